@@ -1,0 +1,1 @@
+"""RunConfig: the typed, validated view of one JSON file."""

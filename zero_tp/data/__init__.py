@@ -1,0 +1,1 @@
+"""Corpora: preparing, storing, sampling."""

@@ -1,0 +1,1 @@
+"""One table per Hugging Face model_type."""

@@ -1,0 +1,1 @@
+"""What crosses ranks inside a layer."""

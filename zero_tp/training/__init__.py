@@ -1,0 +1,1 @@
+"""Building the engine and running the loop."""
