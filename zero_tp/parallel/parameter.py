@@ -42,7 +42,8 @@ def _draw_rows(name: str, seed: int, rows: tuple[int, int], width: int, total: i
         stop = min(start + BLOCK_ROWS, total)
         digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        drawn = torch.empty(stop - start, width).normal_(0.0, std, generator=generator)
+        # torch.normal: zero.Init patches torch.empty and its like to make tensors in the run's dtype.
+        drawn = torch.normal(0.0, std, (stop - start, width), generator=generator, dtype=torch.float32, device="cpu")
         yield drawn[max(first - start, 0) : min(last, stop) - start]
 
 
