@@ -109,7 +109,7 @@ def set_layout(parameter: nn.Parameter, layout: Layout, whole_shape: Sequence[in
 
     An unmarked shard would be counted on TP rank 0 only, and clipping would silently change.
     """
-    parameter.layout = layout  # type: ignore[attr-defined]
+    parameter.tensor_layout = layout  # type: ignore[attr-defined]
     parameter.whole_shape = tuple(whole_shape)  # type: ignore[attr-defined]
     if isinstance(layout, Sharded) and tensor_size > 1:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     Raises:
         ValueError: it has none.
     """
-    layout = getattr(parameter, "layout", None)
+    layout = getattr(parameter, "tensor_layout", None)
     if layout is None:
         raise ValueError("the parameter has no layout: make it with ParameterMaker")
     assert isinstance(layout, Sharded | Replicated)
@@ -142,7 +142,7 @@ def audit(model: nn.Module, topology: Topology) -> None:
             for DeepSpeed's norm, or a gradient kind that does not fit the topology.
     """
     for name, parameter in model.named_parameters():
-        layout = getattr(parameter, "layout", None)
+        layout = getattr(parameter, "tensor_layout", None)
         if layout is None:
             raise ValueError(
                 f"parameter {name} has no layout: nobody says how it lies over tensor parallel ranks. "
