@@ -6,7 +6,7 @@ s sequence, b batch, v vocabulary, t TP size.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +153,7 @@ class ZeroTPForCausalLM(PreTrainedModel):
         *,
         shift_labels: Tensor | None = None,
         return_logits: bool | None = None,
+        reduction: Literal["mean", "none"] = "mean",
     ) -> CausalLMOutput:
         """Loss and, when asked or when there are no labels, logits.
 
@@ -162,9 +163,11 @@ class ZeroTPForCausalLM(PreTrainedModel):
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
             shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
+            reduction: `none` gives each token's loss, for evaluation, without gradient.
 
         Returns:
-            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks.
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` [b, s],
+            0 where a label is ignored.
 
         Raises:
             UserError: s does not divide by t while gradients are taken under SP, or exceeds the model's positions.
@@ -178,18 +181,12 @@ class ZeroTPForCausalLM(PreTrainedModel):
         targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
         loss = logits = None
         if targets is not None:
-            loss = self.head(hidden, targets.t().contiguous(), sequence=sequence)
+            each_token = reduction == "none"
+            loss = self.head(hidden, targets.t().contiguous(), sequence=sequence, each_token=each_token)
+            loss = loss.t() if each_token else loss
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence).transpose(0, 1)
         return CausalLMOutput(loss=loss, logits=logits)
-
-    @torch.no_grad()
-    def token_losses(self, input_ids: Tensor, shift_labels: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Each token's loss, for evaluation. [b, s], labels [b, s] (-100 gives 0) → fp32 [b, s]."""
-        self._check_tokens(input_ids)
-        sequence = self._runs_sequence_parallel(input_ids.shape[1])
-        hidden = self.transformer(input_ids.t().contiguous(), attention_mask, sequence=sequence)
-        return self.head(hidden, shift_labels.t().contiguous(), sequence=sequence, each_token=True).t()
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any) -> Any:

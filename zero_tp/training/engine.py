@@ -13,12 +13,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel.collectives import all_reduce, group_size
+from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
@@ -105,12 +106,12 @@ class TrainingEngine:
         """
         self.topology = topology
         self.stage = int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
-        self.clipping = float(deepspeed_config.get("gradient_clipping", 0.0))
-        settings = dict(deepspeed_config)
+        settings = {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, **deepspeed_config}
+        self.clipping = float(settings["gradient_clipping"])
         if self.stage == 0:
             settings["gradient_clipping"] = 0.0  # see clipping.py
         dtype = run_dtype(settings)
-        with self._construction(settings, dtype):
+        with self._construction(settings):
             self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=dtype, device=device)
         audit(self.model, topology)
         self.hooks = GradientHooks(self.model, topology.tensor_group)
@@ -126,14 +127,14 @@ class TrainingEngine:
         check_replicas(self.model, topology)
         self._hooks_checked = False
 
-    def _construction(self, settings: dict[str, Any], dtype: torch.dtype) -> AbstractContextManager[Any]:
+    def _construction(self, settings: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.stage < 3:
             return nullcontext()
         # With mpu= alone zero.Init ignores the DP group and overwrites the other TP ranks' shards.
         return deepspeed.zero.Init(  # type: ignore[no-any-return]
             data_parallel_group=self.topology.data_group,
+            # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
             config_dict_or_path=settings,
-            dtype=dtype,
             mem_efficient_linear=False,
         )
 
@@ -222,7 +223,7 @@ class TrainingEngine:
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for tokens, labels in batches:
-            losses = self.engine.module.token_losses(tokens, labels)
+            losses = self.engine(tokens, shift_labels=labels, reduction="none").loss
             sums[0] += losses.double().sum().cpu()
             sums[1] += (labels != -100).sum().cpu()
         total, count = all_reduce(sums, self.topology.data_group).tolist()
@@ -231,5 +232,3 @@ class TrainingEngine:
             raise UserError("validation data holds nothing to score")
         return total / count
 
-
-__all__ = ["NonFiniteGradients", "TrainingEngine", "check_replicas", "group_size", "parameter_groups", "run_dtype"]
