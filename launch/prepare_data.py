@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from zero_tp import cli
-from zero_tp.errors import UserError
 
 DESCRIPTION = "Turn text files into a training and a validation corpus with their tokenizer."
 EPILOG = """\
@@ -47,7 +46,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
     parser.add_argument(
         "--validation-fraction",
-        default="0.02",
+        type=float,
+        default=0.02,
         metavar="F|COUNT",
         help="documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
     )
@@ -60,11 +60,7 @@ def main() -> None:
 
     from zero_tp.data.prepare import PrepareSettings, prepare
 
-    try:
-        validation = float(arguments.validation_fraction)
-    except ValueError:
-        raise UserError(f"--validation-fraction {arguments.validation_fraction!r}: not a number") from None
-    settings = PrepareSettings(arguments.tokenizer, validation, arguments.seed, arguments.text_key)
+    settings = PrepareSettings(arguments.tokenizer, arguments.validation_fraction, arguments.seed, arguments.text_key)
     prepared = prepare(arguments.input, arguments.output, settings, overwrite=arguments.overwrite)
 
     report = prepared.report
@@ -78,8 +74,8 @@ def main() -> None:
     unigram = report["unigram"]
     print(f"vocabulary: {report['vocabulary_size']:,} tokens")
     print(
-        f"   unigram: {unigram['train_entropy']:.3f} nats a token (validation {unigram['validation_cross_entropy']:.3f})"
-        ": a model must get below this to have learnt any order"
+        f"   unigram: {unigram['train_entropy']:.3f} nats a token "
+        f"(validation {unigram['validation_cross_entropy']:.3f}): a model must get below this to have learnt any order"
     )
     if not prepared.reused:
         print(f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s")

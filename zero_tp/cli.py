@@ -26,8 +26,8 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    Ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C and with 141 when the
-    reader of standard output has gone (`… | head`), both without a traceback. Every other exception is a fault of
+    Ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C and with 141 when
+    the reader of standard output has gone (`… | head`), both without a traceback. Every other exception is a fault of
     ours and keeps its traceback.
     """
     try:

@@ -83,7 +83,9 @@ class IndexedCorpus:
         np.cumsum(self._sizes, out=self._starts[1:])
         self.tokens = int(self._starts[-1])
         self._check(index, data, pointers)
-        self._data: npt.NDArray = np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
+        self._data: npt.NDArray = (
+            np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
+        )
 
     def _check(self, index: Path, data: Path, pointers: npt.NDArray) -> None:
         needed, found = self.tokens * self.dtype.itemsize, data.stat().st_size
@@ -134,7 +136,8 @@ def _read_header(index: Path) -> tuple[np.dtype, int, int]:
 class IndexedWriter:
     """Writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
 
-    Used as a context manager; when the block raises, no `.idx` is written, so what is there can't be taken for a corpus.
+    Used as a context manager; when the block raises, no `.idx` is written, so what is there can't be taken for a
+    corpus.
     Memory: 4 bytes a document.
     """
 

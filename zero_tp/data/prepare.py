@@ -1,8 +1,8 @@
 """From text files to a corpus: split by document, tokenise, write `.bin/.idx`, report.
 
 The output directory is whole or it isn't there: everything is written to a hidden directory beside it, which is then
-renamed. The inputs are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a document, one batch of
-texts (4 Mi characters, or one document if that is longer), and nothing of the corpus itself.
+renamed. The inputs are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a
+document, one batch of texts (4 Mi characters, or one document if that is longer), and nothing of the corpus itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
 SPLITS = ("train", "validation")
 _BATCH_CHARACTERS = 4 << 20
+_CHANGED = "the inputs changed while they were read: run this again"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Prepared:
 def prepare(
     inputs: Sequence[Path], output: Path, settings: PrepareSettings, *, overwrite: bool = False, progress: bool = True
 ) -> Prepared:
-    """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and `output/report.json`.
+    """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and
+    `output/report.json`.
 
     Args:
         inputs: `.jsonl` or `.txt`, each also `.gz`; see `documents.read_documents` for what is a document.
@@ -78,7 +81,7 @@ def prepare(
     if not inputs:
         raise UserError("no input files")
     spec = TokenizerSpec.parse(settings.tokenizer)
-    _check_validation(settings.validation)
+    _check_settings(settings)
     check_files(inputs)
     identity = {
         "format": FORMAT,
@@ -96,11 +99,12 @@ def prepare(
         partial.mkdir(parents=True)
         report = _Preparation(inputs, spec, settings, progress).write(partial)
         report = {"identity": identity, "inputs": [str(path) for path in inputs], **report}
+        report["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
         report["files"] = {
             str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
         }
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        _replace(partial, output)
+        _replace(partial, output, overwrite)
     except OSError as error:
         raise UserError(f"{output}: can't be written: {error.strerror or error}") from error
     finally:
@@ -108,7 +112,10 @@ def prepare(
     return Prepared(output, report, reused=False)
 
 
-def _check_validation(validation: float) -> None:
+def _check_settings(settings: PrepareSettings) -> None:
+    if not 0 <= settings.seed < 1 << 64:
+        raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
+    validation = settings.validation
     whole = validation >= 1 and float(validation).is_integer()
     if not whole and not 0 < validation < 1:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
@@ -127,7 +134,9 @@ def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> dict[s
         return None
     if found != identity:
         changed = ", ".join(key for key in identity if found.get(key) != identity[key]) or "settings"
-        raise UserError(f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite")
+        raise UserError(
+            f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
+        )
     for name, size in files.items():
         path = output / name
         actual = path.stat().st_size if path.is_file() else None
@@ -139,8 +148,8 @@ def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> dict[s
     return report
 
 
-def _replace(partial: Path, output: Path) -> None:
-    if output.exists() and any(output.iterdir()):
+def _replace(partial: Path, output: Path, overwrite: bool) -> None:
+    if overwrite and output.exists():
         old = partial.with_name(partial.name + ".old")
         output.rename(old)
         partial.rename(output)
@@ -194,7 +203,7 @@ class _Preparation:
 
     def _hash_documents(self) -> npt.NDArray[np.uint64]:
         """64 bits a document that depend on its content and the seed, not on its place."""
-        key = self.settings.seed.to_bytes(16, "little", signed=True)
+        key = self.settings.seed.to_bytes(8, "little")
         hashes = array("Q")
         for text in self.documents("reading"):
             digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=key).digest()
@@ -216,7 +225,7 @@ class _Preparation:
             at = 0
             for batch in _batches(self.documents("encoding", len(held_out))):
                 if at + len(batch) > len(held_out):
-                    raise UserError("the inputs changed while they were read: run this again")
+                    raise UserError(_CHANGED)
                 for text, ids in zip(batch, encoder.encode(batch), strict=True):
                     split = "validation" if held_out[at] else "train"
                     at += 1
@@ -229,6 +238,8 @@ class _Preparation:
                     total["bytes"] += len(text.encode("utf-8"))
                     if split == "validation":
                         texts_out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        if at != len(held_out):
+            raise UserError(_CHANGED)
         return counts, splits
 
 
@@ -265,8 +276,8 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 def _unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:
     """What a model that knows only token frequencies would lose, nats a token.
 
-    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens under
-    those frequencies, one added to each count so that an unseen token has a probability.
+    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
+    under those frequencies, one added to each count so that an unseen token has a probability.
     """
     seen = train[train > 0] / train.sum()
     smoothed = (train + 1) / (train.sum() + len(train))

@@ -58,8 +58,8 @@ class TokenizerSpec:
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE as GPT-2's, trained on `texts`; `<|endoftext|>` (id 0) is its eos, bos and unk.
 
-    Every text can be encoded and decoded back exactly, since the 256 bytes are in the vocabulary. A small corpus can give fewer
-    than `size` tokens.
+    Every text can be encoded and decoded back exactly, since the 256 bytes are in the vocabulary. A small corpus can
+    give fewer than `size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -105,8 +105,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 class DocumentEncoder:
     """Turns documents into token ids, many at a time on all cores.
 
-    A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a document
-    gives the eos token.
+    A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
+    document gives the eos token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
