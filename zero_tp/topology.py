@@ -8,30 +8,12 @@ DP rank r // t.
 from __future__ import annotations
 
 import hashlib
-from fractions import Fraction
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from zero_tp.errors import UserError
-
-
-def data_parallel_size(world: int, tensor: int) -> int:
-    """DP size of `world` ranks at TP degree `tensor`.
-
-    Raises:
-        UserError: the sizes do not multiply to the world; the text shows every factor.
-    """
-    if tensor < 1:
-        raise UserError(f"zero_tp.parallel.tensor: {tensor} is not a positive number of ranks; use 1 for no TP")
-    if world < 1 or world % tensor:
-        data = Fraction(world, tensor)
-        shown = str(data.numerator) if data.denominator == 1 else f"{float(data):g}"
-        raise UserError(
-            f"zero_tp.parallel.tensor: tensor {tensor} × data {shown} ≠ world {world}; "
-            f"start a multiple of {tensor} ranks or choose a tensor size that divides {world}"
-        )
-    return world // tensor
+from zero_tp.config.batch import data_parallel_size
 
 
 class Topology:
@@ -48,7 +30,15 @@ class Topology:
         tensor_group, data_group: process groups, None when no process group exists (one process).
     """
 
-    def __init__(self, tensor: int = 1, sequence: bool = False, *, world: int | None = None, rank: int | None = None):
+    def __init__(
+        self,
+        tensor: int = 1,
+        sequence: bool = False,
+        *,
+        world: int | None = None,
+        rank: int | None = None,
+        timeout: timedelta | None = None,
+    ):
         """Place this rank; collective over all ranks, since every rank makes every group.
 
         Args:
@@ -56,6 +46,7 @@ class Topology:
             sequence: SP on; without TP there is nothing to split and it stays off.
             world, rank: for a description of the grid without process groups (planning, tests); by default those of
                 `torch.distributed`, or one process.
+            timeout: limit of one collective in the new groups.
 
         Raises:
             UserError: the sizes do not fit (`tensor 4 × data 1.5 ≠ world 6`).
@@ -72,11 +63,11 @@ class Topology:
         self.data_group: ProcessGroup | None = None
         if connected:
             for members in self.tensor_members():
-                group = dist.new_group(members)
+                group = dist.new_group(members, timeout=timeout)
                 if self.rank in members:
                     self.tensor_group = group
             for members in self.data_members():
-                group = dist.new_group(members)
+                group = dist.new_group(members, timeout=timeout)
                 if self.rank in members:
                     self.data_group = group
 

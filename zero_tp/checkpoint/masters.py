@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import Weight
 from zero_tp.parallel.layout import Layout, layout_of, local_shape
-from zero_tp.training.engine import TrainingEngine
+
+if TYPE_CHECKING:
+    from zero_tp.training.engine import TrainingEngine
 
 Fragment = tuple[str, int, Tensor]
 

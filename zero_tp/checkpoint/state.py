@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
-import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file, save_file
 
 from zero_tp.checkpoint import directory
@@ -17,13 +14,13 @@ from zero_tp.checkpoint.masters import describe_layouts, save_masters
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
-from zero_tp.training.engine import TrainingEngine
+
+if TYPE_CHECKING:
+    from zero_tp.training.engine import TrainingEngine
 
 DEEPSPEED_TAG = "deepspeed"
 # DeepSpeed adds these to every save; they do not work with tensor parallelism. convert.py to-hf does.
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-
-logger = logging.getLogger(__name__)
 
 
 def _random_file(rank: int) -> str:
@@ -46,8 +43,24 @@ def _describe(place: dict[str, Any]) -> str:
     return f"TP {place['tensor']} × DP {place['data']}{sequence}, ZeRO-{place['zero_stage']}, {place['dtype']}"
 
 
-def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int) -> Path:
+def _fixed(config: RunConfig) -> dict[str, Any]:
+    """What a run is: the keys that cannot change when it is resumed."""
+    block = config.zero_tp
+    return {
+        "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
+        "zero_tp.training.seed": block.training.seed,
+        "zero_tp.data.train": block.data.train,
+        "zero_tp.data.sequence_length": block.data.sequence_length,
+        "train_batch_size": config.global_batch,
+        "optimizer.type": config.deepspeed_config().get("optimizer", {}).get("type"),
+    }
+
+
+def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int, tokenizer: Path | None = None) -> Path:
     """Write the checkpoint of `step`. Collective over all ranks; returns when it is complete.
+
+    Args:
+        tokenizer: the directory that an export copies, noted in the manifest.
 
     Returns:
         Its directory.
@@ -68,7 +81,9 @@ def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int) -> Pat
             **_place(config, engine.topology),
             "model": config.hf_config().to_dict(),
             "parameters": describe_layouts(engine.model),
-            "versions": {module.__name__: module.__version__ for module in (torch, deepspeed, transformers)},
+            "fixed": _fixed(config),
+            "tokenizer": str(tokenizer) if tokenizer else None,
+            "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
         }
         directory.commit(run, temporary, step, manifest)
         directory.prune(run, config.zero_tp.checkpoint.keep)
@@ -94,6 +109,13 @@ def check_resumable(run: Path, config: RunConfig, topology: Topology) -> int | N
             f"{checkpoint}: saved at {_describe(saved)}, this run is {_describe(place)}; resuming on another topology is "
             "not built yet: start it as it was saved, or give another --output-dir"
         )
+    for key, value in _fixed(config).items():
+        before = manifest["fixed"][key]
+        if before != value:
+            raise UserError(
+                f"{key}: {value!r}, but the run in {run} was started with {before!r}; "
+                "start it with that, or give another --output-dir"
+            )
     return steps[-1]
 
 
