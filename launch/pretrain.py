@@ -13,8 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from zero_tp import cli
 from zero_tp.training.lifecycle import run_rank
 from zero_tp.training.processes import Place
@@ -47,13 +45,14 @@ def check(options: argparse.Namespace) -> None:
 
 
 def pretrain(options: argparse.Namespace, place: Place) -> None:
+    from zero_tp.checkpoint.directory import first_config
     from zero_tp.config import RunConfig
-    from zero_tp.training.environment import complete_environment
 
     output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
-    from zero_tp.training.frozen import frozen_config
+    # Before anything heavy is imported: a mistake in the file is told within a second or two.
+    config = RunConfig.load(options.deepspeed_config, options.set, place.world, first_config(output))
 
-    config = RunConfig.load(options.deepspeed_config, options.set, place.world, frozen_config(output))
+    from zero_tp.training.environment import complete_environment
     from zero_tp.training.loop import Run, train
 
     run = Run(config, output)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import checkpoints_of
+from zero_tp.checkpoint.directory import checkpoints_of, write_config
 from zero_tp.checkpoint.state import check_resumable, resume, save
 from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import PackedSamples, ValidationSamples
@@ -29,23 +26,6 @@ from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
 
 SKIPS_IN_A_ROW = 10
-CONFIG_FILE = "config.json"
-
-
-def frozen_config(run: Path) -> dict[str, Any] | None:
-    """The resolved config that the run in this directory was first started with; None for a new run.
-
-    Raises:
-        UserError: the file is not JSON.
-    """
-    path = run / CONFIG_FILE
-    if not path.exists():
-        return None
-    try:
-        resolved: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); give another --output-dir") from error
-    return resolved
 
 
 class Run:
@@ -113,7 +93,7 @@ def train(run: Run, *, local_rank: int, verbose: bool) -> None:
     first = topology.rank == 0
     if first:
         checkpoints_of(directory).mkdir(parents=True, exist_ok=True)
-        _write_config(directory, config)
+        write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(
             run.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed, device=device
@@ -138,13 +118,6 @@ def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
         print(f"all {steps} steps are done; raise zero_tp.training.steps to train on")
     elif step:
         print(f"resuming after step {step}")
-
-
-def _write_config(directory: Path, config: RunConfig) -> None:
-    path = directory / CONFIG_FILE
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(config.resolved(), indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 class _Loop:
