@@ -17,7 +17,7 @@ fail() {
 }
 
 # Two commands in one clone wait for each other.
-exec 9<"${BASH_SOURCE[0]}"
+exec 9<"$repository/launch/setup_env.sh"
 if command -v flock >/dev/null; then flock 9; fi
 
 if ! "$environment/bin/python" -m pip --version >/dev/null 2>&1; then
