@@ -1,0 +1,83 @@
+"""The sums of a run: world = tensor × data, global batch = micro × accumulation × data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from zero_tp.config.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples of one optimizer step. What depends on a world size that isn't known is None."""
+
+    data_parallel: int | None
+    micro: int | None
+    accumulation: int | None
+    total: int | None
+
+
+def data_parallel_size(world: int, tensor: int) -> int:
+    """world / tensor.
+
+    Raises:
+        ConfigError: the world size is not positive, or not a multiple of `tensor`.
+    """
+    if world < 1:
+        raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
+    if world % tensor:
+        remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
+        sums = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
+        raise ConfigError("zero_tp.parallel.tensor", sums, remedy)
+    return world // tensor
+
+
+def resolve_batch(config: dict[str, Any], data: int | None) -> Batch:
+    """The three batch sizes from those that the file gives; an accumulation that nothing determines is 1.
+
+    Args:
+        config: the file's object, types checked.
+        data: number of data-parallel replicas, or None when it isn't known.
+
+    Raises:
+        ConfigError: neither a global nor a micro batch is given, or no whole numbers satisfy the sum.
+    """
+    total: int | None = config.get("train_batch_size")
+    micro: int | None = config.get("train_micro_batch_size_per_gpu")
+    accumulation: int | None = config.get("gradient_accumulation_steps")
+    total, micro, accumulation = (None if size is None else int(size) for size in (total, micro, accumulation))
+    if total is None:
+        if micro is None:
+            key = "train_micro_batch_size_per_gpu"
+            raise ConfigError(key, "required, but not given", "give it, or train_batch_size")
+        accumulation = accumulation or 1
+        return Batch(data, micro, accumulation, None if data is None else micro * accumulation * data)
+    if micro is not None and accumulation is not None:
+        if data is None:
+            _whole(total, {"micro": micro, "accumulation": accumulation}, "data")
+        elif micro * accumulation * data != total:
+            product = micro * accumulation * data
+            sums = f"{total} ≠ micro {micro} × accumulation {accumulation} × data {data} (= {product})"
+            raise ConfigError("train_batch_size", sums, f'write {product}, or "auto" for one of the three')
+    elif micro is not None:
+        quotient = _whole(total, {"micro": micro, "data": data}, "accumulation")
+        accumulation = None if data is None else quotient
+    else:
+        accumulation = accumulation or 1
+        quotient = _whole(total, {"accumulation": accumulation, "data": data}, "micro")
+        micro = None if data is None else quotient
+    return Batch(data, micro, accumulation, total)
+
+
+def _whole(total: int, factors: dict[str, int | None], missing: str) -> int:
+    """total / the known factors, which has to be whole."""
+    known = {name: size for name, size in factors.items() if size is not None}
+    product = 1
+    for size in known.values():
+        product *= size
+    if total % product:
+        listed = " × ".join(f"{name} {size}" for name, size in known.items())
+        sums = f"{total} ≠ {listed} × {missing} {total / product:.4g}"
+        raise ConfigError("train_batch_size", sums, f"use a multiple of {product}")
+    return total // product

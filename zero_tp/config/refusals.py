@@ -1,0 +1,333 @@
+"""Every combination of keys that zero_tp refuses, with its reason: one row each. docs/config.md lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from zero_tp.config.auto import look_up
+from zero_tp.config.errors import ConfigError
+from zero_tp.config.schema import ZeroTP
+from zero_tp.config.suggest import shown
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A config whose types are right and whose "auto" values are resolved."""
+
+    config: dict[str, Any]
+    zero_tp: ZeroTP
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at a dotted path of DeepSpeed's part, or the default."""
+        value = look_up(self.config, path)
+        return default if value is None else value
+
+    @property
+    def stage(self) -> int:
+        return int(self.get("zero_optimization.stage", 0))
+
+    @property
+    def tensor(self) -> int:
+        return self.zero_tp.parallel.tensor
+
+    @property
+    def recompute_mode(self) -> str:
+        policy = self.zero_tp.recompute
+        return policy if isinstance(policy, str) else policy.mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """One refused combination.
+
+    Attributes:
+        key: the key that the message names.
+        when: the combination in words, after "refused".
+        test: whether a config has it.
+        reason: what would go wrong.
+        remedy: what to write instead.
+    """
+
+    key: str
+    when: str
+    test: Callable[[View], bool]
+    reason: str
+    remedy: str
+
+
+def _on(key: str) -> Callable[[View], bool]:
+    return lambda view: view.get(key, False) is not False
+
+
+def _off(key: str) -> Callable[[View], bool]:
+    return lambda view: view.get(key, True) is False
+
+
+ZERO = "zero_optimization"
+ACTIVATIONS = "activation_checkpointing"
+
+REFUSALS: tuple[Refusal, ...] = (
+    # What is computed
+    Refusal(
+        "fp16.enabled",
+        "with bf16.enabled",
+        lambda view: bool(view.get("fp16.enabled") and view.get("bf16.enabled")),
+        "a model has one dtype",
+        "enable one of them",
+    ),
+    Refusal(
+        "data_types.param_dtype",
+        "when it is not the dtype of bf16 or fp16",
+        lambda view: view.get("data_types.param_dtype", dtype(view.config)) != dtype(view.config),
+        "the model is built in one dtype",
+        "leave it out",
+    ),
+    Refusal(
+        "gradient_allreduce_op",
+        'as "sum"',
+        lambda view: view.get("gradient_allreduce_op") == "sum",
+        "gradients would grow with the number of replicas, and the loss is a mean over the global batch",
+        'use "mean"',
+    ),
+    Refusal(
+        "managed_gradient_accumulation",
+        "as false",
+        _off("managed_gradient_accumulation"),
+        "every micro-step would then be an optimizer step",
+        "leave it out",
+    ),
+    Refusal(
+        "prescale_gradients",
+        "with ZeRO",
+        lambda view: view.stage > 0 and view.get("prescale_gradients", False),
+        "DeepSpeed supports it at stage 0 only",
+        "leave it out",
+    ),
+    Refusal(
+        "gradient_predivide_factor",
+        "with ZeRO",
+        lambda view: view.stage > 0 and view.get("gradient_predivide_factor", 1.0) != 1.0,
+        "DeepSpeed supports it at stage 0 only",
+        "leave it out",
+    ),
+    Refusal(
+        f"{ZERO}.compute_grad_norm",
+        "as false with gradient_clipping",
+        lambda view: _off(f"{ZERO}.compute_grad_norm")(view) and view.get("gradient_clipping", 1.0) > 0,
+        "clipping needs the norm",
+        "set gradient_clipping to 0, or leave it out",
+    ),
+    Refusal(
+        "zero_allow_untested_optimizer",
+        "as false with ZeRO and the SGD optimizer",
+        lambda view: (
+            view.stage > 0
+            and view.get("optimizer.type") == "SGD"
+            and not view.get("zero_allow_untested_optimizer", False)
+        ),
+        "DeepSpeed has not tested SGD under ZeRO",
+        "set it to true, or use AdamW",
+    ),
+    # Who holds what
+    Refusal(
+        "sequence_parallel_size",
+        "above 1",
+        lambda view: view.get("sequence_parallel_size", 1) > 1,
+        "it is Ulysses, which changes ZeRO's groups and not the TP region",
+        "use zero_tp.parallel.sequence",
+    ),
+    Refusal(
+        "seq_parallel_communication_data_type",
+        "at all",
+        lambda view: view.get("seq_parallel_communication_data_type") is not None,
+        "it belongs to Ulysses and would do nothing",
+        "leave it out",
+    ),
+    Refusal(
+        "use_data_before_expert_parallelism",
+        "as true",
+        _on("use_data_before_expert_parallelism"),
+        "there are no experts",
+        "leave it out",
+    ),
+    *(
+        Refusal(
+            f"{ZERO}.{key}",
+            "with zero_tp.parallel.tensor above 1",
+            lambda view, key=key, off=off: view.tensor > 1 and view.get(f"{ZERO}.{key}", off) != off,  # type: ignore[misc]
+            "ZeRO++ makes its groups from the whole world, across TP ranks, and mixes shards of different layers",
+            "leave it out, or use tensor 1",
+        )
+        for key, off in (
+            ("zero_hpz_partition_size", 1),
+            ("zero_quantized_weights", False),
+            ("zero_quantized_nontrainable_weights", False),
+            ("zero_quantized_gradients", False),
+        )
+    ),
+    Refusal(
+        f"{ZERO}.offload_param",
+        "below stage 3",
+        lambda view: view.stage < 3 and view.get(f"{ZERO}.offload_param.device", "none") != "none",
+        "parameters are whole on every rank there, and DeepSpeed would ignore it",
+        "use stage 3, or leave it out",
+    ),
+    Refusal(
+        f"{ZERO}.offload_optimizer",
+        "at stage 0",
+        lambda view: view.stage == 0 and view.get(f"{ZERO}.offload_optimizer.device", "none") != "none",
+        "the optimizer's states are not partitioned there, and DeepSpeed would ignore it",
+        "use stage 1, 2 or 3, or leave it out",
+    ),
+    Refusal(
+        f"{ZERO}.elastic_checkpoint",
+        "as true",
+        _on(f"{ZERO}.elastic_checkpoint"),
+        "it changes the layout of checkpoints that zero_tp reads",
+        "leave it out",
+    ),
+    Refusal(
+        f"{ZERO}.legacy_stage1",
+        "as true",
+        _on(f"{ZERO}.legacy_stage1"),
+        "the old implementation is not what the parity proofs run",
+        "leave it out",
+    ),
+    Refusal(
+        f"{ZERO}.pipeline_loading_checkpoint",
+        "as true",
+        _on(f"{ZERO}.pipeline_loading_checkpoint"),
+        "zero_tp has no pipeline parallelism",
+        "leave it out",
+    ),
+    Refusal(
+        f"{ZERO}.zenflow",
+        "at all",
+        lambda view: view.get(f"{ZERO}.zenflow") is not None,
+        "it steps on stale gradients, so the model trains differently",
+        "leave it out",
+    ),
+    # What is kept for backward
+    *(
+        Refusal(
+            f"{ACTIVATIONS}.{key}",
+            "with zero_tp.recompute none or selective",
+            lambda view, key=key: _on(f"{ACTIVATIONS}.{key}")(view) and view.recompute_mode != "full",  # type: ignore[misc]
+            "only full recomputation keeps layer inputs that could be moved",
+            'set zero_tp.recompute to "full", or leave it out',
+        )
+        for key in ("partition_activations", "cpu_checkpointing")
+    ),
+    Refusal(
+        f"{ACTIVATIONS}.partition_activations",
+        "with zero_tp.parallel.sequence",
+        lambda view: _on(f"{ACTIVATIONS}.partition_activations")(view) and view.zero_tp.parallel.sequence,
+        "under sequence parallelism the checkpoints are split already, and splitting them again trains wrong",
+        "leave it out",
+    ),
+    Refusal(
+        f"{ACTIVATIONS}.contiguous_memory_optimization",
+        "without partition_activations",
+        lambda view: (
+            _on(f"{ACTIVATIONS}.contiguous_memory_optimization")(view)
+            and not _on(f"{ACTIVATIONS}.partition_activations")(view)
+        ),
+        "it arranges the partitions",
+        "leave it out",
+    ),
+    Refusal(
+        f"{ACTIVATIONS}.contiguous_memory_optimization",
+        "with zero_tp.parallel.sequence",
+        lambda view: _on(f"{ACTIVATIONS}.contiguous_memory_optimization")(view) and view.zero_tp.parallel.sequence,
+        "there is nothing to partition under sequence parallelism",
+        "leave it out",
+    ),
+    # What zero_tp does itself
+    Refusal(
+        "dataloader_drop_last",
+        "as true",
+        _on("dataloader_drop_last"),
+        "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used",
+        "leave it out",
+    ),
+    *(
+        Refusal(
+            f"checkpoint.{key}",
+            "unless it keeps its default",
+            lambda view, key=key, default=default: view.get(f"checkpoint.{key}", default) != default,  # type: ignore[misc]
+            reason,
+            "leave it out",
+        )
+        for key, default, reason in (
+            ("load_universal", False, "zero_tp finds out itself what a checkpoint is"),
+            ("use_node_local_storage", False, "a checkpoint is complete in one directory, where it is verified"),
+            ("writer", None, "checkpoints are written and verified by zero_tp"),
+            ("checkpoint_serialization", True, "it belongs to DeepSpeed's fast writer, which is not used"),
+            ("parallel_write.pipeline_stage", False, "zero_tp has no pipeline parallelism"),
+        )
+    ),
+)
+
+
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "zero_tp.recompute": ("none",),
+    "zero_tp.objective": ("causal",),
+    "zero_tp.data.document_attention": ("continue",),
+    "zero_tp.compile": (False,),
+    "zero_tp.checkpoint.keep_every": (None,),
+    "zero_tp.checkpoint.async": (False,),
+    "zero_tp.checkpoint.on_corrupt": ("stop",),
+    "zero_tp.evaluation.tasks": ([],),
+    f"{ACTIVATIONS}.partition_activations": (False,),
+    f"{ACTIVATIONS}.number_checkpoints": (None,),
+    f"{ACTIVATIONS}.contiguous_memory_optimization": (False,),
+    f"{ACTIVATIONS}.cpu_checkpointing": (False,),
+    f"{ACTIVATIONS}.profile": (False,),
+    f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
+    f"{ZERO}.offload_optimizer.device": ("none", "cpu"),
+    f"{ZERO}.offload_optimizer.super_offload": (False,),
+    f"{ZERO}.offload_param.device": ("none", "cpu"),
+    "bf16.bf16_master_weights_and_grads": (False,),
+    "bf16.bf16_optimizer_states": (False,),
+    "fp16.fp16_master_weights_and_grads": (False,),
+}
+"""Keys that are known but can't take another value yet: the values that they can take."""
+
+
+def dtype(config: dict[str, Any]) -> str:
+    """ "fp32", "bf16" or "fp16", as DeepSpeed's blocks say."""
+    return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
+
+
+def check_refusals(config: dict[str, Any], zero_tp: ZeroTP) -> None:
+    """Raises ConfigError for the first refused combination, then for the first value that is not built yet."""
+    view = View(config, zero_tp)
+    for row in REFUSALS:
+        if row.test(view):
+            raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
+    block = {**config, "zero_tp": zero_tp.model_dump(by_alias=True)}
+    for path, built in NOT_BUILT.items():
+        value = look_up(block, path)
+        if value is not None and value not in built:
+            now = " or ".join(shown(option) for option in built)
+            raise ConfigError(
+                path, f"{shown(value)} is not built yet", f"use {now}" if now != "null" else "leave it out"
+            )
+
+
+def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -> None:
+    """Whether this machine's accelerator computes in the config's dtype.
+
+    Args:
+        config: DeepSpeed's part of a resolved config.
+        supports: says whether the accelerator supports "bf16" or "fp16".
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    name = dtype(config)
+    if name != "fp32" and not supports(name):
+        others = " or ".join(other for other in ("bf16", "fp16") if other != name and supports(other))
+        raise ConfigError(f"{name}.enabled", f"this accelerator does not support {name}", f"use {others or 'fp32'}")

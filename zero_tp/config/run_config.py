@@ -1,0 +1,134 @@
+"""RunConfig: the typed, validated view of one JSON file."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_tp.config.auto import BATCH_KEYS, resolve_auto
+from zero_tp.config.batch import Batch, data_parallel_size, resolve_batch
+from zero_tp.config.deepspeed import check_names, check_values, refuse_auto
+from zero_tp.config.errors import ConfigError
+from zero_tp.config.model import check_model
+from zero_tp.config.refusals import check_refusals, dtype
+from zero_tp.config.schema import ZeroTP
+from zero_tp.config.source import apply_overrides, read_json
+from zero_tp.config.validation import validate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+BATCH_FIELDS = dict(zip(BATCH_KEYS, ("total", "micro", "accumulation"), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run: a DeepSpeed config and its `zero_tp` block, checked as a whole. Made by `load`.
+
+    Attributes:
+        path: the JSON file.
+        zero_tp: the `zero_tp` block.
+        world_size: number of ranks, or None when the config was checked without one.
+        batch: the batch sizes; parts are None when they depend on a world size that isn't known.
+    """
+
+    path: Path
+    zero_tp: ZeroTP
+    world_size: int | None
+    batch: Batch
+    _deepspeed: dict[str, Any] = dataclasses.field(repr=False)
+    _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        overrides: Sequence[str] = (),
+        world_size: int | None = None,
+        frozen: dict[str, Any] | None = None,
+    ) -> RunConfig:
+        """Read and check a config file.
+
+        Args:
+            path: the JSON file.
+            overrides: `KEY=VALUE` with a dotted KEY and VALUE in JSON, or else a string.
+            world_size: number of ranks; None checks all that doesn't need it.
+            frozen: `resolved()` of the run's first start, which decided the length of an "auto" schedule.
+
+        Raises:
+            ConfigError: the file can't be read, or the run can't be started as it is written.
+        """
+        path = Path(path)
+        raw = read_json(path)
+        apply_overrides(raw, overrides)
+        check_names(raw)
+        if "zero_tp" not in raw:
+            raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+        refuse_auto(raw["zero_tp"], "zero_tp")
+        zero_tp = validate(ZeroTP, raw.pop("zero_tp"), "zero_tp")
+        hf_config = check_model(zero_tp)
+        resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
+        check_values(raw)
+        data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
+        batch = resolve_batch(raw, data)
+        check_refusals(raw, zero_tp)
+        raw.setdefault("gradient_clipping", 1.0)
+        for key, field in BATCH_FIELDS.items():
+            if getattr(batch, field) is not None:
+                raw[key] = getattr(batch, field)
+        return cls(path, zero_tp, world_size, batch, raw, hf_config)
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending: the run directory's default name."""
+        return self.path.stem
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of replicas: world size / tensor. Needs a world size."""
+        return _known(self.batch.data_parallel)
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one forward on one replica. Needs a world size."""
+        return _known(self.batch.micro)
+
+    @property
+    def accumulation(self) -> int:
+        """Forwards of one optimizer step on one replica. Needs a world size."""
+        return _known(self.batch.accumulation)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step. Needs a world size."""
+        return _known(self.batch.total)
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self._deepspeed.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def dtype(self) -> str:
+        """ "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
+        return dtype(self._deepspeed)
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """A new dict for `deepspeed.initialize`: no `zero_tp` block, no "auto", all batch sizes. Needs a world size."""
+        _known(self.world_size)
+        return copy.deepcopy(self._deepspeed)
+
+    def resolved(self) -> dict[str, Any]:
+        """The whole config with every default of the `zero_tp` block and every "auto" filled in; loads again."""
+        return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
+
+    def hf_config(self) -> PreTrainedConfig:
+        """A new Hugging Face config object of `zero_tp.model`."""
+        return copy.deepcopy(self._hf_config)
+
+
+def _known(size: int | None) -> int:
+    assert size is not None, "RunConfig.load needs a world_size for this"
+    return size

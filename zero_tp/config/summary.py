@@ -1,0 +1,39 @@
+"""What `pretrain.py --check` prints about a config that is right."""
+
+from __future__ import annotations
+
+from zero_tp.config.run_config import RunConfig
+
+
+def describe(config: RunConfig) -> str:
+    """A few lines: ranks, batch sums, precision, optimizer, steps and tokens."""
+    block, batch, raw = config.zero_tp, config.batch, config.resolved()
+    tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
+    model = config.hf_config()
+    sequence = ", sequence parallel" if block.parallel.sequence else ""
+    if config.world_size is None:
+        ranks = f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
+    else:
+        ranks = f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
+    factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
+    product = " × ".join(f"{name} {_number(size)}" for name, size in factors)
+    params = raw["optimizer"].get("params", {})
+    scheduler = raw.get("scheduler", {}).get("type", "none")
+    tokens = "?" if batch.total is None else f"{batch.total * length:,}"
+    total = "?" if batch.total is None else f"{batch.total * length * steps:,}"
+    kind = f"{block.model['model_type']}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
+    lines = (
+        ("config", f"{config.path} is right"),
+        ("model", f"{kind}, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"),
+        ("ranks", ranks),
+        ("ZeRO", f"stage {config.zero_stage}, {config.dtype}"),
+        ("batch", f"{_number(batch.total)} samples = {product}"),
+        ("optimizer", f"{raw['optimizer']['type']}, lr {params['lr']:g}, clip {raw['gradient_clipping']:g}"),
+        ("schedule", scheduler),
+        ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
+    )
+    return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)

@@ -1,0 +1,154 @@
+"""One JSON block through one pydantic model, with every error as one line: zero_tp's own models and DeepSpeed's."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from zero_tp.config.errors import ConfigError
+from zero_tp.config.suggest import did_you_mean, shown
+
+Model = TypeVar("Model", bound=BaseModel)
+
+EXPECTED = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "an object",
+    "model": "an object",
+    "path": "a string",
+}
+
+
+def validate(model: type[Model], raw: Any, path: str) -> Model:
+    """`raw`, the JSON value at `path`, as an instance of `model`.
+
+    Numbers may be written 5e8 for an integer, as DeepSpeed's documentation does; strings are not numbers, and
+    true is not 1.
+
+    Raises:
+        ConfigError: not an object, an unknown key (with the nearest valid one), a missing key, a wrong type or value.
+    """
+    check_keys(model, raw, path)
+    try:
+        parsed = model(**raw)
+    except ValidationError as error:
+        raise _one_line(error, model, raw, path) from None
+    _refuse_coercion(parsed, raw, path)
+    return parsed
+
+
+def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
+    """Raises ConfigError for the first key of `raw` that no field of `model`, or of the models within, is named by."""
+    if not isinstance(raw, dict):
+        raise ConfigError(path, f"expected an object, got {shown(raw)}", 'write {"key": value, ...}')
+    fields = fields_by_name(model)
+    for key, value in raw.items():
+        where = f"{path}.{key}" if path else key
+        if key not in fields:
+            raise ConfigError(where, "unknown key", did_you_mean(key, nested_names(model)))
+        inner = model_in(fields[key].annotation)
+        if inner is not None and (isinstance(value, dict) or not _accepts_other_than_model(fields[key].annotation)):
+            check_keys(inner, value, where)
+
+
+def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields by every name that JSON may use: the alias, and the field's own name where the model allows it."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        if field.alias:
+            found[field.alias] = field
+        if not field.alias or model.model_config.get("populate_by_name"):
+            found[name] = field
+    return found
+
+
+def nested_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The model's key names, then the dotted names of the models within."""
+    fields = fields_by_name(model)
+    yield from (prefix + name for name in fields)
+    for name, field in fields.items():
+        inner = model_in(field.annotation)
+        if inner is not None:
+            yield from nested_names(inner, f"{prefix}{name}.")
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model in an annotation (`M`, `M | None`, `str | M`), or None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return next(filter(None, map(model_in, typing.get_args(annotation))), None)
+    return None
+
+
+def _accepts_other_than_model(annotation: Any) -> bool:
+    return annotation is not model_in(annotation)
+
+
+def _one_line(error: ValidationError, model: type[BaseModel], raw: Any, path: str) -> ConfigError:
+    first = error.errors(include_url=False)[0]
+    parts, value = [path] if path else [], raw
+    for part in first["loc"]:  # parts that name a member of a union are no keys
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            parts.append(str(part))
+            value = value[part]
+        elif first["type"] == "missing" and part == first["loc"][-1]:
+            parts.append(str(part))
+    key = ".".join(parts)
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "missing":
+        return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
+    if kind in ("literal_error", "enum"):
+        options = [option.strip().strip("'") for option in context["expected"].replace(" or ", ", ").split(",")]
+        wrong = f"{shown(value)} is not one of " + ", ".join(options)
+        return ConfigError(key, wrong, did_you_mean(value, options) if isinstance(value, str) else "use one of these")
+    for prefix, expected in EXPECTED.items():
+        if kind.startswith(prefix + "_"):
+            return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
+
+
+def _refuse_coercion(parsed: BaseModel, raw: dict[str, Any], path: str) -> None:
+    """Pydantic takes "8" for 8, and true for 1, where they are not asked for by the JSON author: refuse those."""
+    fields = type(parsed).model_fields
+    for name, field in fields.items():
+        for key in {name, field.alias or name} & raw.keys():
+            where, written = f"{path}.{key}" if path else str(key), raw[key]
+            value = getattr(parsed, name, None)
+            if isinstance(value, BaseModel) and isinstance(written, dict):
+                _refuse_coercion(value, written, where)
+            else:
+                _compare(written, value, where)
+
+
+def _compare(written: Any, value: Any, where: str) -> None:
+    if isinstance(written, list) and isinstance(value, (list, tuple)):
+        for index, (inner_written, inner_value) in enumerate(zip(written, value, strict=True)):
+            _compare(inner_written, inner_value, f"{where}.{index}")
+    elif isinstance(written, dict) and isinstance(value, dict):
+        for key in written.keys() & value.keys():
+            _compare(written[key], value[key], f"{where}.{key}")
+    elif isinstance(value, bool) != isinstance(written, bool) or (
+        isinstance(written, str) and isinstance(value, (int, float)) and not isinstance(value, str)
+    ):
+        if value is None or not isinstance(value, (bool, int, float)):
+            return
+        expected = EXPECTED["bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"]
+        raise ConfigError(where, f"expected {expected}, got {shown(written)}", f"write {expected}")
+
+
+def literal_options(annotation: Any) -> tuple[Any, ...]:
+    """The values of the `Literal`s in an annotation."""
+    if typing.get_origin(annotation) is Literal:
+        return typing.get_args(annotation)
+    return tuple(option for inner in typing.get_args(annotation) for option in literal_options(inner))
