@@ -1,47 +1,36 @@
-"""Compiles and loads the DeepSpeed ops that a CPU run uses, and prints the paths of the libraries.
+"""Compiles DeepSpeed ops for the CPU and prints the paths of the libraries.
 
-They are the shared-memory collectives, and Adam for parameters in place (FusedAdam) and offloaded (DeepSpeedCPUAdam).
+python launch/compile_ops.py BUILDER…   such as ShareMemCommBuilder (the collectives of every CPU run, in shared memory),
+CPUAdamBuilder (DeepSpeedCPUAdam, for offloaded optimizers), FusedAdamBuilder (Adam where the config doesn't say
+`torch_adam`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import time
 from pathlib import Path
 
-BUILDERS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
-
 # A build takes a minute or two. torch marks a running one by a file, and waits for ever where a killed one left it.
 STALE_SECONDS = 15 * 60
 
 
-def build(name: str) -> str:
-    """Compiles one op if its library isn't there, loads it, and returns the library's path."""
+def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # the builders print
         from deepspeed.ops.op_builder import cpu
+        from torch.utils.cpp_extension import get_default_build_root
 
-        return str(getattr(cpu, name)().load().__file__)
-
-
-def remove_stale_locks() -> None:
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("**/lock"):
-        if time.time() - lock.stat().st_mtime > STALE_SECONDS:
-            print(f"removing {lock}, left by a build that was killed", file=sys.stderr)
-            lock.unlink(missing_ok=True)
-
-
-def main() -> None:
-    remove_stale_locks()
-    # An op has one to three files, so one at a time would leave cores idle.
-    with multiprocessing.Pool(min(len(BUILDERS), os.cpu_count() or 1)) as pool:
-        for path in pool.imap(build, BUILDERS):
-            print(path)
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+        for lock in root.glob("**/lock"):
+            if time.time() - lock.stat().st_mtime > STALE_SECONDS:
+                print(f"removing {lock}, left by a build that was killed")
+                lock.unlink(missing_ok=True)
+        # One after another: each has two source files, and ninja compiles those side by side.
+        modules = [getattr(cpu, name)().load() for name in sys.argv[1:]]
+    for module in modules:
+        print(module.__file__)
 
 
 if __name__ == "__main__":
