@@ -1,8 +1,8 @@
 """Compiles DeepSpeed ops for the CPU and prints the paths of the libraries.
 
-python launch/compile_ops.py BUILDER…   such as ShareMemCommBuilder (the collectives of every CPU run, in shared memory),
-CPUAdamBuilder (DeepSpeedCPUAdam, for offloaded optimizers), FusedAdamBuilder (Adam where the config doesn't say
-`torch_adam`).
+python launch/compile_ops.py BUILDER…   such as ShareMemCommBuilder (the collectives of every CPU run, in shared
+memory), CPUAdamBuilder (DeepSpeedCPUAdam, for offloaded optimizers), FusedAdamBuilder (Adam where the config doesn't
+say `torch_adam`).
 """
 
 from __future__ import annotations

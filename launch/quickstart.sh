@@ -34,7 +34,7 @@ end() {
 # them can be told, and be ended when they don't listen.
 group=
 stop() {
-    trap - INT TERM EXIT
+    trap - INT TERM HUP
     if [ -n "$group" ]; then
         kill -TERM -- "-$group" 2>/dev/null || true
         for _ in $(seq 100); do
@@ -46,7 +46,7 @@ stop() {
     exit "$1"
 }
 trap 'stop 130' INT
-trap 'stop 143' TERM
+trap 'stop 143' TERM HUP
 in_group() {
     set -m
     "$@" </dev/null &
