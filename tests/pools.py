@@ -63,8 +63,8 @@ RANK_ENVIRONMENT = {
 class RankError(Exception):
     """A function failed on a rank.
 
-    `rank` is its number, `kind` the name of the exception's class (None after a time-out or a death), `message` its text;
-    str() also has that rank's traceback and what it had printed.
+    `rank` is its number, `kind` the name of the exception's class (None after a time-out or a death), `message` its
+    text; str() also has that rank's traceback and what it had printed.
     """
 
     def __init__(self, rank: int, text: str, kind: str | None = None, message: str = "") -> None:

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# bash launch/setup_env.sh [EXTRA…]   (dev, eval, plot)
+#
+# Makes .venv in the repository, installs zero_tp with these extras at the versions of constraints.txt, and compiles the
+# DeepSpeed ops of a CPU run. What is there and current is left alone. PYTHON chooses the interpreter of a new .venv.
+set -euo pipefail
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$repository"
+extras=$(IFS=,; echo "$*")
+environment=$repository/.venv
+log=$environment/setup.log
+
+fail() {
+    echo "set-up: $1" >&2
+    exit 1
+}
+
+# Two commands in one clone wait for each other.
+exec 9<"$repository/launch/setup_env.sh"
+if command -v flock >/dev/null; then flock 9; fi
+
+if ! "$environment/bin/python" -m pip --version >/dev/null 2>&1; then
+    base=${PYTHON:-python3}
+    command -v "$base" >/dev/null || fail "there is no $base: install Python 3.11 or newer, or name one with PYTHON=…"
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        fail "$("$base" --version 2>&1) is too old: Python 3.11 or newer is needed; name one with PYTHON=…"
+    "$base" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$base has no venv module: install it (Debian, Ubuntu: apt-get install python3-venv)"
+    echo "set-up: making .venv with $("$base" --version 2>&1)"
+    # --clear: an interrupted attempt may have left half of one.
+    "$base" -m venv --clear "$environment"
+fi
+python=$environment/bin/python
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
+
+# DeepSpeed compiles what it needs at its first use, which is no place for this message.
+command -v "${CXX:-c++}" >/dev/null ||
+    fail "there is no C++ compiler (${CXX:-c++}): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
+"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
+
+key=$({ cat constraints.txt setup.cfg pyproject.toml && "$python" --version && pwd; } | cksum)
+installed() { # any set of extras contains the bare package
+    for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
+        if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return 0; fi
+    done
+    return 1
+}
+write() { # the whole file or none of it
+    cat >"$1.new" && mv "$1.new" "$1"
+}
+
+if ! installed; then
+    echo "set-up: installing zero_tp${extras:+[$extras]} into .venv, some minutes (messages: .venv/setup.log)"
+    begin=$SECONDS
+    # The constraints hold for the builds' own environments too: by the first name for pip before 25.3, by the second after.
+    PIP_CONSTRAINT=$repository/constraints.txt PIP_BUILD_CONSTRAINT=$repository/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+        "$python" -m pip install -c constraints.txt -e ".${extras:+[$extras]}" >"$log" 2>&1 ||
+        { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; }
+    write "$environment/installed-$extras" <<<"$key"
+    echo "set-up: installed in $((SECONDS - begin)) s"
+fi
+
+# Compiled once, here: four ranks that start together would all wait for one compiler, and time out on a slow machine.
+extensions=${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions}
+builders=(ShareMemCommBuilder)
+case ,$extras, in *,dev,*) builders+=(CPUAdamBuilder) ;; esac # what the tests of offload use
+ops=$environment/ops-$(IFS=+; echo "${builders[*]}")
+current_ops() {
+    [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key $extensions" ] || return 1
+    while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
+}
+if ! current_ops; then
+    echo "set-up: compiling DeepSpeed's CPU ops, a minute or two each (${#builders[@]})"
+    begin=$SECONDS
+    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py "${builders[@]}" 2>"$log") ||
+        { tail -n 20 "$log" >&2; fail "compiling failed; all messages are in $log"; }
+    write "$ops" <<<"$key $extensions"$'\n'"$files"
+    echo "set-up: compiled in $((SECONDS - begin)) s"
+fi

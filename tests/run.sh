@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# bash tests/run.sh [ARGUMENT OF PYTEST…]
+#
+# Set-up, lint, types, tests. All are run, and the exit status says whether any of them failed.
+# Example: bash tests/run.sh tests/unit -k config
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup_env.sh dev
+export PATH="$PWD/.venv/bin:$PATH"
+
+failed=()
+check() {
+    local begin=$SECONDS
+    echo "== $*"
+    "$@" || failed+=("$1")
+    echo "== $1: $((SECONDS - begin)) s"
+}
+
+# The scripts of eval/ and launch/ are no packages, so the folders are named.
+folders=()
+for folder in zero_tp launch eval tests; do
+    if [ -n "$(find "$folder" -name '*.py' -print -quit 2>/dev/null)" ]; then folders+=("$folder"); fi
+done
+
+check ruff check .
+check mypy "${folders[@]}"
+check python -m pytest "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "failed: ${failed[*]}" >&2
+    exit 1
+fi
