@@ -157,7 +157,7 @@ REFUSALS: tuple[Refusal, ...] = (
             f"{ZERO}.{key}",
             "with zero_tp.parallel.tensor above 1",
             lambda view, key=key, off=off: view.tensor > 1 and view.get(f"{ZERO}.{key}", off) != off,  # type: ignore[misc]
-            "ZeRO++ makes its groups from the whole world, across TP ranks, and mixes shards of different layers",
+            "ZeRO++ makes its groups from the whole world, so they would mix the shards of different TP ranks",
             "leave it out, or use tensor 1",
         )
         for key, off in (
@@ -216,7 +216,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "with zero_tp.recompute none or selective",
             lambda view, key=key: _on(f"{ACTIVATIONS}.{key}")(view) and view.recompute_mode != "full",  # type: ignore[misc]
             "only full recomputation keeps layer inputs that could be moved",
-            'set zero_tp.recompute to "full", or leave it out',
+            "leave it out",
         )
         for key in ("partition_activations", "cpu_checkpointing")
     ),
