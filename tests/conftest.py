@@ -1,0 +1,67 @@
+"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `shared_file` (data beside the repository)."""
+
+# ruff: noqa: E402 - the environment comes first
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch, transformers or DeepSpeed: they read these once.
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(_name, None)
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.pools import Pools
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile(
+    "zero_tp",
+    deadline=None,  # the first example compiles, imports or starts ranks
+    max_examples=25,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("zero_tp")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """`ranks(4).run(function, *args)` runs a module-level function on 4 gloo ranks; see tests/pools.py."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed for each test and run, or ZERO_TP_TEST_SEED. A failing test's report says which it was."""
+    given = os.environ.get("ZERO_TP_TEST_SEED")
+    value = int(given) if given else random.SystemRandom().randrange(2**31)
+    request.node.add_report_section("setup", "seed", f"repeat with ZERO_TP_TEST_SEED={value}")
+    return value
+
+
+@pytest.fixture(scope="session")
+def shared_file() -> Callable[[str], Path]:
+    """`shared_file("data/sotu.jsonl.gz")`: a file under ZERO_TP_SHARED (default: `shared` beside the repository)."""
+    root = Path(os.environ.get("ZERO_TP_SHARED") or REPOSITORY.parent / "shared")
+
+    def find(name: str) -> Path:
+        path = root / name
+        if not path.exists():
+            pytest.fail(f"{path} is missing: set ZERO_TP_SHARED to the folder that has {name}", pytrace=False)
+        return path
+
+    return find

@@ -1,0 +1,462 @@
+"""Persistent pools of gloo ranks.
+
+`Pool.run(function, ...)` calls a module-level function on every rank of a world and returns the results in the order of
+the ranks. The ranks stay alive between calls: a process that imports torch, DeepSpeed and transformers costs about ten
+seconds, a fork of one that has imported them a fraction of a second, a call on living ranks 7 milliseconds (measured, 4
+ranks on 2 cores).
+
+What a function may rely on, on each rank: torch.distributed (gloo) and deepspeed.comm are initialised, torch has one
+thread, the random generators of torch, numpy and Python are seeded with 0, the launcher's variables (RANK, LOCAL_RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. What it leaves behind is undone before the next one: process groups,
+engines, DeepSpeed's globals, default dtype, environment variables, the working directory. `cached` keeps what is worth
+keeping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# Once one rank has failed, the others get this long to report too (seconds): most wait in a collective for ever.
+GRACE = 1.0
+
+# Imported once by the fork server; the ranks share those pages.
+PRELOADED = [
+    "torch",
+    "deepspeed",
+    "transformers.modeling_utils",
+    "transformers.generation",
+    "transformers.models.gpt2.modeling_gpt2",
+    "pydantic",
+    "pytest",
+]
+
+RANK_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # Without a name gloo resolves the host's own, which fails in containers without such an entry.
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class RankError(Exception):
+    """A function failed on a rank.
+
+    `rank` is its number, `kind` the name of the exception's class (None after a time-out or a death), `message` its text;
+    str() also has that rank's traceback and what it had printed.
+    """
+
+    def __init__(self, rank: int, text: str, kind: str | None = None, message: str = "") -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.kind = kind
+        self.message = message
+
+
+class Pool:
+    """`world` ranks, started at the first `run` and after each failure that may have left them out of step."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: Any = None
+
+    def run(self, function: Callable[..., T], *args: Any, timeout: float = 120, **kwargs: Any) -> list[T]:
+        """Calls `function(*args, **kwargs)` on every rank and returns the results by rank, tensors as copies.
+
+        The function is sent by its name, so it stands at the top level of a module (a test module will do).
+        Raises RankError with the traceback of the rank that failed first, or, after `timeout` seconds, with the stacks
+        of the ranks that didn't answer.
+        """
+        name = _reference(function)
+        if not self._processes:
+            self._start()
+        order = _pack(("run", name, args, kwargs))
+        try:
+            replies = self._exchange(order, timeout, name)
+            errors = {rank: reply for rank, reply in enumerate(replies) if reply and reply[0] == "error"}
+            if errors:
+                rank = min(errors, key=lambda rank: errors[rank][1])  # by time: later ones may be its consequence
+                error = errors[rank]
+                in_step = len(errors) == self.world and len({reply[2] for reply in errors.values()}) == 1
+                text = f"rank {rank} of {self.world} failed in {name}:\n{error[4]}{self._output(rank)}"
+                if in_step:  # the same refusal on every rank leaves no collective half done
+                    self._exchange(_pack(("reset",)), 30, "reset")
+                else:
+                    self.kill()
+                raise RankError(rank, text, error[2], error[3])
+            self._exchange(_pack(("reset",)), 30, "reset")
+        except RankError:
+            raise
+        except BaseException:  # an interrupt, pytest-timeout: the ranks are in the middle of something
+            self.kill()
+            raise
+        return [reply[1] for reply in replies if reply is not None]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # The fork server keeps the environment that it was started with.
+        with _environment(RANK_ENVIRONMENT):
+            context.set_forkserver_preload(PRELOADED)
+            forkserver.ensure_running()
+        self._folder = tempfile.TemporaryDirectory(prefix="zero_tp_ranks_")
+        # The store lives here: a port that a rank had to find free could be taken before it is used.
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            environment = RANK_ENVIRONMENT | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world),
+                "LOCAL_WORLD_SIZE": str(self.world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+            }
+            files = (str(self._file(rank, "output")), str(self._file(rank, "stack")))
+            process = context.Process(
+                target=_rank_main, args=(theirs, rank, self.world, dict(os.environ) | environment, files), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        try:
+            self._exchange(_pack(("reset",)), 120, "starting the ranks")
+        except BaseException:
+            self.kill()
+            raise
+
+    def _exchange(self, order: bytes, timeout: float, what: str) -> list[Any]:
+        """Sends an order, gathers the replies by rank; None for a rank still silent `GRACE` after the first failure."""
+        replies: list[Any] = [None] * self.world
+        deadline = time.monotonic() + timeout
+        failing = False
+        for rank, ours in enumerate(self._connections):
+            try:
+                ours.send_bytes(order)
+            except OSError:
+                self._died(rank, what)
+        waiting: dict[Any, int] = dict(zip(self._connections, range(self.world), strict=True))
+        while waiting:
+            ready: list[Any] = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if failing:
+                    return replies
+                self._timed_out(sorted(waiting.values()), timeout, what)
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    replies[rank] = _unpack(connection.recv_bytes())
+                except (EOFError, OSError):
+                    if not failing:
+                        self._died(rank, what)
+                if replies[rank] is not None and replies[rank][0] == "error" and not failing:
+                    failing = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return replies
+
+    def _died(self, rank: int, what: str) -> None:
+        self._processes[rank].join(5)
+        text = f"rank {rank} of {self.world} died in {what} with exit status {self._processes[rank].exitcode}"
+        text += self._output(rank)
+        self.kill()
+        raise RankError(rank, text)
+
+    def _timed_out(self, silent: list[int], timeout: float, what: str) -> None:
+        for rank in silent:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)  # faulthandler answers even where Python doesn't: inside a collective
+        text = f"no answer from ranks {silent} of {self.world} in {what} after {timeout} s"
+        for rank in silent:
+            text += f"\n--- stack of rank {rank}\n{self._file(rank, 'stack').read_text()}{self._output(rank)}"
+        self.kill()
+        raise RankError(silent[0], text)
+
+    def _file(self, rank: int, kind: str) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"{kind}_{rank}")
+
+    def _output(self, rank: int) -> str:
+        text = self._file(rank, "output").read_text(errors="replace")
+        return f"\n--- printed by rank {rank}\n" + "\n".join(text.splitlines()[-40:]) if text else ""
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def kill(self) -> None:
+        """Ends the ranks at once. The next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._store = [], [], None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class Pools:
+    """The pools of a test session: `pools(world)`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world: int) -> Pool:
+        if world not in self._pools:
+            self._pools[world] = Pool(world)
+        return self._pools[world]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.kill()
+
+
+# On the ranks
+
+_cache: dict[Hashable, Any] = {}
+_kept_groups: set[Any] = set()
+
+
+def cached(key: Hashable, factory: Callable[[], T]) -> T:
+    """On a rank: what `factory()` returned the first time, kept until the pool ends, with the process groups it made.
+
+    For what is costly and never changed: a topology, a reference model (no engine: those are destroyed after each run).
+    Every rank has to ask for it in the same run, as for anything that makes process groups.
+    """
+    if key not in _cache:
+        before = set(_groups())
+        _cache[key] = factory()
+        _kept_groups.update(set(_groups()) - before)
+    return _cache[key]
+
+
+def _rank_main(
+    connection: Connection, rank: int, world: int, environment: dict[str, str], files: tuple[str, str]
+) -> None:
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest ends the ranks itself
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(files[0], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    with open(files[1], "w") as stack:
+        faulthandler.enable(sys.stderr)
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        _serve(connection, rank, world)
+
+
+def _serve(connection: Connection, rank: int, world: int) -> None:
+    import logging
+
+    torch.set_num_threads(1)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed calls collectives that torch 2.13 calls deprecated, which would fill the output of every failure.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import deepspeed
+
+    store = torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    deepspeed.init_distributed("gloo", verbose=False)  # finds the group and puts deepspeed.comm on it
+    state = _State()
+    gc.collect()
+    gc.freeze()  # each later collection looks at the tests' objects only
+    while True:
+        try:
+            order = _unpack(connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        reply: tuple[Any, ...]
+        try:
+            if order[0] == "reset":
+                state.restore()
+                torch.distributed.barrier()  # every rank has left its groups before the next function makes new ones
+                reply = ("done",)
+            else:
+                _, name, args, kwargs = order
+                os.ftruncate(1, 0)  # what is shown after a failure is this function's own
+                _seed()
+                reply = ("result", _resolve(name)(*args, **kwargs))
+            packed = _pack(reply)
+        except BaseException as error:
+            packed = _pack(("error", time.monotonic(), type(error).__name__, str(error), traceback.format_exc()))
+        reply = ()
+        order = None
+        connection.send_bytes(packed)
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this rank when the fork server ends, which ends when pytest does, however that happens."""
+    import ctypes
+
+    PR_SET_PDEATHSIG = 1
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        os._exit(1)
+
+
+def _seed() -> None:
+    import random
+
+    import numpy
+
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+
+
+class _State:
+    """What a function may change in the process, as it is at the start, and the way back to it."""
+
+    # DeepSpeed keeps the mpu, groups, contexts and activation checkpointing's settings in the globals of these modules.
+    # All plain values in them are restored, so that a global which a new version adds is too.
+    MODULES = (
+        "deepspeed.utils.groups",
+        "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "deepspeed.runtime.zero.partition_parameters",
+        "deepspeed.runtime.zero.parameter_offload",
+    )
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        self.folder = os.getcwd()
+        self.path = list(sys.path)
+        self.globals: dict[str, dict[str, Any]] = {}
+        for name in self.MODULES:
+            variables = vars(importlib.import_module(name))
+            self.globals[name] = {
+                key: list(value) if isinstance(value, list) else dict(value) if isinstance(value, dict) else value
+                for key, value in variables.items()
+                if not key.startswith("__")
+                and (value is None or isinstance(value, (bool, int, float, str, list, dict)))
+            }
+
+    def restore(self) -> None:
+        for name, saved in self.globals.items():
+            module = sys.modules[name]
+            for key, value in saved.items():
+                current = getattr(module, key, None)
+                # In place where possible: other modules hold the same list or dictionary.
+                if isinstance(value, list) and isinstance(current, list):
+                    current[:] = value
+                elif isinstance(value, dict) and isinstance(current, dict):
+                    current.clear()
+                    current.update(value)
+                else:
+                    setattr(module, key, value)
+        from deepspeed.comm import comm
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        checkpointing.get_cuda_rng_tracker().reset()
+        comm.timers.timers.clear()
+        comm.timer_summary.clear()
+        comm.comms_logger.comms_dict.clear()
+        comm.comms_logger.enabled = False
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        # An engine hangs on its parameters through autograd hooks, a cycle that the collector can't see: it would stay
+        # for ever with its groups' threads (measured: 3 threads and 5 descriptors an engine). Under ZeRO-3 destroy()
+        # leaves hooks, so what they hold is emptied too.
+        engines = [found for found in gc.get_objects() if isinstance(found, DeepSpeedEngine)]
+        while engines:
+            engine = engines.pop()
+            if vars(engine).get("_modules") is None:
+                continue  # emptied before, but a hook still has the shell
+            engine.destroy()
+            optimizer = getattr(engine, "optimizer", None)
+            for holder in (optimizer, getattr(optimizer, "parameter_offload", None), engine):
+                if holder is not None:
+                    vars(holder).clear()
+            del engine, optimizer, holder
+        gc.collect()
+        for group in _groups():
+            if group not in _kept_groups:
+                torch.distributed.destroy_process_group(group)
+
+
+def _groups() -> list[Any]:
+    """The process groups of this process but for the world."""
+    if not torch.distributed.is_initialized():
+        return []
+    from torch.distributed import distributed_c10d
+
+    return [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]
+
+
+# On both sides
+
+
+def _pack(value: Any) -> bytes:
+    # torch.save copies tensors into the bytes; torch's own pickling for processes passes descriptors of shared memory.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _reference(function: Callable[..., Any]) -> str:
+    name = f"{function.__module__}:{function.__qualname__}"
+    if "<" in name or function.__module__ == "__main__":
+        raise ValueError(f"{name}: only a function at the top level of a module can be sent to ranks")
+    return name
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

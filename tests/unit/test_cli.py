@@ -1,0 +1,61 @@
+"""How a command ends: status, what is on stderr, no traceback where a person is at fault."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(body: str) -> list[str]:
+    indented = "\n".join("    " + line for line in body.splitlines())
+    imports = "import time\nfrom zero_tp import cli\nfrom zero_tp.errors import UserError"
+    return [sys.executable, "-c", f"{imports}\ndef main():\n{indented}\ncli.run(main)"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ("pass", 0, ""),
+        ("return 7", 7, ""),
+        ("raise UserError('a.json: wrong\\n  key')", 2, "error: a.json: wrong key\n"),
+        ("cli.Parser().parse_args(['--x'])", 2, "error: unrecognized arguments: --x (python -c --help explains the "),
+    ],
+)
+def test_status_and_message(body: str, status: int, error: str) -> None:
+    done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.startswith(error) and done.stderr.count("\n") == bool(error)
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('ours')", "raise BrokenPipeError('a socket')"])
+def test_our_own_faults_keep_their_traceback(body: str) -> None:
+    done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+
+
+def test_interrupt() -> None:
+    process = subprocess.Popen(
+        script("print('up', flush=True)\ntime.sleep(60)"), cwd=ROOT, stdout=-1, stderr=-1, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_reader_gone(lines: int) -> None:
+    process = subprocess.Popen(
+        script(f"input()\nfor _ in range({lines}): print('text')"), cwd=ROOT, stdin=-1, stdout=-1, stderr=-1, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, error = process.communicate("go\n", timeout=30)
+    assert (process.returncode, error) == (141, "")

@@ -1,0 +1,233 @@
+"""Perplexity against transformers' own loss, one token at a time, and the zero-shot command around it."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from zero_tp.data.tokenizer import train_bpe
+from zero_tp.errors import UserError
+from zero_tp.evaluation import zero_shot
+from zero_tp.evaluation.perplexity import IGNORED, HuggingFaceScorer, Perplexity, perplexity, sliding_windows
+
+ROOT = Path(__file__).parents[2]
+POSITIONS = 16
+DOCUMENTS = [
+    "The state of the union is strong, my fellow citizens. " * 3,
+    "Né en 1790.",
+    "x",
+    "A café — 👋!\n\n<|endoftext|>",
+]
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = train_bpe(iter(DOCUMENTS), 280)
+    torch.manual_seed(0)
+    # initializer_range: weights large enough that tokens and positions matter.
+    config = GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, n_positions=POSITIONS, vocab_size=288, initializer_range=0.5,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(str(directory))
+    tokenizer.save_pretrained(str(directory))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS), encoding="utf-8")
+    return path
+
+
+def reference(model: GPT2LMHeadModel, ids: list[int], s: int, o: int) -> float:
+    """Summed NLL of ids[1:]: for each target the window that scores it, by transformers' loss of that target alone."""
+    total = 0.0
+    for target in range(1, len(ids)):
+        k = 0 if target <= s else math.ceil((target - s) / o)
+        context = ids[k * o : target]
+        labels = torch.full((1, len(context) + 1), IGNORED)
+        labels[0, -1] = ids[target]
+        inputs = torch.tensor([[*context, 0]])  # the last input's output is not scored
+        inputs = inputs[:, :POSITIONS] if len(context) == POSITIONS else inputs
+        if inputs.shape[1] == len(context):
+            # A full window: no room for the target as input, so shift by hand.
+            loss = model(input_ids=inputs, labels=inputs, shift_labels=labels[:, 1:]).loss
+        else:
+            loss = model(input_ids=inputs, labels=labels).loss
+        total += loss.item()
+    return total
+
+
+@pytest.mark.parametrize(("s", "o"), [(16, 16), (16, 5), (8, 8), (8, 1), (7, 3)])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_equals_brute_force(model_directory: Path, s: int, o: int, batch_size: int) -> None:
+    model = GPT2LMHeadModel.from_pretrained(str(model_directory)).eval()
+    tokenizer = train_bpe(iter(DOCUMENTS), 280)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    result = perplexity(
+        [*DOCUMENTS, ""],
+        encode,
+        # Room for two rows' logits: batches of three are split.
+        HuggingFaceScorer(model, logits_bytes=2 * s * 288 * 4),
+        prefix_token=0,
+        sequence_length=s,
+        overlap=o,
+        batch_size=batch_size,
+    )
+    with torch.no_grad():
+        expected = sum(reference(model, [0, *encode(text)], s, o) for text in DOCUMENTS)
+    assert result.nll == pytest.approx(expected, rel=1e-5)
+    assert result.tokens == sum(len(encode(text)) for text in DOCUMENTS)
+    assert result.documents == len(DOCUMENTS)
+    assert result.bytes == sum(len(text.encode()) for text in DOCUMENTS)
+    assert result.characters == sum(map(len, DOCUMENTS))
+    assert result.words == sum(len(text.split()) for text in DOCUMENTS)
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.data())
+def test_windows_score_each_target_once(targets: int, s: int, data: st.DataObject) -> None:
+    o = data.draw(st.integers(1, s))
+    tokens = list(range(targets + 1))
+    scored = []
+    for number, window in enumerate(sliding_windows(tokens, s, o)):
+        assert len(window.input_ids) == len(window.labels) <= s
+        own = [(i, label) for i, label in zip(window.input_ids, window.labels, strict=True) if label != IGNORED]
+        assert own, "a window that scores nothing"
+        assert all(label == i + 1 for i, label in own)
+        assert number == 0 or len(own) <= o
+        scored += [label for _, label in own]
+    assert scored == tokens[1:]
+
+
+def test_figures() -> None:
+    result = Perplexity(nll=80 * math.log(2), tokens=20, words=10, characters=40, bytes=50, documents=1)
+    assert result.perplexity == pytest.approx(16)
+    assert result.word_perplexity == pytest.approx(256)
+    assert result.bits_per_byte == pytest.approx(1.6)
+    assert result.bits_per_character == pytest.approx(2)
+    assert Perplexity(nll=1e6, tokens=1, words=1, characters=1, bytes=1).as_dict()["perplexity"] is None
+
+
+def test_evaluate_reports(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
+    settings = zero_shot.EvaluationSettings(device="cpu", batch_size=2)
+    report = zero_shot.evaluate(model_directory, ["perplexity"], {"perplexity": text_file}, settings)
+    result = report["tasks"]["perplexity"]
+    assert report["settings"]["sequence_length"] == report["settings"]["overlap"] == POSITIONS
+    assert len(result["data"]["sha256"]) == 64
+    assert result["tokens"] > 50 and result["documents"] == 4
+    # The special token's spelling is text: no eos id is scored.
+    assert result["perplexity"] == pytest.approx(math.exp(result["nll"] / result["tokens"]))
+    zero_shot.write_report(tmp_path / "new" / "r.json", report)
+    assert json.loads((tmp_path / "new" / "r.json").read_text()) == report
+    heading, row = zero_shot.table(report).splitlines()
+    assert len(heading) == len(row) and f"{result['perplexity']:,.3f}" in row
+
+
+def test_tasks_and_data_arguments(text_file: Path) -> None:
+    assert zero_shot.parse_tasks("perplexity, perplexity") == ["perplexity"]
+    for text, message in [
+        ("perplexty", "did you mean perplexity"),
+        ("lambada", "not built yet; there is: perplexity"),
+        ("zzz", "unknown task; there is: perplexity"),
+        (",", "no task named"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            zero_shot.parse_tasks(text)
+    assert zero_shot.parse_data([f"perplexity={text_file}"], ["perplexity"]) == {"perplexity": text_file}
+    for pairs, message in [
+        ([], "perplexity needs a text: --data perplexity=FILE"),
+        (["perplexity"], "TASK=PATH"),
+        (["other=x"], "not among --tasks"),
+        (["perplexity=/no/such.txt"], "no such file"),
+        ([f"perplexity={text_file}"] * 2, "has a file already"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            zero_shot.parse_data(pairs, ["perplexity"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_length": 17}, "the model has 16 positions"),
+        ({"overlap": 17}, "--overlap 17: from 1 to the window's 16"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"device": "warp"}, "--device warp"),
+    ],
+)
+def test_bad_settings(model_directory: Path, text_file: Path, options: dict[str, object], message: str) -> None:
+    settings = zero_shot.EvaluationSettings(**({"device": "cpu"} | options))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        zero_shot.evaluate(model_directory, ["perplexity"], {"perplexity": text_file}, settings)
+
+
+def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+
+    def refuses(message: str, model: Path = copy) -> None:
+        with pytest.raises(UserError, match=message):
+            zero_shot.evaluate(
+                model, ["perplexity"], {"perplexity": text_file}, zero_shot.EvaluationSettings(device="cpu")
+            )
+
+    refuses("no such directory")
+    shutil.copytree(model_directory, copy)
+    config = json.loads((copy / "config.json").read_text())
+
+    def with_config(**changes: object) -> None:
+        (copy / "config.json").write_text(json.dumps(config | changes))
+
+    with_config(vocab_size=279)
+    refuses("tokenizer has 280 tokens, the model only 279")
+    with_config(model_type="no-such-type")
+    refuses("no-such-type")
+    with_config(model_type="t5")
+    refuses("t5 is not a causal language model")
+    with_config(n_layer=3)
+    refuses(r"weights missing in the files: transformer\.h\.2\.")
+    with_config(zero_tp={})
+    refuses("is a training run.*export it first.*to-hf")
+    with_config()
+    (copy / "model.safetensors").write_bytes(b"\0" * 100)
+    refuses("weights can't be read")
+    (copy / "model.safetensors").unlink()
+    refuses("no weights")
+    (copy / "config.json").unlink()
+    refuses("no config.json")
+    (copy / "checkpoints" / "step_00000500").mkdir(parents=True)
+    refuses("export it first")
+    refuses("export it first", copy / "checkpoints" / "step_00000500")
+
+
+def test_the_command(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
+    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "eval/zero_shot.py", *map(str, arguments)],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+
+    data = f"perplexity={text_file}"
+    done = command("--model", model_directory, "--tasks", "perplexity", "--data", data, "--output", tmp_path / "r.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0].split()[:2] == ["task", "perplexity"]
+    assert json.loads((tmp_path / "r.json").read_text())["model"]["model_type"] == "gpt2"
+    wrong = command("--model", tmp_path / "none", "--tasks", "perplexity", "--data", data)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == f"error: --model {tmp_path / 'none'}: no such directory\n"

@@ -1,0 +1,54 @@
+"""What every command shares: how it ends, and how it reports bad arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from zero_tp.errors import UserError
+
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that reports bad arguments as one `UserError` line instead of the usage text and a line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (python {sys.argv[0]} --help explains the arguments)")
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command and end the process with its exit status (None: 0).
+
+    Ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C and with 141 when
+    the reader of standard output has gone (`… | head`), both without a traceback. Every other exception is a fault of
+    ours and keeps its traceback.
+    """
+    try:
+        status = main() or 0
+        sys.stdout.flush()
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        status = BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    except BrokenPipeError:
+        if not _stdout_reader_gone():
+            raise  # another pipe or socket: a real fault
+        # The interpreter flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = BROKEN_PIPE
+    sys.exit(status)
+
+
+def _stdout_reader_gone() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,0 +1,105 @@
+"""Documents out of text files: JSON lines and plain text, gzipped or not."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from zero_tp.errors import UserError
+
+KINDS = {".jsonl": "jsonl", ".txt": "txt"}
+_CHUNK = 1 << 20
+
+
+def document_kind(path: Path) -> str:
+    """`"jsonl"` or `"txt"`, by the file's ending (a final `.gz` is looked through). UserError for any other ending."""
+    name = path.name.removesuffix(".gz")
+    for ending, kind in KINDS.items():
+        if name.endswith(ending):
+            return kind
+    raise UserError(f"{path}: unknown kind of file: the name must end with .jsonl or .txt, or either with .gz after it")
+
+
+def check_files(paths: Iterable[Path]) -> None:
+    """UserError for the first path that is missing, a directory, or of an unknown kind."""
+    for path in paths:
+        if path.is_dir():
+            raise UserError(f"{path} is a directory: name the files in it")
+        if not path.exists():
+            raise UserError(f"{path}: no such file")
+        document_kind(path)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of the file's bytes as stored (compressed, if it is), in hexadecimal."""
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def read_documents(path: Path, text_key: str = "text") -> Iterator[str]:
+    """The texts of one file, in order; one document is in memory at a time.
+
+    - `.jsonl`: each line is a JSON object, and the string under `text_key` is a document. Blank lines are skipped.
+    - `.txt`: the whole file is one document. (Blank lines separate paragraphs in ordinary prose, so cutting
+      there would put parts of one work on both sides of the train/validation split.)
+
+    Raises:
+        UserError: naming the file and line: missing file, not UTF-8, not JSON, no such key, damaged gzip.
+    """
+    kind = document_kind(path)
+    try:
+        with _open(path) as file:
+            if kind == "txt":
+                yield _decode(file.read(), str(path)).removeprefix("\ufeff").replace("\r\n", "\n")
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_of_line(line, f"{path}:{number}", text_key)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: not a whole gzip file ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
+
+
+def _decode(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 at byte {error.start}: convert it to UTF-8 first") from error
+
+
+def _text_of_line(line: bytes, where: str, text_key: str) -> str:
+    try:
+        record = json.loads(_decode(line, where).removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: JSON nested too deeply") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: a JSON object is needed, found {type(record).__name__}")
+    if text_key not in record:
+        found = ", ".join(sorted(map(repr, record))) or "none"
+        raise UserError(f"{where}: no key {text_key!r}; the keys found are {found}: choose one with --text-key")
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise UserError(f"{where}: {text_key!r} must be a string, found {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: unpaired surrogate at character {error.start} of {text_key!r}") from error
+    return text

@@ -1,0 +1,186 @@
+"""The `.bin`/`.idx` corpus of Megatron-LM and Megatron-DeepSpeed (its `MMIDIDX` format, version 1).
+
+`PREFIX.bin` is nothing but token ids, document after document. `PREFIX.idx`, all little-endian:
+
+    9 bytes   b"MMIDIDX\\0\\0"
+    uint64    1, the version
+    uint8     code of the token type (`DTYPES`)
+    uint64    S, the number of sequences
+    uint64    D + 1, the number of document boundaries
+    int32[S]      tokens in each sequence
+    int64[S]      byte at which each sequence starts in PREFIX.bin
+    int64[D+1]    sequence at which each document starts; the last entry is S
+
+A document is one sequence unless a preprocessor split it into sentences.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_tp.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+# Megatron's codes 6 and 7 are floating-point types and never token ids.
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}.items()
+}
+_UINT16_VOCABULARY = 65_500  # Megatron's own threshold
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """The stored type: uint16 below a vocabulary of 65,500 tokens, else int32, as Megatron chooses."""
+    return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+class IndexedCorpus:
+    """A memory-mapped corpus: documents by number, and the whole as one flat stream of tokens.
+
+    Attributes:
+        prefix: path without the ending.
+        tokens: tokens in the flat stream.
+
+    Raises:
+        UserError: a file is missing, foreign or truncated; says which, and the sizes expected and found.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        index, data = idx_path(prefix), bin_path(prefix)
+        for path in (index, data):
+            if not path.is_file():
+                raise UserError(f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx")
+        self.dtype, sequences, boundaries = _read_header(index)
+        needed = _HEADER.size + 12 * sequences + 8 * boundaries
+        found = index.stat().st_size
+        if found not in (needed, needed + sequences):  # Megatron may append one byte a sequence (its modes)
+            raise UserError(f"{index}: {needed:,} bytes expected for {sequences:,} sequences, found {found:,}")
+        whole = np.memmap(index, mode="r", dtype=np.uint8)
+        at = _HEADER.size
+        self._sizes = whole[at : at + 4 * sequences].view("<i4")
+        at += 4 * sequences
+        pointers = whole[at : at + 8 * sequences].view("<i8")
+        at += 8 * sequences
+        self._documents = whole[at : at + 8 * boundaries].view("<i8")
+        self._starts = np.zeros(sequences + 1, np.int64)
+        np.cumsum(self._sizes, out=self._starts[1:])
+        self.tokens = int(self._starts[-1])
+        self._check(index, data, pointers)
+        self._data: npt.NDArray = (
+            np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
+        )
+
+    def _check(self, index: Path, data: Path, pointers: npt.NDArray) -> None:
+        needed, found = self.tokens * self.dtype.itemsize, data.stat().st_size
+        if needed != found:
+            raise UserError(
+                f"{data}: {needed:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {found:,}"
+            )
+        if (self._sizes < 0).any() or (pointers != self._starts[:-1] * self.dtype.itemsize).any():
+            raise UserError(f"{index}: sequences don't follow each other without gaps in {data.name}: write it again")
+        ends = self._documents
+        if len(ends) == 0 or ends[0] != 0 or ends[-1] != len(self._sizes) or (np.diff(ends) < 0).any():
+            raise UserError(f"{index}: document boundaries don't run from 0 to {len(self._sizes):,} sequences")
+
+    def __len__(self) -> int:
+        """Documents."""
+        return len(self._documents) - 1
+
+    def document(self, i: int) -> npt.NDArray[np.int64]:
+        """Token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"document {i} of {len(self)}")
+        start, end = self._starts[self._documents[i]], self._starts[self._documents[i + 1]]
+        return self.read(int(start), int(end - start))
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count]. IndexError outside it."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
+        return self._data[start : start + count].astype(np.int64)
+
+
+def _read_header(index: Path) -> tuple[np.dtype, int, int]:
+    with open(index, "rb") as file:
+        header = file.read(_HEADER.size)
+    if not header.startswith(MAGIC):
+        raise UserError(f"{index}: not a Megatron index: it begins with {header[:9]!r}, not {MAGIC!r}")
+    if len(header) < _HEADER.size:
+        raise UserError(f"{index}: {_HEADER.size} bytes of header expected, found {len(header)}")
+    _, version, code, sequences, boundaries = _HEADER.unpack(header)
+    if version != VERSION:
+        raise UserError(f"{index}: format version {version}, only version {VERSION} is known")
+    if code not in DTYPES:
+        known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
+        raise UserError(f"{index}: token type {code} is not an integer type; known: {known}")
+    return DTYPES[code], sequences, boundaries
+
+
+class IndexedWriter:
+    """Writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
+
+    Used as a context manager; when the block raises, no `.idx` is written, so what is there can't be taken for a
+    corpus.
+    Memory: 4 bytes a document.
+    """
+
+    def __init__(self, prefix: str | Path, vocabulary_size: int) -> None:
+        self.prefix = str(prefix)
+        self.vocabulary_size = vocabulary_size
+        self.dtype = token_dtype(vocabulary_size)
+        self.tokens = 0
+        self._sizes = array("i")
+        self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
+
+    def add_document(self, ids: npt.ArrayLike) -> None:
+        """Append one document, ids [tokens]. UserError when an id lies outside the vocabulary."""
+        values = np.asarray(ids, dtype=np.int64)
+        if values.size and (values.min() < 0 or values.max() >= self.vocabulary_size):
+            bad = int(values.min() if values.min() < 0 else values.max())
+            raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
+        if values.size > np.iinfo(np.int32).max:
+            raise UserError(f"a document of {values.size:,} tokens: at most {np.iinfo(np.int32).max:,} fit the format")
+        self._file.write(values.astype(self.dtype).tobytes())
+        self._sizes.append(values.size)
+        self.tokens += values.size
+
+    def close(self) -> None:
+        """Finish: write the index."""
+        self._file.close()
+        sizes = np.array(self._sizes, dtype="<i4")
+        starts = np.zeros(len(sizes), dtype="<i8")
+        np.cumsum(sizes[:-1], out=starts[1:])
+        with open(idx_path(self.prefix), "wb") as file:
+            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+            file.write(_HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1))
+            file.write(sizes.tobytes())
+            file.write((starts * self.dtype.itemsize).tobytes())
+            file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()

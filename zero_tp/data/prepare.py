@@ -1,0 +1,288 @@
+"""From text files to a corpus: split by document, tokenise, write `.bin/.idx`, report.
+
+The output directory is whole or it isn't there: everything is written to a hidden directory beside it, which is then
+renamed. The inputs are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a
+document, one batch of texts (4 Mi characters, or one document if that is longer), and nothing of the corpus itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from zero_tp.data.documents import check_files, document_kind, file_sha256, read_documents
+from zero_tp.data.indexed import IndexedWriter
+from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
+from zero_tp.errors import UserError
+
+REPORT = "report.json"
+FORMAT = 1  # raised when the same settings would give other files
+SPLITS = ("train", "validation")
+_BATCH_CHARACTERS = 4 << 20
+_CHANGED = "the inputs changed while they were read: run this again"
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What decides the output, besides the inputs.
+
+    Attributes:
+        tokenizer: `bpe:SIZE` or a directory.
+        validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
+        seed: of the split.
+        text_key: key of the text in JSON lines.
+    """
+
+    tokenizer: str
+    validation: float = 0.02
+    seed: int = 1234
+    text_key: str = "text"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The output directory, the content of its report.json, and whether it was there already."""
+
+    output: Path
+    report: dict[str, Any]
+    reused: bool
+
+
+def prepare(
+    inputs: Sequence[Path], output: Path, settings: PrepareSettings, *, overwrite: bool = False, progress: bool = True
+) -> Prepared:
+    """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and
+    `output/report.json`.
+
+    Args:
+        inputs: `.jsonl` or `.txt`, each also `.gz`; see `documents.read_documents` for what is a document.
+        output: made here; when it holds the result of the same inputs and settings, that is reused.
+        overwrite: replace an output of other inputs or settings.
+        progress: show progress bars when stderr is a terminal.
+
+    Raises:
+        UserError: bad input, bad settings, or an output that is something else.
+    """
+    if not inputs:
+        raise UserError("no input files")
+    spec = TokenizerSpec.parse(settings.tokenizer)
+    _check_settings(settings)
+    check_files(inputs)
+    identity = {
+        "format": FORMAT,
+        "inputs": [{"kind": document_kind(path), "sha256": file_sha256(path)} for path in inputs],
+        "tokenizer": spec.fingerprint(),
+        "validation": settings.validation,
+        "seed": settings.seed,
+        "text_key": settings.text_key,
+    }
+    if (report := _existing(output, identity, overwrite)) is not None:
+        return Prepared(output, report, reused=True)
+
+    partial = output.absolute().parent / f".{output.absolute().name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        report = _Preparation(inputs, spec, settings, progress).write(partial)
+        report = {"identity": identity, "inputs": [str(path) for path in inputs], **report}
+        report["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
+        report["files"] = {
+            str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
+        }
+        (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        _replace(partial, output, overwrite)
+    except OSError as error:
+        raise UserError(f"{output}: can't be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Prepared(output, report, reused=False)
+
+
+def _check_settings(settings: PrepareSettings) -> None:
+    if not 0 <= settings.seed < 1 << 64:
+        raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
+    validation = settings.validation
+    whole = validation >= 1 and float(validation).is_integer()
+    if not whole and not 0 < validation < 1:
+        raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+
+
+def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """The report of an output made from the same inputs and settings; None when there is nothing to reuse."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    try:
+        report = json.loads((output / REPORT).read_text(encoding="utf-8"))
+        found, files = report["identity"], report["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{output} exists and is not the output of this command: choose another --output") from None
+    if overwrite and found != identity:
+        return None
+    if found != identity:
+        changed = ", ".join(key for key in identity if found.get(key) != identity[key]) or "settings"
+        raise UserError(
+            f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
+        )
+    for name, size in files.items():
+        path = output / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            if overwrite:
+                return None
+            state = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            raise UserError(f"{path} {state}: make the corpus again with --overwrite")
+    return report
+
+
+def _replace(partial: Path, output: Path, overwrite: bool) -> None:
+    if overwrite and output.exists():
+        old = partial.with_name(partial.name + ".old")
+        output.rename(old)
+        partial.rename(output)
+        shutil.rmtree(old)
+    else:
+        partial.rename(output)
+
+
+class _Preparation:
+    """One run of the three passes over the inputs."""
+
+    def __init__(self, inputs: Sequence[Path], spec: TokenizerSpec, settings: PrepareSettings, progress: bool) -> None:
+        self.inputs, self.spec, self.settings = inputs, spec, settings
+        self.bar_disabled = None if progress else True  # None: tqdm shows a bar on a terminal only
+
+    def documents(self, label: str, total: int | None = None) -> Iterator[str]:
+        """Every document that isn't empty, in the order of the inputs."""
+        texts = (text for path in self.inputs for text in read_documents(path, self.settings.text_key) if text.strip())
+        return iter(tqdm(texts, desc=label, total=total, unit=" documents", disable=self.bar_disabled, leave=False))
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """All of the output except the report, which is returned."""
+        started = time.perf_counter()
+        hashes = self._hash_documents()
+        held_out = _choose_validation(hashes, self.settings.validation)
+        trained = time.perf_counter()
+        if self.spec.bpe_size is not None:
+            texts = self.documents("training the tokenizer", len(hashes))
+            train_texts = (text for text, out in zip(texts, held_out, strict=False) if not out)
+            tokenizer = train_bpe(train_texts, self.spec.bpe_size)
+        else:
+            assert self.spec.directory is not None
+            tokenizer = load_tokenizer(self.spec.directory)
+        tokenizer.save_pretrained(str(directory / "tokenizer"))
+        encoded = time.perf_counter()
+        encoder = DocumentEncoder(tokenizer)
+        counts, splits = self._encode(encoder, held_out, directory)
+        finished = time.perf_counter()
+        tokens = splits["train"]["tokens"] + splits["validation"]["tokens"]
+        return {
+            "splits": splits,
+            "vocabulary_size": encoder.vocabulary_size,
+            "unigram": _unigram(counts["train"], counts["validation"]),
+            "seconds": {
+                "reading": round(trained - started, 3),
+                "tokenizer": round(encoded - trained, 3),
+                "encoding": round(finished - encoded, 3),
+            },
+            "tokens_per_second": round(tokens / (finished - encoded)),
+        }
+
+    def _hash_documents(self) -> npt.NDArray[np.uint64]:
+        """64 bits a document that depend on its content and the seed, not on its place."""
+        key = self.settings.seed.to_bytes(8, "little")
+        hashes = array("Q")
+        for text in self.documents("reading"):
+            digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=key).digest()
+            hashes.append(int.from_bytes(digest, "little"))
+        if not hashes:
+            names = ", ".join(map(str, self.inputs))
+            raise UserError(f"no text in {names}")
+        return np.frombuffer(hashes, dtype=np.uint64)
+
+    def _encode(
+        self, encoder: DocumentEncoder, held_out: npt.NDArray[np.bool_], directory: Path
+    ) -> tuple[dict[str, npt.NDArray[np.int64]], dict[str, dict[str, int]]]:
+        size = encoder.vocabulary_size
+        counts = {split: np.zeros(size, np.int64) for split in SPLITS}
+        splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
+        with ExitStack() as stack:
+            writers = {split: stack.enter_context(IndexedWriter(directory / split, size)) for split in SPLITS}
+            texts_out = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
+            at = 0
+            for batch in _batches(self.documents("encoding", len(held_out))):
+                if at + len(batch) > len(held_out):
+                    raise UserError(_CHANGED)
+                for text, ids in zip(batch, encoder.encode(batch), strict=True):
+                    split = "validation" if held_out[at] else "train"
+                    at += 1
+                    writers[split].add_document(ids)
+                    counts[split] += np.bincount(ids, minlength=size)
+                    total = splits[split]
+                    total["documents"] += 1
+                    total["tokens"] += len(ids)
+                    total["characters"] += len(text)
+                    total["bytes"] += len(text.encode("utf-8"))
+                    if split == "validation":
+                        texts_out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        if at != len(held_out):
+            raise UserError(_CHANGED)
+        return counts, splits
+
+
+def _choose_validation(hashes: npt.NDArray[np.uint64], validation: float) -> npt.NDArray[np.bool_]:
+    """Which documents are held out: those with the smallest hashes, bool [documents].
+
+    Equal documents have equal hashes, so they are on the same side. A new document moves at most a few others across.
+    """
+    documents = len(hashes)
+    count = int(validation) if validation >= 1 else max(1, round(validation * documents))
+    if documents < 2:
+        raise UserError("the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one)")
+    if count >= documents:
+        raise UserError(f"validation {validation:g} of {documents:,} documents leaves none to train on")
+    held_out: npt.NDArray[np.bool_] = hashes <= np.partition(hashes, count - 1)[count - 1]
+    if held_out.all():
+        raise UserError(f"all {documents:,} documents outside the validation set are copies of documents in it")
+    return held_out
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:
+    """What a model that knows only token frequencies would lose, nats a token.
+
+    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
+    under those frequencies, one added to each count so that an unseen token has a probability.
+    """
+    seen = train[train > 0] / train.sum()
+    smoothed = (train + 1) / (train.sum() + len(train))
+    return {
+        "train_entropy": float(-(seen * np.log(seen)).sum()),
+        "validation_cross_entropy": float(-(validation * np.log(smoothed)).sum() / validation.sum()),
+        "uniform": math.log(len(train)),
+    }

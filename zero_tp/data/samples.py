@@ -1,0 +1,239 @@
+"""Which tokens training step k sees, and which ones validation scores.
+
+The contract: step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, B being the global batch. That
+sequence is a pure function of the corpora, their weights, the sequence length and the seed; TP, DP, micro-batch and
+accumulation only decide which rank reads which of them. Any sample is computed from its number alone, so resuming needs
+no state but the step.
+
+Letters: s sequence length, B global batch, m micro-batch, d data-parallel size, a accumulation steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.permutation import Permutation
+from zero_tp.errors import UserError
+
+IGNORED = -100
+"""The label that no loss counts (torch's `ignore_index`)."""
+
+BLEND_PERIOD = 10_000
+"""Weights are rounded to this many parts: a corpus gets its share of samples to within 0.01 %."""
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """Where one training sample is: `window` of `corpus` (its place in the given order), in its pass number `epoch`."""
+
+    corpus: int
+    epoch: int
+    window: int
+
+
+class PackedSamples:
+    """The infinite sequence of training samples; `samples[k]` is int64 [s + 1]: inputs `[:-1]`, targets `[1:]`.
+
+    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so that one pass has each target exactly
+    once (the tail that fills no window, fewer than s tokens, is left out). Each pass goes through the windows in an
+    order of its own, a pure function of (seed, epoch, place of the corpus in `prefixes`); paths play no part, so a
+    corpus can move.
+
+    Several corpora are interleaved by largest deficit, as Megatron-LM blends them: the next sample comes from the
+    corpus that is furthest behind its share. The schedule repeats every `BLEND_PERIOD` samples, with weights rounded to
+    that resolution.
+
+    Cost: O(1) time and memory for any k, no replay; a blend holds a table of 10,000 × (corpora + 1) integers.
+
+    Args:
+        prefixes: corpus prefix → weight, in any unit (only their proportions count).
+        sequence_length: s.
+        seed: of the order.
+
+    Raises:
+        UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
+            tokens.
+    """
+
+    def __init__(self, prefixes: Mapping[str, float], sequence_length: int, seed: int) -> None:
+        if not prefixes:
+            raise UserError("no training corpus")
+        self.sequence_length, self.seed = sequence_length, seed
+        self.corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        self.windows = [_whole_windows(corpus, sequence_length) for corpus in self.corpora]
+        self._blend = _Blend(prefixes)
+
+    def source(self, k: int) -> SampleSource:
+        """Corpus, epoch and window of sample k."""
+        if k < 0:
+            raise IndexError(f"sample {k}")
+        corpus, nth = self._blend.locate(k)
+        epoch, position = divmod(nth, self.windows[corpus])
+        order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
+        return SampleSource(corpus, epoch, order[position])
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        source = self.source(k)
+        s = self.sequence_length
+        return self.corpora[source.corpus].read(source.window * s, s + 1)
+
+    def global_batch(self, step: int, global_batch: int) -> Tensor:
+        """All samples of a step in order, int64 [B, s + 1]."""
+        return self._stack(range(step * global_batch, (step + 1) * global_batch))
+
+    def rank_batches(
+        self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
+    ) -> list[Tensor]:
+        """What one data-parallel rank trains on at `step`: a list of a tensors, int64 [m, s + 1].
+
+        Micro-batch i of rank r holds the samples from step·B + i·d·m + r·m on; together the ranks hold each
+        sample of the step exactly once. TP ranks of one data-parallel rank get the same.
+        """
+        if global_batch != micro_batch * accumulation * data_size:
+            raise ValueError(
+                f"micro-batch {micro_batch} × accumulation {accumulation} × data {data_size} "
+                f"≠ global batch {global_batch}"
+            )
+        if not 0 <= data_rank < data_size:
+            raise ValueError(f"data rank {data_rank} of {data_size}")
+        firsts = (step * global_batch + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
+        return [self._stack(range(first, first + micro_batch)) for first in firsts]
+
+    def _stack(self, numbers: range) -> Tensor:
+        return torch.from_numpy(np.stack([self[k] for k in numbers]))
+
+
+def _whole_windows(corpus: IndexedCorpus, s: int) -> int:
+    if corpus.tokens < s + 1:
+        raise UserError(
+            f"{corpus.prefix} holds {corpus.tokens:,} tokens; one sample of data.sequence_length {s:,} needs {s + 1:,}"
+        )
+    return (corpus.tokens - 1) // s
+
+
+class _Blend:
+    """Which corpus sample k comes from, and how many samples of it came before."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        total = sum(weights.values())
+        for prefix, weight in weights.items():
+            if not 0 < weight < float("inf"):
+                raise UserError(f"weight {weight} of {prefix}: a positive number is needed")
+        self.period = 1 if len(weights) == 1 else BLEND_PERIOD
+        exact = np.array([weight / total * self.period for weight in weights.values()])
+        self.shares = np.floor(exact).astype(np.int64)
+        by_remainder = np.argsort(self.shares - exact, kind="stable")
+        self.shares[by_remainder[: self.period - self.shares.sum()]] += 1
+        for prefix, share in zip(weights, self.shares, strict=True):
+            if share == 0:
+                raise UserError(
+                    f"weight {weights[prefix]} of {prefix} is {weights[prefix] / total:.1e} of the total: "
+                    f"at least {1 / BLEND_PERIOD:g} is needed"
+                )
+        self._corpus, self._before = self._schedule()
+
+    def _schedule(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        corpus = np.zeros(self.period, np.int64)
+        before = np.zeros(self.period, np.int64)
+        taken = np.zeros_like(self.shares)
+        for i in range(self.period):
+            # Integers, so that the schedule can't depend on rounding. Ties go to the first corpus.
+            chosen = int(np.argmax(self.shares * (i + 1) - taken * self.period))
+            corpus[i], before[i] = chosen, taken[chosen]
+            taken[chosen] += 1
+        assert (taken == self.shares).all()
+        return corpus, before
+
+    def locate(self, k: int) -> tuple[int, int]:
+        """(corpus, number of samples of it before sample k)."""
+        periods, i = divmod(k, self.period)
+        corpus = int(self._corpus[i])
+        return corpus, periods * int(self.shares[corpus]) + int(self._before[i])
+
+
+class ValidationBatch(NamedTuple):
+    """Both int64 [m, s]. `labels[i, j]` is the token after `input_ids[i, j]` (already shifted), or -100: score
+    nothing."""
+
+    input_ids: Tensor
+    labels: Tensor
+
+
+class ValidationSamples:
+    """Held-out tokens in a fixed order: every token but a corpus' first is a target exactly once.
+
+    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. Corpora follow
+    each other; weights (a mapping's values) have no meaning here.
+
+    Sum the losses and divide by the number of labels that aren't -100: a mean of means would count padding.
+
+    Raises:
+        UserError: no corpus, or one of fewer than 2 tokens.
+    """
+
+    def __init__(self, prefixes: str | Path | Iterable[str | Path], sequence_length: int) -> None:
+        names = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
+        if not names:
+            raise UserError("no validation corpus")
+        self.sequence_length = sequence_length
+        self.corpora = [IndexedCorpus(name) for name in names]
+        for corpus in self.corpora:
+            if corpus.tokens < 2:
+                raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
+        counts = [-(-(corpus.tokens - 1) // sequence_length) for corpus in self.corpora]
+        self._first = np.concatenate([[0], np.cumsum(counts)])
+
+    def __len__(self) -> int:
+        """Windows."""
+        return int(self._first[-1])
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are scored when all windows are."""
+        return sum(corpus.tokens - 1 for corpus in self.corpora)
+
+    def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Inputs and labels of window i, int64 [s] each."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} of {len(self)}")
+        number = int(np.searchsorted(self._first, i, side="right")) - 1
+        corpus, s = self.corpora[number], self.sequence_length
+        start = (i - int(self._first[number])) * s
+        tokens = corpus.read(start, min(s + 1, corpus.tokens - start))
+        inputs = np.zeros(s, np.int64)
+        labels = np.full(s, IGNORED, np.int64)
+        inputs[: len(tokens) - 1] = tokens[:-1]
+        labels[: len(tokens) - 1] = tokens[1:]
+        return inputs, labels
+
+    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[ValidationBatch]:
+        """One rank's share, as equal-shape batches, the same number for every rank (ZeRO-3 gathers weights in
+        lock-step).
+
+        Args:
+            limit: windows to score over all ranks, spread evenly over the whole; None: all. Which ones are scored
+                depends on this number alone, never on micro-batch or data-parallel size.
+            micro_batch: m rows a batch; rows beyond the last window have labels -100 only.
+        """
+        if not 0 <= data_rank < data_size:
+            raise ValueError(f"data rank {data_rank} of {data_size}")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit {limit}: at least 1 window")
+        whole = len(self)
+        count = whole if limit is None else min(limit, whole)
+        for first in range(0, count, micro_batch * data_size):
+            inputs = np.zeros((micro_batch, self.sequence_length), np.int64)
+            labels = np.full((micro_batch, self.sequence_length), IGNORED, np.int64)
+            start = first + data_rank * micro_batch
+            for row, n in enumerate(range(start, min(start + micro_batch, count))):
+                inputs[row], labels[row] = self[n * whole // count]
+            yield ValidationBatch(torch.from_numpy(inputs), torch.from_numpy(labels))

@@ -1,0 +1,146 @@
+"""The tokenizer of a corpus: trained on it, or taken from a Hugging Face directory."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_tp.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+EOS = "<|endoftext|>"
+SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """`bpe:SIZE` or a directory: exactly one of the two fields is set."""
+
+    bpe_size: int | None = None
+    directory: Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> TokenizerSpec:
+        """Read the command-line form. UserError: neither a directory with a tokenizer nor `bpe:SIZE`, SIZE < 257."""
+        if match := re.fullmatch(r"bpe:(\d+)", text):
+            size = int(match[1])
+            if size < SMALLEST_BPE:
+                raise UserError(f"tokenizer {text}: at least {SMALLEST_BPE} (256 bytes and {EOS}) are needed")
+            return cls(bpe_size=size)
+        path = Path(text)
+        if not path.is_dir():
+            raise UserError(f"tokenizer {text!r}: neither a directory nor bpe:SIZE such as bpe:8192")
+        if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+            raise UserError(f"tokenizer {text}: the directory holds neither tokenizer.json nor tokenizer_config.json")
+        return cls(directory=path)
+
+    def fingerprint(self) -> str:
+        """The same for the same tokenizer: `bpe:SIZE`, or the SHA-256 of the directory's tokenizer files."""
+        if self.directory is None:
+            return f"bpe:{self.bpe_size}"
+        digest = hashlib.sha256()
+        for path in sorted(self.directory.iterdir()):
+            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
+                digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        return f"sha256:{digest.hexdigest()}"
+
+
+def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE as GPT-2's, trained on `texts`; `<|endoftext|>` (id 0) is its eos, bos and unk.
+
+    Every text can be encoded and decoded back exactly, since the 256 bytes are in the vocabulary. A small corpus can
+    give fewer than `size` tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        bos_token=EOS,
+        unk_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a Hugging Face directory. UserError: can't be read, not a fast one, or without an eos token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # transformers raises anything from KeyError to its own types here
+        reason = str(error).strip().splitlines()
+        raise UserError(
+            f"tokenizer {directory}: can't be read: {reason[0] if reason else type(error).__name__}"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"tokenizer {directory}: it has no eos token, which must end each document")
+    return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
+    """The tokenizer directory of a run: `given`, else `tokenizer/` beside the corpus `prefix`; None when there is none.
+
+    Raises:
+        UserError: `given` is not a directory.
+    """
+    if given is not None:
+        if not Path(given).is_dir():
+            raise UserError(f"zero_tp.tokenizer: no directory {given}")
+        return Path(given)
+    beside = Path(prefix).parent / "tokenizer"
+    return beside if beside.is_dir() else None
+
+
+def special_tokens(directory: Path) -> tuple[int, dict[str, int]]:
+    """(vocabulary size, {`bos_token_id`, `eos_token_id`, `pad_token_id`: id} of those that the tokenizer has)."""
+    tokenizer = load_tokenizer(directory)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+
+
+class DocumentEncoder:
+    """Turns documents into token ids, many at a time on all cores.
+
+    A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
+    document gives the eos token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        backend = cast("Tokenizer", tokenizer.backend_tokenizer)
+        # A copy: the tokenizer that is saved keeps its own settings.
+        self._backend = backend.from_str(backend.to_str())
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.eos = cast("int", tokenizer.eos_token_id)
+        self.vocabulary_size = len(tokenizer)
+
+    def encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
+        """Token ids of each text, eos at the end; int64 [tokens] each."""
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array([*encoding.ids, self.eos], dtype=np.int64) for encoding in encodings]

@@ -1,0 +1,80 @@
+"""The one Transformer: embedding, pre-norm layers, final norm.
+
+s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP [s/t, b, h].
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zero_tp.models.attention import Attention, attention_mask
+from zero_tp.models.mlp import MLPS
+from zero_tp.models.norm import NORMS
+from zero_tp.models.position import POSITIONS
+from zero_tp.models.spec import TransformerSpec
+from zero_tp.parallel.embedding import VocabParallelEmbedding
+from zero_tp.parallel.parameter import Normal, ParameterMaker
+from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
+
+
+class Embedding(nn.Module):
+    """Words plus positions, then dropout. Token ids [s, b] → [s, b, h], [s/t, b, h] under SP."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
+        super().__init__()
+        topology = make.topology
+        init = Normal(spec.init_std)
+        self.tensor, self.tensor_rank = topology.tensor, topology.tensor_rank
+        self.word = VocabParallelEmbedding(make.child("word"), spec.vocabulary, spec.hidden, init=init)
+        self.position = POSITIONS[spec.position](make.child("position"), spec.positions, spec.hidden, init=init)
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
+        words = self.word(tokens, sequence=sequence)
+        length = words.shape[0]
+        first = self.tensor_rank * length if sequence else 0
+        return self.dropout(words + self.position(first, length))
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [s, b, h] → [s, b, h], shards under SP."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout):
+        super().__init__()
+        norm = NORMS[spec.norm]
+        self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon)
+        self.attention = Attention(make.child("attention"), spec, streams)
+        self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon)
+        self.mlp = MLPS[spec.mlp](make.child("mlp"), spec)
+        self.dropout = dropout
+
+    def forward(self, stream: Tensor, mask: Tensor | None, *, sequence: bool) -> Tensor:
+        stream = stream + self.dropout(self.attention(self.attention_norm(stream), mask, sequence=sequence))
+        return stream + self.dropout(self.mlp(self.mlp_norm(stream), sequence=sequence))
+
+
+class Transformer(nn.Module):
+    """Token ids [s, b] → hidden states [s, b, h], a sequence shard [s/t, b, h] when `sequence`."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams):
+        super().__init__()
+        # Under SP a rank drops its own positions; without it TP ranks repeat the residual stream and must agree.
+        stream = PER_RANK if make.topology.sequence else SHARED
+        self.embedding = Embedding(
+            make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream)
+        )
+        self.layers = nn.ModuleList(
+            TransformerLayer(
+                make.child(f"layers.{index}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream)
+            )
+            for index in range(spec.layers)
+        )
+        self.final_norm = NORMS[spec.norm](make.child("final_norm"), spec.hidden, spec.norm_epsilon)
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None, *, sequence: bool) -> Tensor:
+        """`padding` [b, s]: 1 for a token, 0 for padding; None when nothing is padded."""
+        mask = attention_mask(padding, tokens.shape[0])
+        stream = self.embedding(tokens, sequence=sequence)
+        for layer in self.layers:
+            stream = layer(stream, mask, sequence=sequence)
+        return self.final_norm(stream)

@@ -1,0 +1,213 @@
+"""The Hugging Face face of the model: ZeroTPForCausalLM is a PreTrainedModel whose config is the native one.
+
+s sequence, b batch, v vocabulary, t TP size.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from zero_tp.errors import UserError
+from zero_tp.models.architectures import architecture_of
+from zero_tp.models.spec import TransformerSpec
+from zero_tp.models.transformer import Transformer
+from zero_tp.parallel.collectives import gather_from_sequence_region
+from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits, vocab_parallel_token_losses
+from zero_tp.parallel.parameter import Drawn, Normal, ParameterMaker, WeightSource
+from zero_tp.parallel.random import RandomStreams
+from zero_tp.topology import Topology
+
+IGNORE_INDEX = -100
+
+
+class OutputLayer(nn.Module):
+    """Hidden states to a loss, token losses or logits; its weight [⌈v/t⌉, h] is the word embedding when tied.
+
+    A tied weight is a parameter of this module too: ZeRO-3 gathers a parameter around the modules that own it.
+    """
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
+        super().__init__()
+        self.vocabulary = spec.vocabulary
+        self.group = make.topology.tensor_group
+        self.weight = (
+            embedding
+            if spec.tied
+            else make.make(
+                "weight", (spec.vocabulary, spec.hidden), Sharded(0, (spec.vocabulary,), padded=True), Normal(spec.init_std)
+            )
+        )
+
+    def forward(self, hidden: Tensor, labels: Tensor | None, *, sequence: bool, each_token: bool = False) -> Tensor:
+        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b]; token losses [s, b] when
+        `each_token`; logits [s, b, v] without labels."""
+        if labels is not None and not each_token:
+            return vocab_parallel_cross_entropy(
+                hidden,
+                self.weight,
+                labels,
+                vocabulary=self.vocabulary,
+                group=self.group,
+                sequence=sequence,
+                ignore_index=IGNORE_INDEX,
+            )
+        whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
+        if labels is None:
+            return vocab_parallel_logits(whole, self.weight, vocabulary=self.vocabulary, group=self.group)
+        return vocab_parallel_token_losses(
+            whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group, ignore_index=IGNORE_INDEX
+        )
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels as Hugging Face gives them (`labels = input_ids`) → the token each position predicts. [b, s] → [b, s]."""
+    moved = torch.full_like(labels, IGNORE_INDEX)
+    moved[:, :-1] = labels[:, 1:]
+    return moved
+
+
+class ZeroTPForCausalLM(PreTrainedModel):
+    """A decoder with a language-model head, split over the topology's TP group.
+
+    Args:
+        config: a Hugging Face config of a supported model_type; it stays `model.config`.
+        topology: the TP × DP grid; by default one process.
+        seed: of the initial weights and of dropout. Initial weights are the same for every TP size.
+        source: where the weights come from instead of the seed.
+        dtype: of the weights; by default the config's, else fp32.
+        device: where the weights live; "meta" makes no data.
+
+    Raises:
+        UserError: an architecture, a field or a size that is not supported.
+    """
+
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _no_split_modules = ["TransformerLayer"]  # noqa: RUF012 - transformers' own declaration
+    _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        topology: Topology | None = None,
+        *,
+        seed: int = 0,
+        source: WeightSource | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__(config)
+        self.topology = topology or Topology()
+        self.architecture = architecture_of(config)
+        self.spec = self.architecture.spec(config)
+        self.spec.check(self.topology.tensor)
+        self.streams = RandomStreams(self.topology, seed, "cpu" if str(device) == "meta" else device)
+        make = ParameterMaker(self.topology, source or Drawn(seed), dtype or config.dtype or torch.float32, device)
+        self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
+        self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: the layers' constructors have filled their parameters, the same for every TP size."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.transformer.embedding.word
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def _runs_sequence_parallel(self, length: int) -> bool:
+        """SP for this forward. Without gradients a length that does not divide runs without SP."""
+        topology = self.topology
+        if not topology.sequence or length % topology.tensor == 0:
+            return topology.sequence
+        if torch.is_grad_enabled():
+            raise UserError(
+                f"sequence length {length} does not divide by tensor parallel size {topology.tensor}, which training "
+                "under sequence parallelism needs; pad it, or set zero_tp.parallel.sequence to false"
+            )
+        if self.training and any(vars(self.spec.dropouts).values()):
+            raise UserError(
+                f"sequence length {length} does not divide by tensor parallel size {topology.tensor} and dropout is on; "
+                "call model.eval() first"
+            )
+        return False
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        # A token that no rank holds would silently look up zeros under TP.
+        inside = ((tokens >= 0) & (tokens < self.spec.vocabulary)).all()
+        torch._assert_async(inside, f"token ids must be in [0, vocab_size = {self.spec.vocabulary})")
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        shift_labels: Tensor | None = None,
+        return_logits: bool | None = None,
+        reduction: Literal["mean", "none"] = "mean",
+    ) -> CausalLMOutput:
+        """Loss and, when asked or when there are no labels, logits.
+
+        Args:
+            input_ids: [b, s].
+            attention_mask: [b, s], 1 for a token and 0 for padding.
+            labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
+            shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`.
+            return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
+            reduction: `none` gives each token's loss, for evaluation, without gradient.
+
+        Returns:
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` [b, s],
+            0 where a label is ignored.
+
+        Raises:
+            UserError: s does not divide by t while gradients are taken under SP, or exceeds the model's positions.
+        """
+        length = input_ids.shape[1]
+        if length > self.spec.positions:
+            raise UserError(f"sequence length {length} exceeds the model's {self.spec.positions} positions")
+        self._check_tokens(input_ids)
+        sequence = self._runs_sequence_parallel(length)
+        hidden = self.transformer(input_ids.t().contiguous(), attention_mask, sequence=sequence)
+        targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
+        loss = logits = None
+        if targets is not None:
+            each_token = reduction == "none"
+            loss = self.head(hidden, targets.t().contiguous(), sequence=sequence, each_token=each_token)
+            loss = loss.t() if each_token else loss
+        if return_logits or targets is None:
+            logits = self.head(hidden, None, sequence=sequence).transpose(0, 1)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any) -> Any:
+        """A model from a Hugging Face directory of safetensors; every rank reads it.
+
+        Args:
+            options: `seed`, `dtype`, `device` of the constructor.
+
+        Raises:
+            UserError: no such model there, an unsupported architecture, or weights that do not fit it.
+        """
+        from zero_tp.weights.load import load_pretrained
+
+        return load_pretrained(cls, directory, topology, **options)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        """Write the native Hugging Face model. Collective: every rank calls it, global rank 0 writes.
+
+        Args:
+            options: `dtype` of the written weights (default: the model's), `max_shard_size` such as "5GB".
+        """
+        from zero_tp.weights.export import save_pretrained
+
+        save_pretrained(self, directory, **options)

@@ -1,0 +1,160 @@
+"""The collectives inside a layer, and the conjugate operators built on them.
+
+Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05198, figures 4 and 5). Each pair is
+conjugate: what one does forward the other does backward.
+
+Shapes: s sequence, b batch, h hidden, t TP size. Activations are [s, b, h]; a sequence shard is [s/t, b, h].
+The group is always an argument; a group of one rank communicates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+Group = ProcessGroup | None
+
+# torch 2.13 renames these two; the old names warn and stay for older versions.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_size(group: Group) -> int:
+    """Ranks in the group; 1 when there is none."""
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def group_rank(group: Group) -> int:
+    """This rank's place in the group; 0 when there is none."""
+    return dist.get_rank(group) if group is not None else 0
+
+
+class Pending:
+    """A tensor that a collective is still filling. `wait()` gives it."""
+
+    def __init__(self, tensor: Tensor, work: Work | None = None):
+        self._tensor, self._work = tensor, work
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def start_all_reduce(tensor: Tensor, group: Group) -> Pending:
+    """Sum over the group, in place. [*] → [*]."""
+    if group_size(group) == 1:
+        return Pending(tensor)
+    return Pending(tensor, dist.all_reduce(tensor, group=group, async_op=True))
+
+
+def start_all_gather(tensor: Tensor, group: Group) -> Pending:
+    """Concatenate the ranks' tensors along dimension 0. [n, *] → [t·n, *]."""
+    size = group_size(group)
+    if size == 1:
+        return Pending(tensor)
+    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    return Pending(gathered, _all_gather(gathered, tensor.contiguous(), group=group, async_op=True))
+
+
+def start_reduce_scatter(tensor: Tensor, group: Group) -> Pending:
+    """Sum over the group and keep this rank's piece of dimension 0. [t·n, *] → [n, *]."""
+    size = group_size(group)
+    if size == 1:
+        return Pending(tensor)
+    if tensor.shape[0] % size:
+        raise ValueError(f"reduce-scatter: {tensor.shape[0]} rows do not split over {size} ranks")
+    piece = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    return Pending(piece, _reduce_scatter(piece, tensor.contiguous(), group=group, async_op=True))
+
+
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    """Sum over the group, in place. [*] → [*]."""
+    return start_all_reduce(tensor, group).wait()
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """Concatenate along dimension 0. [n, *] → [t·n, *]."""
+    return start_all_gather(tensor, group).wait()
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """Sum over the group, keep this rank's piece of dimension 0. [t·n, *] → [n, *]."""
+    return start_reduce_scatter(tensor, group).wait()
+
+
+def own_piece(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's piece of dimension 0, a view. [t·n, *] → [n, *]."""
+    size = group_size(group)
+    if tensor.shape[0] % size:
+        raise ValueError(f"split: {tensor.shape[0]} rows do not split over {size} ranks")
+    length = tensor.shape[0] // size
+    return tensor.narrow(0, group_rank(group) * length, length)
+
+
+class _CopyToTensorRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous().clone(), ctx.group), None
+
+
+class _ReduceFromTensorRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        return all_reduce(tensor.contiguous().clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherFromSequenceRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradient, ctx.group), None
+
+
+class _ReduceScatterToSequenceRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient, ctx.group), None
+
+
+def copy_to_tensor_region(tensor: Tensor, group: Group) -> Tensor:
+    """f: enter a tensor-parallel region. Forward identity; backward all-reduce over the TP group. [*] → [*]."""
+    return tensor if group_size(group) == 1 else _CopyToTensorRegion.apply(tensor, group)
+
+
+def reduce_from_tensor_region(tensor: Tensor, group: Group) -> Tensor:
+    """f̄: leave a tensor-parallel region. Forward all-reduce over the TP group; backward identity. [*] → [*]."""
+    return tensor if group_size(group) == 1 else _ReduceFromTensorRegion.apply(tensor, group)
+
+
+def gather_from_sequence_region(tensor: Tensor, group: Group) -> Tensor:
+    """g: forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] → [s, b, h]."""
+    return tensor if group_size(group) == 1 else _GatherFromSequenceRegion.apply(tensor, group)
+
+
+def reduce_scatter_to_sequence_region(tensor: Tensor, group: Group) -> Tensor:
+    """ḡ: forward reduce-scatter along the sequence, backward all-gather. [s, b, h] → [s/t, b, h]."""
+    return tensor if group_size(group) == 1 else _ReduceScatterToSequenceRegion.apply(tensor, group)

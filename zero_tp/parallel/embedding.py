@@ -1,0 +1,35 @@
+"""Embedding split over the vocabulary (arXiv 1909.08053, section 3).
+
+v vocabulary, h hidden, t TP size. Each rank holds ⌈v/t⌉ rows; the rows past v are zeros that nobody looks up.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero_tp.parallel.collectives import group_size, reduce_from_tensor_region, reduce_scatter_to_sequence_region
+from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.parameter import Normal, ParameterMaker
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Looks up this rank's rows and sums over TP: all-reduce (f̄) forward, or reduce-scatter (ḡ) under SP."""
+
+    def __init__(self, make: ParameterMaker, vocabulary: int, hidden: int, *, init: Normal):
+        super().__init__()
+        self.group = make.topology.tensor_group
+        self.weight = make.make("weight", (vocabulary, hidden), Sharded(0, (vocabulary,), padded=True), init)
+        self.rows = -(-vocabulary // make.topology.tensor)
+        self.first = make.topology.tensor_rank * self.rows
+
+    def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
+        """Token ids [s, b] → [s, b, h], or this rank's [s/t, b, h] when `sequence`."""
+        if group_size(self.group) == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.rows)
+        looked_up = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        looked_up = looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
+        return leave(looked_up, self.group)

@@ -1,0 +1,190 @@
+"""How one parameter lies over the TP group.
+
+The layer that makes a parameter gives it a layout; initialisation, gradient hooks, the marks that DeepSpeed's norm
+needs, import, export, resharding and counting bytes all read that one fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from zero_tp.parallel.collectives import Group, all_reduce
+from zero_tp.topology import Topology
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each split by itself.
+
+    `padded` parts need not divide by the TP size: each rank holds ⌈part / t⌉, and the surplus is zeros that no one
+    but the last ranks see (the vocabulary). Other parts must divide.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    padded: bool = False
+
+    def piece_sizes(self, size: int) -> tuple[int, ...]:
+        """Length of each part on one of `size` ranks.
+
+        Raises:
+            ValueError: a part that may not be padded does not divide.
+        """
+        for part in self.parts:
+            if part % size and not self.padded:
+                raise ValueError(f"{part} does not divide by tensor parallel size {size}")
+        return tuple(-(-part // size) for part in self.parts)
+
+    def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """For each part (start, stop, padding): this rank's rows of the whole tensor, and zero rows after them."""
+        offset = 0
+        for part, length in zip(self.parts, self.piece_sizes(size), strict=True):
+            start, stop = (min(r * length, part) for r in (rank, rank + 1))
+            yield offset + start, offset + stop, length - (stop - start)
+            offset += part
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's piece of the whole tensor, zero-padded where `padded`."""
+        if whole.shape[self.dim] != sum(self.parts):
+            raise ValueError(f"dimension {self.dim} is {whole.shape[self.dim]}, the layout's parts sum to {self.parts}")
+        pieces = []
+        for start, stop, padding in self.ranges(rank, size):
+            pieces.append(whole.narrow(self.dim, start, stop - start))
+            if padding:
+                shape = list(whole.shape)
+                shape[self.dim] = padding
+                pieces.append(whole.new_zeros(shape))
+        return torch.cat(pieces, self.dim)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole tensor from every rank's piece in TP order; padding is dropped."""
+        size = len(shards)
+        lengths = self.piece_sizes(size)
+        split = [shard.split(list(lengths), self.dim) for shard in shards]
+        pieces = []
+        for index, part in enumerate(self.parts):
+            joined = torch.cat([pieces_of_rank[index] for pieces_of_rank in split], self.dim)
+            pieces.append(joined.narrow(self.dim, 0, part))
+        return torch.cat(pieces, self.dim)
+
+    def local_shape(self, whole: Sequence[int], size: int) -> tuple[int, ...]:
+        shape = list(whole)
+        shape[self.dim] = sum(self.piece_sizes(size))
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """The same weight on every TP rank.
+
+    `identical`: each rank computes the whole gradient. `partial`: each holds a part of it (the parameter is used on a
+    sequence shard), and a hook sums it over TP.
+    """
+
+    gradient: Literal["identical", "partial"] = "identical"
+
+    def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+        raise TypeError("a replicated parameter has no ranges; it is held whole")
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        return whole
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return shards[0]
+
+    def local_shape(self, whole: Sequence[int], size: int) -> tuple[int, ...]:
+        return tuple(whole)
+
+
+Layout = Sharded | Replicated
+
+
+def set_layout(parameter: nn.Parameter, layout: Layout, whole_shape: Sequence[int], tensor_size: int) -> None:
+    """Give the parameter its layout and the marks that DeepSpeed's gradient norm reads.
+
+    An unmarked shard would be counted on TP rank 0 only, and clipping would silently change.
+    """
+    parameter.tensor_layout = layout  # type: ignore[attr-defined]
+    parameter.whole_shape = tuple(whole_shape)  # type: ignore[attr-defined]
+    if isinstance(layout, Sharded) and tensor_size > 1:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+def layout_of(parameter: nn.Parameter) -> Layout:
+    """The parameter's layout.
+
+    Raises:
+        ValueError: it has none.
+    """
+    layout = getattr(parameter, "tensor_layout", None)
+    if layout is None:
+        raise ValueError("the parameter has no layout: make it with ParameterMaker")
+    assert isinstance(layout, Sharded | Replicated)
+    return layout
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, without vocabulary padding."""
+    shape: tuple[int, ...] = parameter.whole_shape  # type: ignore[attr-defined]
+    return shape
+
+
+def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of this rank's TP shard, also while ZeRO-3 has the parameter partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def audit(model: nn.Module, topology: Topology) -> None:
+    """Check that every parameter is classified and marked as its layout says.
+
+    Raises:
+        ValueError: names the first parameter that has no layout, another shape than its layout gives, a wrong mark
+            for DeepSpeed's norm, or a gradient kind that does not fit the topology.
+    """
+    for name, parameter in model.named_parameters():
+        layout = getattr(parameter, "tensor_layout", None)
+        if layout is None:
+            raise ValueError(
+                f"parameter {name} has no layout: nobody says how it lies over tensor parallel ranks. "
+                "Make it with ParameterMaker"
+            )
+        expected = layout.local_shape(whole_shape(parameter), topology.tensor)
+        if local_shape(parameter) != expected:
+            raise ValueError(f"parameter {name}: shape {local_shape(parameter)}, its layout {layout} gives {expected}")
+        marked = bool(getattr(parameter, "tensor_model_parallel", False))
+        if marked != (isinstance(layout, Sharded) and topology.tensor > 1):
+            raise ValueError(f"parameter {name}: {layout} but tensor_model_parallel={marked}")
+        if isinstance(layout, Replicated) and layout.gradient == "partial" and topology.tensor == 1:
+            raise ValueError(f"parameter {name}: a partial gradient without tensor parallelism")
+
+
+class GradientHooks:
+    """Sums partial gradients over TP, while backward runs.
+
+    DeepSpeed never sums them, and ZeRO-2/3 consume gradients during backward, so this has to happen in a hook that was
+    registered before `deepspeed.initialize`.
+
+    Attributes:
+        fired: how often each parameter's hook ran; the engine checks it after the first backward.
+    """
+
+    def __init__(self, model: nn.Module, group: Group):
+        self.fired: dict[str, int] = {}
+        for name, parameter in model.named_parameters():
+            layout = layout_of(parameter)
+            if isinstance(layout, Replicated) and layout.gradient == "partial":
+                self.fired[name] = 0
+                parameter.register_hook(self._hook(name, group))
+
+    def _hook(self, name: str, group: Group):  # type: ignore[no-untyped-def]
+        def sum_over_tensor_group(gradient: Tensor) -> Tensor:
+            self.fired[name] += 1
+            return all_reduce(gradient.contiguous().clone(), group)
+
+        return sum_over_tensor_group

@@ -1,0 +1,130 @@
+"""Column- and row-parallel linear layers (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
+
+s sequence, b batch, i input features, o output features, t TP size. Without SP activations enter and leave whole,
+[s, b, ·]; under SP they enter and leave as sequence shards, [s/t, b, ·].
+
+Communication of one layer, forward and backward, over the TP group:
+
+| layer | SP | forward | backward |
+| --- | --- | --- | --- |
+| column | off | – (f) | all-reduce of the input gradient, during the weight-gradient GEMM |
+| column | on | all-gather of the input (g) | all-gather of the input during the input-gradient GEMM, then reduce-scatter of the input gradient during the weight-gradient GEMM |
+| row | off | all-reduce of the output (f̄) | – |
+| row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zero_tp.parallel.collectives import (
+    Group,
+    all_gather,
+    group_size,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from zero_tp.parallel.layout import Replicated, Sharded
+from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """Y = X Wᵀ + b with X's collective inside, so that backward can overlap both.
+
+    Under SP only the input shard X_i is kept for backward; the whole input is gathered again there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(shard, weight)
+        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
+        whole = all_gather(shard, group) if sequence else shard
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        shard, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gradient = gradient.contiguous()
+        gathering = start_all_gather(shard, ctx.group) if ctx.sequence and needs_weight else None
+        reducing = None
+        if needs_input:
+            whole_gradient = gradient @ weight
+            if gathering is not None:
+                whole = gathering.wait()  # before the next collective starts: one order on every rank
+            start = start_reduce_scatter if ctx.sequence else start_all_reduce
+            reducing = start(whole_gradient, ctx.group)
+        weight_gradient = bias_gradient = None
+        if needs_weight:
+            whole = gathering.wait() if gathering is not None else shard
+            weight_gradient = gradient.flatten(0, 1).t() @ whole.flatten(0, 1)
+        if needs_bias:
+            bias_gradient = gradient.sum((0, 1))
+        return reducing.wait() if reducing is not None else None, weight_gradient, bias_gradient, None, None
+
+
+def column_parallel_linear(
+    tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, sequence: bool
+) -> Tensor:
+    """[s, b, i] (a sequence shard [s/t, b, i] under SP) × weight [o/t, i] → [s, b, o/t]. f, or g under SP."""
+    if group_size(group) == 1:
+        return F.linear(tensor, weight, bias)
+    return _ColumnParallel.apply(tensor, weight, bias, group, sequence)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Linear layer split by output features; its input is whole or, under SP, a sequence shard.
+
+    Args:
+        make: names and makes the parameters.
+        inputs: i.
+        parts: sizes of the fused outputs (Q, K, V; gate, up), each split by itself over TP.
+        bias: whether there is one; it is split like the outputs.
+        init: initial distribution of the weight.
+
+    Raises:
+        ValueError: a part does not divide by the TP size.
+    """
+
+    def __init__(self, make: ParameterMaker, inputs: int, parts: tuple[int, ...], *, bias: bool, init: Normal):
+        super().__init__()
+        layout = Sharded(0, parts)
+        self.group = make.topology.tensor_group
+        self.weight = make.make("weight", (sum(parts), inputs), layout, init)
+        self.bias = make.make("bias", (sum(parts),), layout, Constant(0.0)) if bias else None
+
+    def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
+        """[s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
+        return column_parallel_linear(tensor, self.weight, self.bias, self.group, sequence=sequence)
+
+
+class RowParallelLinear(nn.Module):
+    """Linear layer split by input features. Its bias is replicated and added once, after the reduction.
+
+    Under SP the bias is used on a sequence shard, so its gradient is partial.
+    """
+
+    def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
+        super().__init__()
+        self.group = make.topology.tensor_group
+        self.weight = make.make("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
+        replicated = Replicated("partial" if make.topology.sequence else "identical")
+        self.bias = make.make("bias", (outputs,), replicated, Constant(0.0)) if bias else None
+
+    def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
+        """[s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
+        if group_size(self.group) == 1:
+            return F.linear(tensor, self.weight, self.bias)
+        partial = F.linear(tensor, self.weight)
+        leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
+        whole = leave(partial, self.group)
+        return whole if self.bias is None else whole + self.bias

@@ -1,0 +1,125 @@
+"""Making parameters: named, sharded, filled, and given their layout, in one place.
+
+Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks of rows along the
+dimension that is split; every block has a generator of its own, seeded by (run seed, parameter name, block). A rank
+draws only the blocks that it holds, and TP 1, 2 and 4 start from the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zero_tp.parallel.layout import Layout, Sharded, set_layout
+from zero_tp.topology import Topology
+
+BLOCK_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is `value`."""
+
+    value: float
+
+
+Init = Normal | Constant
+
+
+class WeightSource(Protocol):
+    """Where the values of new parameters come from."""
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        """Write this rank's shard of the parameter `name`, of whole shape `whole`, into `local`."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Weights drawn from the run's seed."""
+
+    seed: int
+
+    def _rows(self, name: str, first: int, last: int, total: int, width: int, std: float) -> Iterator[Tensor]:
+        """Rows [first, last) of the [total, width] matrix called `name`, block by block, fp32."""
+        for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
+            start = block * BLOCK_ROWS
+            stop = min(start + BLOCK_ROWS, total)
+            digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            # torch.normal: zero.Init patches torch.empty and its like to make tensors in the run's dtype.
+            drawn = torch.normal(
+                0.0, std, (stop - start, width), generator=generator, dtype=torch.float32, device="cpu"
+            )
+            yield drawn[max(first - start, 0) : min(last, stop) - start]
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        if isinstance(init, Constant):
+            local.fill_(init.value)
+            return
+        dim, ranges = 0, [(0, whole[0], 0)]
+        if isinstance(layout, Sharded):
+            dim, ranges = layout.dim, list(layout.ranges(topology.tensor_rank, topology.tensor))
+        rows = local.movedim(dim, 0)
+        width = local.numel() // max(rows.shape[0], 1)
+        at = 0
+        for start, stop, padding in ranges:
+            for drawn in self._rows(name, start, stop, whole[dim], width, init.std):
+                target = rows[at : at + len(drawn)]
+                target.copy_(drawn.view(target.shape))
+                at += len(drawn)
+            rows[at : at + padding].zero_()
+            at += padding
+
+
+@dataclass(frozen=True)
+class ParameterMaker:
+    """Makes the parameters of one module.
+
+    Under `zero.Init` a module's parameters are partitioned as soon as its constructor returns, so they are filled
+    there; the maker travels down the constructors, and `child` extends the name.
+    """
+
+    topology: Topology
+    source: WeightSource
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    prefix: str = ""
+
+    def child(self, name: str) -> ParameterMaker:
+        """The maker for the submodule `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def make(self, name: str, whole: Sequence[int], layout: Layout, init: Init) -> nn.Parameter:
+        """This rank's shard of the parameter `name` whose whole shape is `whole`.
+
+        Raises:
+            ValueError: a dimension that is split does not divide by the TP size.
+        """
+        full_name = self.prefix + name
+        try:
+            shape = layout.local_shape(whole, self.topology.tensor)
+        except ValueError as error:
+            raise ValueError(f"parameter {full_name}: {error}") from error
+        with torch.no_grad():
+            local = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if local.device.type != "meta":
+                self.source.fill(local, full_name, whole, layout, init, self.topology)
+        parameter = nn.Parameter(local)
+        set_layout(parameter, layout, whole, self.topology.tensor)
+        return parameter

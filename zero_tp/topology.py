@@ -1,0 +1,121 @@
+"""The TP × DP grid of ranks: its process groups, coordinates and seeds; DeepSpeed's `mpu`.
+
+Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a tensor-parallel (TP)
+group, and ranks at the same place in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
+DP rank r // t.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zero_tp.config.batch import data_parallel_size
+
+
+class Topology:
+    """One rank's place in the TP × DP grid.
+
+    It is the `mpu` that `deepspeed.initialize` asks for: the `get_*` methods below are exactly those DeepSpeed needs.
+    There must be none named `get_sequence_*` nor `initialize_sequence_parallel`: DeepSpeed takes these for Ulysses and
+    changes ZeRO's groups.
+
+    Attributes:
+        tensor, data: TP degree t and DP degree.
+        tensor_rank, data_rank: this rank's coordinates.
+        sequence: sequence parallelism (SP) in the model code, over the TP group.
+        tensor_group, data_group: process groups, None when no process group exists (one process).
+    """
+
+    def __init__(
+        self,
+        tensor: int = 1,
+        sequence: bool = False,
+        *,
+        world: int | None = None,
+        rank: int | None = None,
+        timeout: timedelta | None = None,
+    ):
+        """Place this rank; collective over all ranks, since every rank makes every group.
+
+        Args:
+            tensor: TP degree t; world must be a multiple of it.
+            sequence: SP on; without TP there is nothing to split and it stays off.
+            world, rank: for a description of the grid without process groups (planning, tests); by default those of
+                `torch.distributed`, or one process.
+            timeout: limit of one collective in the new groups.
+
+        Raises:
+            UserError: the sizes do not fit (`tensor 4 × data 1.5 ≠ world 6`).
+        """
+        connected = world is None and dist.is_initialized()
+        self.world = dist.get_world_size() if connected else (world or 1)
+        self.rank = dist.get_rank() if connected else (rank or 0)
+        self.tensor = tensor
+        self.data = data_parallel_size(self.world, tensor)
+        self.sequence = sequence and tensor > 1
+        self.tensor_rank = self.rank % tensor
+        self.data_rank = self.rank // tensor
+        self.tensor_group: ProcessGroup | None = None
+        self.data_group: ProcessGroup | None = None
+        if connected:
+            for members in self.tensor_members():
+                group = dist.new_group(members, timeout=timeout)
+                if self.rank in members:
+                    self.tensor_group = group
+            for members in self.data_members():
+                group = dist.new_group(members, timeout=timeout)
+                if self.rank in members:
+                    self.data_group = group
+
+    def tensor_members(self) -> list[list[int]]:
+        """The global ranks of every TP group."""
+        return [list(range(d * self.tensor, (d + 1) * self.tensor)) for d in range(self.data)]
+
+    def data_members(self) -> list[list[int]]:
+        """The global ranks of every DP group."""
+        return [list(range(t, self.world, self.tensor)) for t in range(self.tensor)]
+
+    def seed(self, base: int, *, per_rank: bool) -> int:
+        """Seed of one of the two random streams of dropout (papers: section 1).
+
+        Ranks of a TP group share the stream of the regions that they repeat (`per_rank=False`) and differ in the
+        regions that they split (`per_rank=True`). DP ranks always differ: they hold other samples.
+        """
+        name = f"{base}/{self.data_rank}/{self.tensor_rank if per_rank else 'shared'}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+
+    def describe(self) -> str:
+        """`TP 2 × DP 2, SP`."""
+        return f"TP {self.tensor} × DP {self.data}" + (", SP" if self.sequence else "")
+
+    # What DeepSpeed calls on its mpu. A missing one makes it fall back to world size 1 without an error.
+    def get_model_parallel_group(self) -> ProcessGroup | None:
+        return self.tensor_group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.tensor_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.tensor
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup | None:
+        return self.tensor_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.tensor_rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.tensor
+
+    def get_data_parallel_group(self) -> ProcessGroup | None:
+        return self.data_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data

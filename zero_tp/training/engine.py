@@ -1,0 +1,224 @@
+"""The one build order of a training run, and a step of it.
+
+seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3) → layouts audited, gradient hooks registered →
+`deepspeed.initialize(mpu=topology)` → checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from zero_tp.errors import UserError
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.collectives import all_reduce
+from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of, whole_shape
+from zero_tp.parallel.parameter import WeightSource
+from zero_tp.topology import Topology
+from zero_tp.training.clipping import clip_gradients, gradient_norm
+
+
+def run_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype of the module's weights under a DeepSpeed config."""
+    if config.get("bf16", {}).get("enabled"):
+        return torch.bfloat16
+    if config.get("fp16", {}).get("enabled"):
+        return torch.float16
+    return torch.float32
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay skips biases and norms: every parameter of one dimension."""
+    named = list(model.named_parameters())
+    flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
+    matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+@torch.no_grad()
+def check_replicas(model: nn.Module, topology: Topology) -> None:
+    """Replicated parameters must be equal, bit for bit, over TP. One small all-gather a parameter.
+
+    Under ZeRO-3 each DP rank compares its own partition, which TP ranks cut alike.
+
+    Raises:
+        RuntimeError: names the first parameter that differs.
+    """
+    if topology.tensor == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if not isinstance(layout_of(parameter), Replicated):
+            continue
+        local = getattr(parameter, "ds_tensor", parameter).detach().float().flatten()
+        low, high = local.clone(), local.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=topology.tensor_group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=topology.tensor_group)
+        if not torch.equal(low, high):
+            raise RuntimeError(f"parameter {name} differs between tensor parallel ranks by {(high - low).abs().max()}")
+
+
+class TrainingEngine:
+    """A model in a DeepSpeed engine on a topology.
+
+    Attributes:
+        engine: DeepSpeed's engine. model: the unwrapped model. dtype: of its weights.
+        gradient_norm: of the last step, before clipping; nan when that step was skipped.
+        skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        topology: Topology,
+        deepspeed_config: dict[str, Any],
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        source: WeightSource | None = None,
+    ):
+        """Build everything, in the one order that works. Collective over all ranks.
+
+        Args:
+            config: the model's Hugging Face config.
+            deepspeed_config: without a `zero_tp` block and without `"auto"`.
+            seed: of weights and dropout.
+            source: of the initial weights instead of the seed.
+
+        Raises:
+            UserError: the sizes do not fit the topology.
+        """
+        self.topology = topology
+        self.stage = int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
+        settings = {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, **deepspeed_config}
+        self.clipping = float(settings["gradient_clipping"])
+        if self.stage == 0:
+            settings["gradient_clipping"] = 0.0  # see clipping.py
+        self.dtype = run_dtype(settings)
+        with self._construction(settings):
+            self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
+        audit(self.model, topology)
+        self.hooks = GradientHooks(self.model, topology.tensor_group)
+        decay = settings.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
+        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=self.model,
+            model_parameters=parameter_groups(self.model, decay),
+            config=settings,
+            mpu=topology,
+        )
+        self.gradient_norm = float("nan")
+        self.skipped = False
+        self._check_world()
+        check_replicas(self.model, topology)
+        self._hooks_checked = False
+
+    def _construction(self, settings: dict[str, Any]) -> AbstractContextManager[Any]:
+        if self.stage < 3:
+            return nullcontext()
+        # With mpu= alone zero.Init ignores the DP group and overwrites the other TP ranks' shards.
+        return deepspeed.zero.Init(  # type: ignore[no-any-return]
+            data_parallel_group=self.topology.data_group,
+            # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
+            config_dict_or_path=settings,
+            mem_efficient_linear=False,
+        )
+
+    def _check_world(self) -> None:
+        found = self.engine.dp_world_size
+        if found != self.topology.data:
+            raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
+
+    def _check_hooks(self) -> None:
+        silent = [name for name, fired in self.hooks.fired.items() if not fired]
+        if silent:
+            raise RuntimeError(
+                f"the gradient of {silent[0]} was not summed over tensor parallel ranks: its hook did not fire"
+            )
+        self._hooks_checked = True
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return int(self.engine.gradient_accumulation_steps())
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """Forward, backward and one optimizer step.
+
+        Args:
+            micro_batches: one (input ids [b, s], shifted labels [b, s]) for each accumulation step.
+
+        Returns:
+            The mean loss over the global batch, equal on all ranks. All-reduce of one number over DP.
+        """
+        self.engine.train()
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens, labels in micro_batches:
+            loss = self.engine(tokens, shift_labels=labels).loss
+            self.engine.backward(loss)
+            total += loss.detach().double().cpu()
+            if self.engine.is_gradient_accumulation_boundary():
+                self._before_step()
+            self.engine.step()
+        if not self._hooks_checked:
+            self._check_hooks()
+        mean = all_reduce(total / len(micro_batches), self.topology.data_group).item() / self.topology.data
+        self._after_step()
+        return float(mean)
+
+    def _before_step(self) -> None:
+        if self.stage > 0:
+            return
+        parameters = list(self.model.parameters())
+        scale = getattr(getattr(self.optimizer, "loss_scale_config", None), "cur_scale", 1.0)
+        norm = gradient_norm(parameters, self.topology) / scale
+        self.gradient_norm = norm.item()
+        finite = bool(norm.isfinite())
+        if finite and self.clipping > 0:
+            clip_gradients(parameters, norm, self.clipping)
+        if not hasattr(self.optimizer, "loss_scale_config"):
+            # A plain torch optimizer checks nothing: leave it no gradients, and tell the engine that it skipped.
+            self.optimizer.overflow = not finite
+            if not finite:
+                for parameter in parameters:
+                    parameter.grad = None
+
+    def _after_step(self) -> None:
+        if self.stage > 0:
+            norm = self.engine.get_global_grad_norm()
+            self.gradient_norm = float(norm) if norm is not None else float("nan")
+        self.skipped = bool(getattr(self.optimizer, "overflow", False))
+        if self.skipped:
+            self.gradient_norm = float("nan")
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """Mean loss a token over (input ids, shifted labels) batches of all DP ranks; each rank has as many batches.
+
+        Raises:
+            UserError: no label to score in any batch.
+        """
+        self.engine.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for tokens, labels in batches:
+            losses = self.engine(tokens, shift_labels=labels, reduction="none").loss
+            sums[0] += losses.double().sum().cpu()
+            sums[1] += (labels != -100).sum().cpu()
+        total, count = all_reduce(sums, self.topology.data_group).tolist()
+        self.engine.train()
+        if count == 0:
+            raise UserError("validation data holds nothing to score")
+        return total / count
+

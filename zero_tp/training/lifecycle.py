@@ -1,0 +1,323 @@
+"""The life of one rank process, from its first line to its exit status, whoever started it.
+
+`run_rank` keeps these promises under deepspeed, torchrun, `accelerate launch`, srun, and alone:
+
+- Wrong input ends every rank with status 2 and one line, printed by exactly one of them.
+- Any other error ends with the failing rank's own traceback as the last text that isn't the launcher's, its last line
+  `rank R failed: Type: message`. Ranks that fail only because that one is gone are silent. A rank that was killed is
+  named by a survivor in one line.
+- SIGTERM and Ctrl-C end a rank promptly, also while it waits inside a collective; ranks end when a launcher above them
+  is gone (measured: within 1.1 s). SIGTERM to the `deepspeed` command reaches no one else, so this is what ends them.
+- The process groups are destroyed on the way out (a process that leaves them can abort with status 250), for a
+  bounded time.
+
+A launcher terminates the other ranks at the first exit, one after another with up to 30 s for each, so a rank says its
+word before it leaves and is quick about it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import NoReturn
+
+from zero_tp.errors import UserError
+from zero_tp.training.first_word import FirstWord, write_stderr
+from zero_tp.training.processes import Place, Siblings, describe_end, is_launch
+
+FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+POLL_SECONDS = 1.0
+# How long a rank whose connection broke waits for the first word of the one that broke it. The failing rank speaks
+# before it closes its connections, so this is for a loaded machine.
+HOLD_BACK_SECONDS = 5.0
+OTHER_NODE_SECONDS = 10.0
+LEAVE_SECONDS = {True: 20.0, False: 5.0}  # after success: exit functions (a logger's upload) may take a while
+
+_BROKEN_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote process|"
+    r"socket|timed? ?out|process group",
+    re.IGNORECASE,
+)
+
+
+def run_rank(main: Callable[[], int | None], verbose: bool) -> NoReturn:
+    """Run `main` as the whole life of this process and exit with its status (None means 0).
+
+    Call it first thing in the main thread, before torch is imported: `main` imports what it needs.
+
+    Args:
+        main: the work; raises `UserError` for what a person can mend.
+        verbose: also print tracebacks of wrong input and of the ranks that failed second.
+
+    Exit status: main's own; 2 wrong input; 1 an error, a lost peer or a lost launcher; 130 Ctrl-C; 143 SIGTERM.
+    """
+    _Rank(Place.of_this_process(), verbose).run(main)
+
+
+class _Rank:
+    def __init__(self, place: Place, verbose: bool) -> None:
+        self.place = place
+        self.verbose = verbose
+        self.first_word = FirstWord(place.job, time.time())
+        self.siblings = Siblings(place)
+        self.leaving = False
+
+    def run(self, main: Callable[[], int | None]) -> NoReturn:
+        faulthandler.enable()  # a crash in C++ shows where
+        self._listen_to_signals()
+        self._watch_ancestors()
+        try:
+            status = main() or 0
+        except KeyboardInterrupt:
+            self._end_interrupted()
+        except SystemExit as exit_:
+            status = self._exited(exit_)
+        except UserError as error:
+            status = self._refused(error)
+        except BaseException as error:
+            status = self._failed(error)
+        self._leave(status)
+
+    # --- how main ended ---------------------------------------------------------------------------------------------
+
+    def _exited(self, exit_: SystemExit) -> int:
+        if exit_.code is None or exit_.code == 0:
+            return 0
+        if isinstance(exit_.code, int):
+            self.first_word.say("")  # who exits with a status has said why
+            return exit_.code
+        self.first_word.say(f"error: {_one_line(str(exit_.code))}")
+        return FAILED
+
+    def _refused(self, error: UserError) -> int:
+        text = f"error: {_one_line(str(error))}"
+        if self.verbose:
+            text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
+        if self.place.node == 0:
+            self.first_word.say(text)
+        elif self._first_node_goes_on():
+            self.first_word.say(f"node {self.place.node}: {text}")
+        else:
+            self.first_word.say("")
+        return USER_ERROR
+
+    def _failed(self, error: BaseException) -> int:
+        rank = self.place.rank
+        lines = traceback.format_exception(type(error), error, _own_part(error))
+        report = "".join(f"rank {rank}: {line}\n" for line in "".join(lines).rstrip().split("\n"))
+        report += f"rank {rank} failed: {type(error).__name__}: {_one_line(str(error))}"
+        if _looks_like_a_lost_peer(error):
+            deadline = time.monotonic() + HOLD_BACK_SECONDS
+            while not self.first_word.said() and time.monotonic() < deadline:
+                if self._name_lost_peer():
+                    break
+                time.sleep(0.05)
+        if not self.first_word.say(report) and self.verbose:
+            write_stderr(report)
+        return FAILED
+
+    def _name_lost_peer(self) -> bool:
+        """If ranks of this node ended without a word, say so (unless someone has); True if there are any."""
+        gone = self.siblings.gone()
+        if not gone:
+            return False
+        self.first_word.say("error: " + ", ".join(describe_end(rank, status) for rank, status in gone.items()))
+        return True
+
+    def _first_node_goes_on(self) -> bool:
+        """Is the error this node's alone? Every node reads the same config, so the first one usually reports it too.
+
+        If it doesn't, its rank 0 goes on to wait at the rendezvous for us, where a connection tells. Under torchrun
+        an agent listens there in any case, and it prints a summary of its own.
+        """
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if "TORCHELASTIC_RUN_ID" in os.environ or address is None or not port.isdecimal():
+            return False
+        deadline = time.monotonic() + OTHER_NODE_SECONDS
+        while time.monotonic() < deadline and not self.first_word.said():
+            try:
+                socket.create_connection((address, int(port)), timeout=2).close()
+                return True
+            except OSError:  # nobody is listening (yet)
+                time.sleep(0.5)
+        return False
+
+    # --- signals ----------------------------------------------------------------------------------------------------
+
+    def _listen_to_signals(self) -> None:
+        """Let a thread act on signals: Python's own handlers don't run while the main thread waits in a collective.
+
+        The C-level handler writes the signal's number into a pipe, whatever the main thread does. Blocking the
+        signals for a `sigwait` thread would do too, but compilers and data workers would inherit the mask.
+        """
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
+                signal.signal(number, lambda *_: None)
+        os.register_at_fork(after_in_child=_default_signals)
+        threading.Thread(target=self._act_on_signals, args=(read_end,), name="signals", daemon=True).start()
+
+    def _act_on_signals(self, read_end: int) -> None:
+        while True:
+            numbers = os.read(read_end, 64)
+            if signal.SIGTERM in numbers:
+                # After Ctrl-C the launcher's SIGTERM can overtake our own SIGINT by a moment.
+                time.sleep(0.2)
+                os.set_blocking(read_end, False)
+                with contextlib.suppress(BlockingIOError):  # nothing more, as usual
+                    numbers += os.read(read_end, 64)
+                os.set_blocking(read_end, True)
+            if self.leaving:
+                continue  # bounded already, and with the right status
+            if signal.SIGINT in numbers:
+                self._end_interrupted()
+            if signal.SIGTERM in numbers:
+                self._end_terminated()
+
+    def _end_interrupted(self) -> NoReturn:
+        self._arm(INTERRUPTED, LEAVE_SECONDS[False])
+        self.first_word.say("interrupted")
+        self._exit_now(INTERRUPTED)
+
+    def _end_terminated(self) -> NoReturn:
+        """SIGTERM comes from the launcher after another rank's end (be silent, or name it), or is for us."""
+        self._arm(TERMINATED, LEAVE_SECONDS[False])
+        if not self.first_word.said() and not self._name_lost_peer():
+            self.first_word.say(f"rank {self.place.rank}: ended by SIGTERM")
+        self._exit_now(TERMINATED)
+
+    # --- the launchers above ----------------------------------------------------------------------------------------
+
+    def _watch_ancestors(self) -> None:
+        if self.place.parent is None:
+            return
+        if is_launch(self.place.parent.pid):
+            _die_with_parent()
+        threading.Thread(target=self._poll_ancestors, name="parent watch", daemon=True).start()
+
+    def _poll_ancestors(self) -> None:
+        ancestors = self.place.ancestors()
+        while True:
+            for ancestor in ancestors:
+                if not ancestor.alive() and not self.leaving:
+                    self._arm(FAILED, LEAVE_SECONDS[False])
+                    name = f"{ancestor.name}, process {ancestor.pid}" if ancestor.name else f"process {ancestor.pid}"
+                    self.first_word.say(f"error: the launcher above rank {self.place.rank} ({name}) is gone")
+                    self._exit_now(FAILED)
+            if not self.siblings.complete:
+                self.siblings.observe()
+            time.sleep(POLL_SECONDS)
+
+    # --- the way out ------------------------------------------------------------------------------------------------
+
+    def _leave(self, status: int) -> NoReturn:
+        """The main thread's way out."""
+        self.leaving = True
+        self._arm(status, LEAVE_SECONDS[status == 0])
+        try:
+            _destroy_process_groups()
+        except Exception:
+            # The work is done or its error is told: what a broken connection says while it is torn down is noise.
+            if self.verbose:
+                write_stderr(traceback.format_exc())
+        if status == 0:
+            atexit._run_exitfuncs()  # loggers and worker pools end here; `os._exit` below would skip them
+        self._exit_now(status)
+
+    def _arm(self, status: int, seconds: float) -> None:
+        """Whatever happens on the way out, be gone after `seconds`."""
+
+        def end() -> None:
+            time.sleep(seconds)
+            os._exit(status)
+
+        threading.Thread(target=end, name="last exit", daemon=True).start()
+
+    def _exit_now(self, status: int) -> NoReturn:
+        """Leave without the interpreter's and C++'s destructors: with a thread in a collective they can abort or hang.
+
+        The kernel closes the connections, so peers notice at once.
+        """
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # the reader is gone, or the stream is closed
+                continue
+        os._exit(status)
+
+
+def _default_signals() -> None:
+    """A forked child (a data worker) must not report its signals as its parent's."""
+    signal.set_wakeup_fd(-1)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+
+
+def _die_with_parent() -> None:
+    """End this process some seconds after its parent did, even if no Python thread can run any more.
+
+    The watching thread needs the interpreter's lock, which a stuck extension may hold. So at the parent's death the
+    kernel sends SIGSTKFLT (16, otherwise unused), whose handler is libc's `alarm` itself, called with the signal's
+    number: 16 s later SIGALRM ends the process. Only below launch.py, whose main thread starts the ranks: the kernel
+    means the thread, not the process, by "parent".
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(int(signal.SIGSTKFLT), ctypes.cast(libc.alarm, ctypes.c_void_p))
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+    libc.prctl(set_parent_death_signal, int(signal.SIGSTKFLT), 0, 0, 0)
+
+
+def _destroy_process_groups() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _looks_like_a_lost_peer(error: BaseException) -> bool:
+    """May `error` be only the echo of another rank's end? A wrong yes costs a wait, no text."""
+    for each in _chain(error):
+        if any(base.__name__.startswith("Dist") and base.__module__.startswith("torch") for base in type(each).__mro__):
+            return True
+        if isinstance(each, (ConnectionError, TimeoutError)):
+            return True
+        if isinstance(each, RuntimeError) and _BROKEN_PEER.search(str(each)):
+            return True
+    return False
+
+
+def _own_part(error: BaseException) -> TracebackType | None:
+    """The traceback from `main` on, without this module's frame."""
+    own = error.__traceback__
+    return own.tb_next if own is not None and own.tb_next is not None else own
+
+
+def _one_line(text: str, limit: int = 600) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

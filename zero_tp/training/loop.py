@@ -1,0 +1,212 @@
+"""A run from its config to its last checkpoint."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.checkpoint.directory import checkpoints_of, write_config
+from zero_tp.checkpoint.state import check_resumable, resume, save
+from zero_tp.config import RunConfig, check_accelerator
+from zero_tp.data.samples import PackedSamples, ValidationSamples
+from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
+from zero_tp.errors import UserError
+from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning.hardware import device_peak_flops
+from zero_tp.topology import Topology
+from zero_tp.training.engine import TrainingEngine, check_replicas
+from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
+from zero_tp.training.quiet import hushed
+from zero_tp.training.report import Reporter, StepRecord
+
+SKIPS_IN_A_ROW = 10
+
+
+class Run:
+    """What a run needs before any rank is connected; every mistake that can be found early is found here.
+
+    Raises:
+        UserError: data, tokenizer and model do not fit, or the directory holds another run.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path):
+        block = config.zero_tp
+        self.config, self.directory = config, directory
+        self.samples = PackedSamples(block.data.train, block.data.sequence_length, block.training.seed)
+        self.validation = (
+            ValidationSamples(block.data.validation, block.data.sequence_length) if block.data.validation else None
+        )
+        self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
+        self.model_config = self._model_config()
+
+    def _model_config(self) -> PretrainedConfig:
+        """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
+        hf_config: PretrainedConfig = self.config.hf_config()
+        if self.tokenizer is None:
+            return hf_config
+        size, tokens = special_tokens(self.tokenizer)
+        if size > hf_config.vocab_size:
+            raise UserError(
+                f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} tokens; "
+                f"set it to {size} or more"
+            )
+        for name, token in tokens.items():
+            if name not in self.config.zero_tp.model:
+                setattr(hf_config, name, token)
+        return hf_config
+
+
+def connect(config: RunConfig, local_rank: int, verbose: bool) -> tuple[Topology, torch.device]:
+    """Join the process group and make the topology's. Collective."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if config.dtype == "fp16" and not accelerator.is_fp16_supported():
+        raise UserError(f"fp16.enabled: this {accelerator.device_name()} cannot compute in fp16; use bf16 or fp32")
+    device = torch.device(accelerator.device_name(local_rank if accelerator.device_name() != "cpu" else None))
+    if device.type != "cpu":
+        accelerator.set_device(local_rank)
+    timeout = timedelta(minutes=config.zero_tp.training.timeout_minutes)
+    with hushed(verbose):
+        deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
+    parallel = config.zero_tp.parallel
+    return Topology(parallel.tensor, parallel.sequence, timeout=timeout), device
+
+
+def train(run: Run, *, local_rank: int, verbose: bool) -> None:
+    """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
+
+    Raises:
+        UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
+            `on_nonfinite` says stop, or 10 steps in a row were skipped.
+    """
+    config, directory = run.config, run.directory
+    step = check_resumable(directory, config) or 0
+    topology, device = connect(config, local_rank, verbose)
+    first = topology.rank == 0
+    if first:
+        checkpoints_of(directory).mkdir(parents=True, exist_ok=True)
+        write_config(directory, config.resolved())
+    with hushed(verbose):
+        engine = TrainingEngine(
+            run.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed, device=device
+        )
+        if step:
+            resume(engine, directory, step)
+    if first:
+        _announce(run, engine, step)
+    if step < config.zero_tp.training.steps:
+        _Loop(run, engine, device, step).train()
+
+
+def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
+    config, steps = run.config, run.config.zero_tp.training.steps
+    parameters = sum(torch.Size(whole_shape(parameter)).numel() for parameter in engine.model.parameters())
+    print(
+        f"{run.model_config.model_type}: {parameters:,} parameters, {config.dtype}, {engine.topology.describe()}, "
+        f"ZeRO-{config.zero_stage}, {config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, "
+        f"in {run.directory}"
+    )
+    if step >= steps:
+        print(f"all {steps} steps are done; raise zero_tp.training.steps to train on")
+    elif step:
+        print(f"resuming after step {step}")
+
+
+class _Loop:
+    def __init__(self, run: Run, engine: TrainingEngine, device: torch.device, done: int):
+        self.run, self.engine, self.device, self.done = run, engine, device, done
+        self.config, self.settings = run.config, run.config.zero_tp
+        self.topology = engine.topology
+        self.steps = self.settings.training.steps
+        spec, length = engine.model.spec, self.settings.data.sequence_length
+        self.meter = StepMeter(
+            self.config.global_batch * length,
+            model_flops(self.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary),
+            self.topology.world,
+            device_peak_flops(device.type, engine.dtype, dist.barrier),
+            self.steps,
+        )
+        self.reporter = Reporter(
+            run.directory, self.topology.rank == 0, self.steps, self.settings.logging.interval, start_step=done
+        )
+        self.skips_in_a_row = 0
+
+    def train(self) -> None:
+        with self.reporter as reporter:
+            self.meter.start()
+            for step in range(self.done + 1, self.steps + 1):
+                self._step(step)
+                last = step == self.steps
+                with self.meter.paused():
+                    if step % self.settings.training.guard_interval == 0:
+                        check_replicas(self.engine.model, self.topology)
+                    if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
+                        reporter.validation(step, self._validation_loss(self.run.validation))
+                    if last or _due(step, self.settings.checkpoint.interval):
+                        saved = save(self.engine, self.config, self.run.directory, step, self.run.tokenizer)
+                        reporter.say(f"saved {saved}")
+
+    def _step(self, step: int) -> None:
+        windows = self.run.samples.rank_batches(
+            step - 1,
+            self.config.global_batch,
+            self.config.micro_batch,
+            self.config.accumulation,
+            self.topology.data_rank,
+            self.topology.data,
+        )
+        learning_rate = self.engine.learning_rate
+        loss = self.engine.train_step([self._pair(window[:, :-1], window[:, 1:]) for window in windows])
+        self.meter.tick()
+        self.reporter.advance(step)
+        if self.reporter.due(step) or self.engine.skipped:
+            self.reporter.log(
+                StepRecord(
+                    step,
+                    step * self.config.global_batch,
+                    loss,
+                    learning_rate,
+                    self.engine.gradient_norm,
+                    self.meter.read(step),
+                    memory_gib(self.device.type),
+                )
+            )
+        self._judge(step, loss)
+
+    def _judge(self, step: int, loss: float) -> None:
+        """What a skipped step means. In fp16 a finite loss with overflowing gradients only lowers the loss scale."""
+        if not self.engine.skipped or (self.config.dtype == "fp16" and math.isfinite(loss)):
+            self.skips_in_a_row = 0
+            return
+        self.skips_in_a_row += 1
+        if self.settings.training.on_nonfinite == "stop":
+            why = 'zero_tp.training.on_nonfinite is "stop"'
+        elif self.skips_in_a_row > SKIPS_IN_A_ROW:
+            why = f"{self.skips_in_a_row} steps in a row were"
+        else:
+            self.reporter.say(f"step {step} was skipped: its loss or gradients are not finite")
+            return
+        raise UserError(
+            f"step {step}: loss {loss}, gradients not finite ({why}); nothing after the last checkpoint is kept: "
+            "lower optimizer.params.lr, or look at the data of this step"
+        )
+
+    def _pair(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens.contiguous().to(self.device), labels.contiguous().to(self.device)
+
+    def _validation_loss(self, samples: ValidationSamples) -> float:
+        limit = self.settings.evaluation.batches * self.config.global_batch
+        batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
+        return self.engine.evaluate([self._pair(batch.input_ids, batch.labels) for batch in batches])
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
