@@ -111,7 +111,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake({"optimizer.params.betas": ["a", 0.9]}, "optimizer.params.betas.0", ("expected a number",)),
     Mistake({"optimizer.params.betas": 0.9}, "optimizer.params.betas", ("expected a list",)),
     mistake("optimizer.params.lr", '"auto" is not known for this key', value="auto"),
-    mistake("zero_tp.model.n_head", "expected int", value="four"),
+    mistake("zero_tp.model.n_head", "expected an integer", value="four"),
     mistake("zero_tp.model.activation_function", 'did you mean "gelu_new"?', value="gelu_nev"),
     mistake("zero_tp.model.attn_pdrop", "probability", value=1.5),
     mistake("zero_tp.model.bos_token_id", "vocabulary of 512", value=512),

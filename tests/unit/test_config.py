@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.mistakes import RIGHT, Mistake
-from zero_tp.config import ConfigError, RunConfig, check_accelerator, describe, docs
+from tests.mistakes import MISTAKES, RIGHT, Mistake
+from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
 from zero_tp.config.batch import data_parallel_size, resolve_batch
-from zero_tp.config.schema import RecomputePolicy
-from zero_tp.config.validation import validate
+from zero_tp.config.schema import RecomputePolicy, ZeroTP
+from zero_tp.config.validation import nested_names, validate
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -136,7 +139,7 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ("zero_optimization.stage", "is not KEY=VALUE"),
         ("=3", "is not KEY=VALUE"),
         ("gradient_clipping.value=3", "gradient_clipping is 1.0, not an object"),
-        ("gradient_clipping=NaN", "must be a finite number"),
+        ("gradient_clipping=NaN", 'gradient_clipping: "NaN"'),
         ("zero_tp.data.train={}", "names no corpus"),
         ('zero_tp.data.train={"a": 0}', "must be more than 0"),
         ("fp16.loss_scale=-1", "loss_scale must be >= 0"),
@@ -166,7 +169,8 @@ def test_wrong_overrides(override: str, words: str, tmp_path: Path) -> None:
         ('{"a": 1,\n "b" 2}', "line 2 column 6"),
         ('{"a": 1, "a": 2}', '"a" appears twice'),
         ("[1]", "not an object"),
-        ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
+        ('{"gradient_clipping": NaN}', "NaN is not a finite number"),
+        ('{"gradient_clipping": 1e999}', "1e999 is not a finite number"),
     ],
 )
 def test_files_that_are_not_one_json_object(text: str, words: str, tmp_path: Path) -> None:
@@ -246,6 +250,46 @@ def test_wrong_recompute(value: object, key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         RunConfig.load(written(tmp_path, changed(zero_tp__recompute=value)))
     assert str(caught.value).startswith(key + ": ")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**40) | st.floats() | st.sampled_from(["", "auto", "cpu", "x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "a", "stage", "type"]), inner),
+    max_leaves=3,
+)
+PATHS = sorted(
+    {path for mistake in MISTAKES for path in mistake.changes}
+    | {"optimizer.params", "scheduler", "scheduler.params", "zero_tp.model", "zero_tp.data", "zero_tp.parallel"}
+    | {f"zero_tp.{key}" for key in nested_names(ZeroTP)}
+    | {f"zero_tp.model.{key}" for key in ("vocab_size", "n_inner", "eos_token_id", "n_positions", "hidden_size")}
+    | set(deepspeed.known_keys())
+    | {
+        f"{block}.{key}"
+        for block, model in {**deepspeed.OWN_BLOCKS, **deepspeed.deepspeed_models()}.items()
+        for key in nested_names(model)
+    }
+)
+
+
+@given(path=st.sampled_from(PATHS), value=JSON, other=st.sampled_from(PATHS), other_value=JSON)
+@settings(max_examples=100, deadline=None)
+def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, other: str, other_value: object) -> None:
+    def change(config: Any, path: str, value: object) -> None:
+        *blocks, name = path.split(".")
+        for part in blocks:
+            config = config.setdefault(part, {})
+            if not isinstance(config, dict):
+                return
+        config[name] = value
+
+    config = copy.deepcopy(RIGHT)
+    change(config, path, value)
+    change(config, other, other_value)
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(ConfigError):
+        loaded = RunConfig.load(written(Path(directory), config), world_size=4)
+        describe(loaded)
+        again = RunConfig.load(written(Path(directory), loaded.resolved()), world_size=4)
+        assert again.resolved() == loaded.resolved()
 
 
 def test_the_description_shows_the_sums(tmp_path: Path) -> None:

@@ -113,11 +113,27 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out",
     ),
     Refusal(
+        "data_types.grad_accum_dtype",
+        "at stage 0 when it is not the dtype of bf16 or fp16",
+        lambda view: (
+            view.stage == 0 and view.get("data_types.grad_accum_dtype", dtype(view.config)) != dtype(view.config)
+        ),
+        "DeepSpeed has no optimizer for that mix",
+        "leave it out, or use ZeRO",
+    ),
+    Refusal(
         f"{ZERO}.compute_grad_norm",
-        "as false with gradient_clipping",
-        lambda view: _off(f"{ZERO}.compute_grad_norm")(view) and view.get("gradient_clipping", 1.0) > 0,
-        "clipping needs the norm",
-        "set gradient_clipping to 0, or leave it out",
+        "as false",
+        _off(f"{ZERO}.compute_grad_norm"),
+        "non-finite gradients are found by the norm, and would be applied",
+        "leave it out",
+    ),
+    Refusal(
+        "bf16.check_grad_overflow",
+        "as false",
+        _off("bf16.check_grad_overflow"),
+        "non-finite gradients would be applied, and zero_tp.training.on_nonfinite would not see them",
+        "leave it out",
     ),
     Refusal(
         "zero_allow_untested_optimizer",

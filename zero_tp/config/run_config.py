@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.auto import BATCH_KEYS, resolve_auto
 from zero_tp.config.batch import Batch, data_parallel_size, resolve_batch
-from zero_tp.config.deepspeed import check_names, check_values, refuse_auto
+from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
 from zero_tp.config.errors import ConfigError
 from zero_tp.config.model import check_model
 from zero_tp.config.refusals import check_refusals, dtype
@@ -75,6 +75,7 @@ class RunConfig:
         check_values(raw)
         batch = resolve_batch(raw, data)
         check_refusals(raw, zero_tp)
+        raw = {key: value for key, value in raw.items() if key not in OFF_BLOCKS}  # some are on by being there
         raw.setdefault("gradient_clipping", 1.0)
         for key, field in BATCH_FIELDS.items():
             if getattr(batch, field) is not None:

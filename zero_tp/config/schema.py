@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
@@ -29,7 +29,7 @@ def _weights_are_usable(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-Corpora = Annotated[dict[str, FiniteFloat], BeforeValidator(_as_weights), AfterValidator(_weights_are_usable)]
+Corpora = Annotated[dict[str, float], BeforeValidator(_as_weights), AfterValidator(_weights_are_usable)]
 
 
 class Parallel(Block):
@@ -98,9 +98,7 @@ class Training(Block):
         default="skip",
         description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops the run.",
     )
-    timeout_minutes: float = Field(
-        default=30, gt=0, allow_inf_nan=False, description="Limit of one collective, in minutes."
-    )
+    timeout_minutes: float = Field(default=30, gt=0, description="Limit of one collective, in minutes.")
 
 
 class Checkpoint(Block):

@@ -103,7 +103,8 @@ def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
     if kind == "missing":
         return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
     if kind in ("literal_error", "enum"):
-        options = [option.strip().strip("'") for option in context["expected"].replace(" or ", ", ").split(",")]
+        words = context["expected"].replace(" or ", ", ").split(",")
+        options = list(dict.fromkeys(word.strip().strip("'") for word in words))
         wrong = f"{shown(value)} is not one of " + ", ".join(options)
         return ConfigError(key, wrong, did_you_mean(value, options) if isinstance(value, str) else "use one of these")
     for prefix, expected in EXPECTED.items():
@@ -118,7 +119,8 @@ def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple
     """The parts of a key, and the JSON value there, from pydantic's location, some of which names a union's member."""
     parts, value = [path] if path else [], raw
     for part in location:
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, dict) and part in value):
             parts.append(str(part))
             value = value[part]
         elif kind == "missing" and part == location[-1]:
@@ -146,10 +148,8 @@ def _compare(written: Any, value: Any, where: str) -> None:
     elif isinstance(written, dict) and isinstance(value, dict):
         for key in written.keys() & value.keys():
             _compare(written[key], value[key], f"{where}.{key}")
-    elif isinstance(value, bool) != isinstance(written, bool) or (
-        isinstance(written, str) and isinstance(value, (int, float)) and not isinstance(value, str)
+    elif isinstance(value, (bool, int, float)) and (
+        isinstance(written, str) or isinstance(value, bool) != isinstance(written, bool)
     ):
-        if value is None or not isinstance(value, (bool, int, float)):
-            return
         expected = EXPECTED["bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"]
         raise ConfigError(where, f"expected {expected}, got {shown(written)}", f"write {expected}")
