@@ -76,9 +76,12 @@ class Launch:
         return self.rank(0).parent()  # type: ignore[no-any-return]
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 60
+        """Imports alone take most of a minute on a busy machine: no time is measured before `text` is there."""
+        deadline = time.monotonic() + 120
+        ended = False
         while text not in self.log.read_text():
-            assert self.runner.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            assert not ended and time.monotonic() < deadline, self.log.read_text()
+            ended = self.runner.poll() is not None  # then one more look
             time.sleep(0.05)
 
     def end(self) -> tuple[int, str, float]:
@@ -111,19 +114,25 @@ def own_lines(output: str) -> list[str]:
 
 
 def test_wrong_input_is_said_once_and_ends_with_status_2(launch: Callable[..., Launch]) -> None:
-    status, output, _ = launch("user-error").end()
+    job = launch("user-error")
+    job.wait_for("error: ")
+    status, output, _ = job.end()
     assert status == 2
     assert own_lines(output) == ["error: zero_tp.training.steps is -1: it must be at least 1"]
 
 
 def test_success_ends_with_status_0_and_says_nothing(launch: Callable[..., Launch]) -> None:
-    status, output, _ = launch("success").end()
+    job = launch("success")
+    job.wait_for("looping")
+    status, output, _ = job.end()
     assert status == 0
     assert own_lines(output) == ["looping"]
 
 
 def test_a_failing_rank_has_the_last_word(launch: Callable[..., Launch]) -> None:
-    status, output, _ = launch("exception").end()
+    job = launch("exception")
+    job.wait_for("rank 1 failed")
+    status, output, _ = job.end()
     lines = own_lines(output)
     assert status == 1
     assert lines[-1] == "rank 1 failed: ArithmeticError: the loss is not finite at step 10"
@@ -132,7 +141,9 @@ def test_a_failing_rank_has_the_last_word(launch: Callable[..., Launch]) -> None
 
 
 def test_a_failing_rank_has_the_last_word_before_torchruns(launch: Callable[..., Launch]) -> None:
-    status, output, _ = launch("exception", TORCHRUN).end()
+    job = launch("exception", TORCHRUN)
+    job.wait_for("rank 1 failed")
+    status, output, _ = job.end()
     lines = [line for line in own_lines(output) if line.startswith("rank ")]
     assert status == 1
     assert lines[-1] == "rank 1 failed: ArithmeticError: the loss is not finite at step 10"
