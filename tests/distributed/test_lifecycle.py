@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +24,13 @@ ROOT = SCRIPT.parents[2]
 LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")
 LIMIT_SECONDS = 30.0
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "3")
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3", "--master_port", "29517")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Launch:
@@ -36,7 +43,17 @@ class Launch:
         environment["TMPDIR"] = str(directory)
         with self.log.open("w") as stream:
             self.runner = subprocess.Popen(
-                [sys.executable, *launcher, str(SCRIPT), "--case", case, "--marker", self.marker],
+                [
+                    sys.executable,
+                    *launcher,
+                    "--master_port",
+                    str(free_port()),
+                    str(SCRIPT),
+                    "--case",
+                    case,
+                    "--marker",
+                    self.marker,
+                ],
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -32,7 +32,7 @@ class Scalars(Block):
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
     managed_gradient_accumulation: bool = True
-    gradient_clipping: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     communication_data_type: Dtype | None = None
     seq_parallel_communication_data_type: Dtype | None = None
     sequence_parallel_size: Positive = 1

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import BaseModel, create_model
 
 from zero_tp.config.errors import ConfigError
-from zero_tp.config.schema import ZeroTP
+from zero_tp.config.schema import Block, ZeroTP
 from zero_tp.config.suggest import did_you_mean, shown
+from zero_tp.config.validation import validate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 KEY = "zero_tp.model"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +61,17 @@ def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
 
     model = zero_tp.model
     model_type = _model_type(model, list(CONFIG_MAPPING))
-    architecture, config_class = ARCHITECTURES[model_type], CONFIG_MAPPING[model_type]
-    fields = {name: value for name, value in model.items() if name != "model_type"}
+    architecture, config_class = ARCHITECTURES[model_type], cast(Any, CONFIG_MAPPING[model_type])
+    written = {name: value for name, value in model.items() if name != "model_type"}
+    fields = validate(_fields_model(config_class), written, KEY).model_dump(exclude_unset=True)
     _check_fields(fields, config_class, architecture)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        default = getattr(config_class, name, None)
-        if isinstance(default, int) and default >= _vocabulary(fields, config_class):
+    vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
+    for name in TOKEN_IDS:
+        default = getattr(config_class, name)
+        if isinstance(default, int) and default >= vocabulary:
             fields.setdefault(name, None)
-    _check_token_ids(fields, _vocabulary(fields, config_class))
-    try:
-        config = config_class(**fields)
-    except Exception as error:  # a type error of huggingface_hub's strict dataclasses, under several class names
-        raise _type_error(error, fields) from None
+    _check_token_ids(fields, vocabulary)
+    config: PreTrainedConfig = config_class(**fields)
     _check_sizes(config, fields)
     _check_split(config, zero_tp)
     return config
@@ -79,23 +83,29 @@ def _model_type(model: dict[str, Any], known: list[str]) -> str:
         raise ConfigError(f"{KEY}.from_pretrained", "not built yet", "give the config's fields with model_type")
     if "model_type" not in model:
         raise ConfigError(f"{KEY}.model_type", "required, but not given", f"supported: {supported}")
-    model_type = model["model_type"]
+    model_type, key = model["model_type"], f"{KEY}.model_type"
+    if not isinstance(model_type, str):
+        raise ConfigError(key, f"expected a string, got {shown(model_type)}", f"supported: {supported}")
     if model_type in ARCHITECTURES:
-        return str(model_type)
-    key = f"{KEY}.model_type"
+        return model_type
     if model_type in known:
         raise ConfigError(key, f"{shown(model_type)} is not built yet", f"supported: {supported}")
-    hint = did_you_mean(str(model_type), ARCHITECTURES)
+    hint = did_you_mean(model_type, ARCHITECTURES)
     raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else f"supported: {supported}")
 
 
+def _fields_model(config_class: Any) -> type[BaseModel]:
+    """The fields that a Hugging Face config class declares itself, under its names and the general ones."""
+    hints = inspect.get_annotations(config_class, eval_str=True)
+    hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
+    fields: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
+    return create_model("Fields", __base__=Block, **fields)
+
+
 def _check_fields(fields: dict[str, Any], config_class: Any, architecture: Architecture) -> None:
-    aliases: dict[str, str] = getattr(config_class, "attribute_map", {})
-    own = [name for name in vars(config_class).get("__annotations__", {}) if not name.startswith("_")]
+    aliases: dict[str, str] = config_class.attribute_map
     for name, value in fields.items():
         key = f"{KEY}.{name}"
-        if name not in own and name not in aliases:
-            raise ConfigError(key, "unknown key", did_you_mean(name, [*own, *aliases]))
         if aliases.get(name) in fields:
             raise ConfigError(key, f"is another name of {aliases[name]}, which is given too", "keep one of them")
         if name in architecture.fixed and value != architecture.fixed[name][0]:
@@ -105,30 +115,16 @@ def _check_fields(fields: dict[str, Any], config_class: Any, architecture: Archi
             raise ConfigError(key, "belongs to a head that is not trained here", "leave it out")
         if name == "activation_function" and value not in architecture.activations:
             options = architecture.activations
-            raise ConfigError(
-                key, f"{shown(value)} is not one of {', '.join(options)}", did_you_mean(str(value), options)
-            )
-
-
-def _vocabulary(fields: dict[str, Any], config_class: Any) -> int:
-    size = fields.get("vocab_size", config_class.vocab_size)
-    return size if isinstance(size, int) else 0
+            raise ConfigError(key, f"{shown(value)} is not one of {', '.join(options)}", did_you_mean(value, options))
 
 
 def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for name in TOKEN_IDS:
         value = fields.get(name)
-        if isinstance(value, int) and not 0 <= value < max(vocabulary, 1):
-            remedy = f"give an id from 0 to {vocabulary - 1}, or null"
-            raise ConfigError(f"{KEY}.{name}", f"{value} is outside the vocabulary of {vocabulary}", remedy)
-
-
-def _type_error(error: Exception, fields: dict[str, Any]) -> ConfigError:
-    text = " ".join(str(error).split())
-    named = [name for name in fields if f"'{name}'" in text]
-    key = f"{KEY}.{named[0]}" if named else KEY
-    problem = text.partition("TypeError: ")[2].partition(" Errors:")[0] or text
-    return ConfigError(key, problem, "see the fields of the Hugging Face config class")
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not 0 <= token < vocabulary:
+                remedy = f"give an id from 0 to {vocabulary - 1}, or null"
+                raise ConfigError(f"{KEY}.{name}", f"{token} is outside the vocabulary of {vocabulary}", remedy)
 
 
 def _check_sizes(config: PreTrainedConfig, fields: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from zero_tp.config.schema import Block
 from zero_tp.config.suggest import did_you_mean, shown
 from zero_tp.config.validation import validate
 
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Steps = Annotated[int, Field(gt=0)]
 

@@ -113,11 +113,27 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out",
     ),
     Refusal(
+        "data_types.grad_accum_dtype",
+        "at stage 0 when it is not the dtype of bf16 or fp16",
+        lambda view: (
+            view.stage == 0 and view.get("data_types.grad_accum_dtype", dtype(view.config)) != dtype(view.config)
+        ),
+        "DeepSpeed has no optimizer for that mix",
+        "leave it out, or use ZeRO",
+    ),
+    Refusal(
         f"{ZERO}.compute_grad_norm",
-        "as false with gradient_clipping",
-        lambda view: _off(f"{ZERO}.compute_grad_norm")(view) and view.get("gradient_clipping", 1.0) > 0,
-        "clipping needs the norm",
-        "set gradient_clipping to 0, or leave it out",
+        "as false",
+        _off(f"{ZERO}.compute_grad_norm"),
+        "non-finite gradients are found by the norm, and would be applied",
+        "leave it out",
+    ),
+    Refusal(
+        "bf16.check_grad_overflow",
+        "as false",
+        _off("bf16.check_grad_overflow"),
+        "non-finite gradients would be applied, and zero_tp.training.on_nonfinite would not see them",
+        "leave it out",
     ),
     Refusal(
         "zero_allow_untested_optimizer",
@@ -157,7 +173,7 @@ REFUSALS: tuple[Refusal, ...] = (
             f"{ZERO}.{key}",
             "with zero_tp.parallel.tensor above 1",
             lambda view, key=key, off=off: view.tensor > 1 and view.get(f"{ZERO}.{key}", off) != off,  # type: ignore[misc]
-            "ZeRO++ makes its groups from the whole world, across TP ranks, and mixes shards of different layers",
+            "ZeRO++ makes its groups from the whole world, so they would mix the shards of different TP ranks",
             "leave it out, or use tensor 1",
         )
         for key, off in (
@@ -216,7 +232,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "with zero_tp.recompute none or selective",
             lambda view, key=key: _on(f"{ACTIVATIONS}.{key}")(view) and view.recompute_mode != "full",  # type: ignore[misc]
             "only full recomputation keeps layer inputs that could be moved",
-            'set zero_tp.recompute to "full", or leave it out',
+            "leave it out",
         )
         for key in ("partition_activations", "cpu_checkpointing")
     ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.auto import BATCH_KEYS, resolve_auto
 from zero_tp.config.batch import Batch, data_parallel_size, resolve_batch
-from zero_tp.config.deepspeed import check_names, check_values, refuse_auto
+from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
 from zero_tp.config.errors import ConfigError
 from zero_tp.config.model import check_model
 from zero_tp.config.refusals import check_refusals, dtype
@@ -69,12 +69,13 @@ class RunConfig:
             raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
         refuse_auto(raw["zero_tp"], "zero_tp")
         zero_tp = validate(ZeroTP, raw.pop("zero_tp"), "zero_tp")
+        data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
         hf_config = check_model(zero_tp)
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
         check_values(raw)
-        data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
         batch = resolve_batch(raw, data)
         check_refusals(raw, zero_tp)
+        raw = {key: value for key, value in raw.items() if key not in OFF_BLOCKS}  # some are on by being there
         raw.setdefault("gradient_clipping", 1.0)
         for key, field in BATCH_FIELDS.items():
             if getattr(batch, field) is not None:

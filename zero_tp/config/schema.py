@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
@@ -29,13 +29,13 @@ def _weights_are_usable(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-Corpora = Annotated[dict[str, FiniteFloat], BeforeValidator(_as_weights), AfterValidator(_weights_are_usable)]
+Corpora = Annotated[dict[str, float], BeforeValidator(_as_weights), AfterValidator(_weights_are_usable)]
 
 
 class Parallel(Block):
-    tensor: Positive = Field(1, description="TP degree: ranks that share one replica of the model.")
+    tensor: Positive = Field(default=1, description="TP degree: ranks that share one replica of the model.")
     sequence: bool = Field(
-        False,
+        default=False,
         description="Sequence parallelism: activations outside the split regions are sharded over the TP ranks.",
         json_schema_extra={"default": "true when `parallel.tensor` > 1"},
     )
@@ -51,9 +51,9 @@ class Parallel(Block):
 
 class RecomputePolicy(Block):
     mode: Literal["none", "selective", "full"] = Field(description="What backward computes again.")
-    modules: list[Name] | None = Field(None, description="Names of the modules to compute again.")
-    layers: Positive | None = Field(None, description="Recompute the first N layers only.")
-    every: Positive | None = Field(None, description="Recompute every Nth layer only.")
+    modules: list[Name] | None = Field(default=None, description="Names of the modules to compute again.")
+    layers: Positive | None = Field(default=None, description="Recompute the first N layers only.")
+    every: Positive | None = Field(default=None, description="Recompute every Nth layer only.")
 
     @model_validator(mode="after")
     def _one_choice_of_layers(self) -> RecomputePolicy:
@@ -64,9 +64,9 @@ class RecomputePolicy(Block):
 
 class MaskedObjective(Block):
     type: Literal["masked"] = Field(description="Masked language modelling.")
-    mask_probability: float = Field(0.15, gt=0, lt=1, description="Share of the tokens that is masked.")
-    max_ngram: Positive = Field(3, description="Longest whole-word n-gram masked at once.")
-    sentence_order: bool = Field(True, description="Add sentence-order prediction.")
+    mask_probability: float = Field(default=0.15, gt=0, lt=1, description="Share of the tokens that is masked.")
+    max_ngram: Positive = Field(default=3, description="Longest whole-word n-gram masked at once.")
+    sentence_order: bool = Field(default=True, description="Add sentence-order prediction.")
 
 
 class Data(Block):
@@ -75,13 +75,13 @@ class Data(Block):
         json_schema_extra={"type": "prefix, or {prefix: weight}"},
     )
     validation: Corpora | None = Field(
-        None,
+        default=None,
         description="As `data.train`, for the validation loss.",
         json_schema_extra={"type": "prefix, or {prefix: weight}"},
     )
     sequence_length: Positive = Field(description="Tokens of one sample; at most the model's positions.")
     document_attention: Literal["continue", "reset"] = Field(
-        "continue",
+        default="continue",
         description="Whether attention and positions run on over the documents packed in one sample, or start anew.",
     )
 
@@ -89,59 +89,65 @@ class Data(Block):
 class Training(Block):
     steps: Positive = Field(description="Optimizer steps of the whole run; raise it to continue a finished one.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1234, description="Seed of initialisation, dropout and sample order."
+        default=1234, description="Seed of initialisation, dropout and sample order."
     )
-    guard_interval: Positive = Field(500, description="Steps between checks that the replicas are equal over TP.")
+    guard_interval: Positive = Field(
+        default=500, description="Steps between checks that the replicas are equal over TP."
+    )
     on_nonfinite: Literal["skip", "stop"] = Field(
-        "skip", description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops the run."
+        default="skip",
+        description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops the run.",
     )
-    timeout_minutes: float = Field(30, gt=0, allow_inf_nan=False, description="Limit of one collective, in minutes.")
+    timeout_minutes: float = Field(default=30, gt=0, description="Limit of one collective, in minutes.")
 
 
 class Checkpoint(Block):
     interval: Positive | None = Field(
-        None,
+        default=None,
         description="Steps between checkpoints; one is always written at the end.",
         json_schema_extra={"default": "only at the end"},
     )
-    keep: Positive = Field(3, description="How many of the newest checkpoints stay.")
-    keep_every: Positive | None = Field(None, description="Checkpoints at multiples of N steps stay for ever.")
-    async_: bool = Field(False, alias="async", description="Write while training goes on.")
+    keep: Positive = Field(default=3, description="How many of the newest checkpoints stay.")
+    keep_every: Positive | None = Field(default=None, description="Checkpoints at multiples of N steps stay for ever.")
+    async_: bool = Field(default=False, alias="async", description="Write while training goes on.")
     on_corrupt: Literal["stop", "previous"] = Field(
-        "stop", description="A damaged newest checkpoint stops the start, or the one before is used."
+        default="stop", description="A damaged newest checkpoint stops the start, or the one before is used."
     )
 
 
 class Evaluation(Block):
     interval: Positive | None = Field(
-        None, description="Steps between validation losses.", json_schema_extra={"default": "off"}
+        default=None, description="Steps between validation losses.", json_schema_extra={"default": "off"}
     )
-    batches: Positive = Field(20, description="Global batches of one validation loss.")
+    batches: Positive = Field(default=20, description="Global batches of one validation loss.")
     tasks: list[Name] = Field(default_factory=list, description="Zero-shot tasks on the live model.")
 
 
 class Logging(Block):
-    interval: Positive = Field(1, description="Steps a log line.")
+    interval: Positive = Field(default=1, description="Steps a log line.")
 
 
 class ZeroTP(Block):
     """The block itself."""
 
     model: dict[str, Any] = Field(description="The Hugging Face config's fields with `model_type`.")
-    attention: Literal["sdpa", "eager"] = Field("sdpa", description="The attention implementation.")
+    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="The attention implementation.")
     parallel: Parallel = Field(default=Parallel())
     recompute: Literal["none", "selective", "full"] | RecomputePolicy = Field(
-        "none", description="What backward computes again: a mode, or an object that narrows it to modules or layers."
+        default="none",
+        description="What backward computes again: a mode, or an object that narrows it to modules or layers.",
     )
-    objective: Literal["causal", "masked"] | MaskedObjective = Field("causal", description="What the model predicts.")
+    objective: Literal["causal", "masked"] | MaskedObjective = Field(
+        default="causal", description="What the model predicts."
+    )
     data: Data
     tokenizer: Name | None = Field(
-        None,
+        default=None,
         description="Directory of the tokenizer that is copied into exports.",
         json_schema_extra={"default": "beside the data"},
     )
     training: Training
-    compile: bool = Field(False, description="`torch.compile` of the block.")
+    compile: bool = Field(default=False, description="`torch.compile` of the block.")
     checkpoint: Checkpoint = Field(default=Checkpoint())
     evaluation: Evaluation = Field(default=Evaluation())
     logging: Logging = Field(default=Logging())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ def read_json(path: Path) -> dict[str, Any]:
             seen[key] = value
         return seen
 
-    def no_constant(name: str) -> Any:
-        raise ConfigError(str(path), f"{name} is not a JSON number", "write a finite number")
+    def finite(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise ConfigError(str(path), f"{text} is not a finite number", "write a finite number")
+        return float(text)
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -39,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), f"can't be read ({error})", "give the path of a JSON config") from None
     try:
-        value = json.loads(text, object_pairs_hook=without_duplicates, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise ConfigError(str(path), f"not valid JSON: {error.msg} at {where}", "mend the file there") from None
@@ -71,10 +74,12 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _value(text: str) -> Any:
-    def not_json(name: str) -> Any:
-        raise ValueError(name)
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            raise ValueError(number)
+        return float(number)
 
     try:
-        return json.loads(text, parse_constant=not_json)
-    except ValueError:
+        return json.loads(text, parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError):
         return text

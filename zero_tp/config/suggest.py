@@ -19,7 +19,11 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
         by_spelling.setdefault(name.lower(), name)
     for name in names:
         by_spelling.setdefault(name.rsplit(".", 1)[-1].lower(), name)
-    near = difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.6)
+    near = (
+        difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.8)
+        or sorted((spelling for spelling in by_spelling if len(wrong) > 4 and wrong.lower() in spelling), key=len)
+        or difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.6)
+    )
     if near:
         return f'did you mean "{by_spelling[near[0]]}"?'
     return "valid: " + ", ".join(sorted(name for name in names if "." not in name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -41,7 +41,7 @@ def validate(model: type[Model], raw: Any, path: str) -> Model:
     try:
         parsed = model(**raw)
     except ValidationError as error:
-        raise _one_line(error, model, raw, path) from None
+        raise _one_line(error, raw, path) from None
     _refuse_coercion(parsed, raw, path)
     return parsed
 
@@ -94,28 +94,38 @@ def _accepts_other_than_model(annotation: Any) -> bool:
     return annotation is not model_in(annotation)
 
 
-def _one_line(error: ValidationError, model: type[BaseModel], raw: Any, path: str) -> ConfigError:
-    first = error.errors(include_url=False)[0]
-    parts, value = [path] if path else [], raw
-    for part in first["loc"]:  # parts that name a member of a union are no keys
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
-            parts.append(str(part))
-            value = value[part]
-        elif first["type"] == "missing" and part == first["loc"][-1]:
-            parts.append(str(part))
+def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
+    """The deepest error, the first of them: of a union's members, the one that went furthest is the one meant."""
+    found = [(_resolve(detail["loc"], detail["type"], raw, path), detail) for detail in error.errors(include_url=False)]
+    (parts, value), first = max(found, key=lambda one: len(one[0][0]))
     key = ".".join(parts)
     kind, context = first["type"], first.get("ctx", {})
     if kind == "missing":
         return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
     if kind in ("literal_error", "enum"):
-        options = [option.strip().strip("'") for option in context["expected"].replace(" or ", ", ").split(",")]
+        words = context["expected"].replace(" or ", ", ").split(",")
+        options = list(dict.fromkeys(word.strip().strip("'") for word in words))
         wrong = f"{shown(value)} is not one of " + ", ".join(options)
         return ConfigError(key, wrong, did_you_mean(value, options) if isinstance(value, str) else "use one of these")
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message.replace("Input should", "must")
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
+
+
+def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[list[str], Any]:
+    """The parts of a key, and the JSON value there, from pydantic's location, some of which names a union's member."""
+    parts, value = [path] if path else [], raw
+    for part in location:
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, dict) and part in value):
+            parts.append(str(part))
+            value = value[part]
+        elif kind == "missing" and part == location[-1]:
+            parts.append(str(part))
+    return parts, value
 
 
 def _refuse_coercion(parsed: BaseModel, raw: dict[str, Any], path: str) -> None:
@@ -138,17 +148,8 @@ def _compare(written: Any, value: Any, where: str) -> None:
     elif isinstance(written, dict) and isinstance(value, dict):
         for key in written.keys() & value.keys():
             _compare(written[key], value[key], f"{where}.{key}")
-    elif isinstance(value, bool) != isinstance(written, bool) or (
-        isinstance(written, str) and isinstance(value, (int, float)) and not isinstance(value, str)
+    elif isinstance(value, (bool, int, float)) and (
+        isinstance(written, str) or isinstance(value, bool) != isinstance(written, bool)
     ):
-        if value is None or not isinstance(value, (bool, int, float)):
-            return
         expected = EXPECTED["bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"]
         raise ConfigError(where, f"expected {expected}, got {shown(written)}", f"write {expected}")
-
-
-def literal_options(annotation: Any) -> tuple[Any, ...]:
-    """The values of the `Literal`s in an annotation."""
-    if typing.get_origin(annotation) is Literal:
-        return typing.get_args(annotation)
-    return tuple(option for inner in typing.get_args(annotation) for option in literal_options(inner))

@@ -123,9 +123,11 @@ class TrainingEngine:
     def _construction(self, settings: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.stage < 3:
             return nullcontext()
-        # With mpu= alone zero.Init ignores the DP group and overwrites the other TP ranks' shards.
         return deepspeed.zero.Init(  # type: ignore[no-any-return]
+            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for its reading
+            # of the batch sizes.
             data_parallel_group=self.topology.data_group,
+            mpu=self.topology,
             # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
             config_dict_or_path=settings,
             mem_efficient_linear=False,

@@ -48,7 +48,7 @@ LEAVE_SECONDS = {True: 20.0, False: 5.0}  # after success: exit functions (a log
 
 _BROKEN_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote process|"
-    r"socket|timed? ?out|process group",
+    r"socket|timed? ?out",
     re.IGNORECASE,
 )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")
+ACCELERATE_NAMES = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,21 @@ class Process:
         return os.waitstatus_to_exitcode(stat.wait_status)
 
 
+def _runs(pid: int, names: tuple[str, ...]) -> bool:
+    """Is one of `names` the script or `-m` module in the command line of `pid`?"""
+    return any(Path(word).name in names for word in _zero_separated(pid, "cmdline")[:4])
+
+
 def is_launch(pid: int) -> bool:
-    """Is `pid` DeepSpeed's per-node `launch.py`, by its command line (script or `-m` module)?"""
-    return any(Path(word).name in LAUNCH_NAMES for word in _zero_separated(pid, "cmdline")[:4])
-
-
-def is_runner(pid: int) -> bool:
-    """Is `pid` the `deepspeed` command (its runner), by its command line?"""
-    return any(Path(word).name in RUNNER_NAMES for word in _zero_separated(pid, "cmdline")[:4])
+    """Is `pid` DeepSpeed's per-node `launch.py`?"""
+    return _runs(pid, LAUNCH_NAMES)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where this process stands in its job, by the variables that deepspeed, torchrun, accelerate and srun set.
 
-    `launched` is False for a process that someone started alone: then it outlives the shell above it (`nohup`).
+    A process that someone started alone has no `parent` here: it may outlive the shell above it (`nohup`).
     `local_rank` and `local_world` are None where the launcher doesn't say.
     """
 
@@ -95,7 +96,6 @@ class Place:
     node: int
     local_rank: int | None
     local_world: int | None
-    launched: bool
     parent: Process | None
     job: str
 
@@ -110,7 +110,9 @@ class Place:
         world = number("WORLD_SIZE", "SLURM_NTASKS") or 1
         by_launcher = number("LOCAL_RANK") is not None
         launched = by_launcher or (world > 1 and number("RANK", "SLURM_PROCID") is not None)
-        parent = Process.find(os.getppid()) if launched else None
+        # A single process below `accelerate launch` gets no variables that tell.
+        watched = launched or _runs(os.getppid(), ACCELERATE_NAMES)
+        parent = Process.find(os.getppid()) if watched else None
         restart = environment.get("TORCHELASTIC_RESTART_COUNT", environment.get("SLURM_RESTART_COUNT", "0"))
         if not launched:
             job = f"alone-{os.getpid()}"
@@ -125,7 +127,6 @@ class Place:
             node=(number("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID") or 0) if launched else 0,
             local_rank=number("LOCAL_RANK"),
             local_world=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-            launched=launched,
             parent=parent,
             job=job,
         )
@@ -138,7 +139,7 @@ class Place:
             return [self.parent]
         found = [Process(self.parent.pid, self.parent.started, "deepspeed's launch.py")]
         stat = read_stat(self.parent.pid)
-        if stat is not None and is_runner(stat.parent):
+        if stat is not None and _runs(stat.parent, RUNNER_NAMES):
             runner = Process.find(stat.parent, "deepspeed")
             found += [runner] if runner else []
         return found

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, NoReturn
 
 from tqdm import tqdm
 
@@ -177,7 +177,7 @@ class Reporter:
         self.rank0 = rank0
         self.total_steps = total_steps
         self.interval = interval
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[NoReturn] | None = None
         self._metrics: IO[str] | None = None
         if not rank0:
             return

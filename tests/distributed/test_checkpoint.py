@@ -1,0 +1,188 @@
+"""Saving, resuming on the same topology, and the export to Hugging Face, for every ZeRO stage and precision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.pools import Pools
+from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, step_directory
+from zero_tp.checkpoint.state import check_resumable
+from zero_tp.config import RunConfig
+from zero_tp.errors import UserError
+
+VOCABULARY, SEQUENCE, BATCH = 101, 16, 24
+
+MODEL = {
+    "model_type": "gpt2",
+    "n_layer": 1,
+    "n_embd": 48,
+    "n_head": 4,
+    "n_positions": SEQUENCE,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "optimizer": {"offload_optimizer": {"device": "cpu"}},
+    "parameters": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+def write_config(path: Path, stage: int, dtype: str, tensor: int = 2, offload: str = "none", seed: int = 7) -> Path:
+    """A run with dropout on, accumulation and a schedule."""
+    optimizer = {"lr": 1e-2, "weight_decay": 0.1, **({"torch_adam": True} if offload == "none" else {})}
+    config = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": optimizer},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": stage, **OFFLOADS[offload]},
+        "zero_tp": {
+            "model": MODEL,
+            "parallel": {"tensor": tensor},
+            "data": {"train": "nowhere/train", "sequence_length": SEQUENCE},
+            "training": {"steps": 4, "seed": seed},
+            "checkpoint": {"keep": 2},
+        },
+    }
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+
+
+def build(path: str) -> tuple[Any, RunConfig]:
+    import torch.distributed as dist
+
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    parallel = config.zero_tp.parallel
+    engine = TrainingEngine(
+        config.hf_config(),
+        Topology(parallel.tensor, parallel.sequence),
+        config.deepspeed_config(),
+        seed=config.zero_tp.training.seed,
+    )
+    return engine, config
+
+
+def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of the steps first … last."""
+    done = []
+    for step in range(first, last + 1):
+        own = batch_of(step).chunk(engine.topology.data)[engine.topology.data_rank]
+        done.append((engine.train_step([(w[:, :-1], w[:, 1:]) for w in own.chunk(2)]), engine.gradient_norm))
+    return done
+
+
+def masters_of(engine: Any) -> dict[str, Tensor]:
+    from zero_tp.checkpoint.masters import master_fragments
+
+    return {name: fragment.clone() for name, _, fragment in master_fragments(engine)}
+
+
+def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, Any]:
+    """Train, saving on the way; returns the losses, this rank's masters and the evaluation logits of the last save."""
+    from zero_tp.checkpoint.state import save
+
+    engine, config = build(path)
+    done, logits = [], None
+    for step in range(1, last + 1):
+        done += steps_of(engine, step, step)
+        if step in save_at:
+            save(engine, config, Path(run), step)
+            engine.engine.eval()
+            with torch.no_grad():
+                logits = engine.engine(batch_of(0)[:2, :-1]).logits.float().clone()
+    return {"steps": done, "masters": masters_of(engine), "logits": logits}
+
+
+def resumed(path: str, run: str, last: int) -> dict[str, Any]:
+    """Resume in a fresh engine and train to `last`."""
+    from zero_tp.checkpoint.state import resume
+
+    engine, config = build(path)
+    step = check_resumable(Path(run), config)
+    assert step is not None
+    resume(engine, Path(run), step)
+    return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
+
+
+CASES = [
+    *((4, 2, stage, dtype, "none") for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    (2, 1, 2, "fp32", "none"),
+    (3, 1, 3, "fp32", "none"),
+    (4, 4, 1, "fp32", "none"),
+    (4, 2, 1, "fp32", "optimizer"),
+    (4, 2, 2, "bf16", "optimizer"),
+    (4, 2, 3, "bf16", "parameters"),
+]
+
+
+@pytest.mark.parametrize(("world", "tensor", "stage", "dtype", "offload"), CASES)
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    ranks: Pools, tmp_path: Path, world: int, tensor: int, stage: int, dtype: str, offload: str
+) -> None:
+    path = write_config(tmp_path / "run.json", stage, dtype, tensor, offload)
+    run = tmp_path / "run"
+    whole = ranks(world).run(straight, str(path), str(run), [2], 4)
+    again = ranks(world).run(resumed, str(path), str(run), 4)
+    for before, after in zip(whole, again, strict=True):
+        assert after["from"] == 2
+        assert after["steps"] == before["steps"][2:], "losses and norms bit for bit"
+        assert after["masters"].keys() == before["masters"].keys()
+        for name, master in before["masters"].items():
+            assert torch.equal(after["masters"][name], master), name
+
+    export = tmp_path / "export"
+    to_huggingface(run, export)
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    logits = model.eval()(batch_of(0)[:2, :-1]).logits
+    # The export is made of the fp32 masters, a bf16 run computes with their rounded values.
+    tolerance = 1e-5 if dtype == "fp32" else 0.1
+    for result in whole:
+        assert (logits - result["logits"]).abs().max() < tolerance
+
+
+def test_only_the_newest_stay_and_latest_names_the_last(ranks: Pools, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "run.json", 1, "fp32", 1)
+    run = tmp_path / "run"
+    ranks(2).run(straight, str(path), str(run), [1, 2, 3], 3)
+    assert complete_steps(run) == [2, 3]
+    assert (checkpoints_of(run) / LATEST).read_text().strip() == step_directory(run, 3).name
+    assert sorted(p.name for p in checkpoints_of(run).iterdir()) == [LATEST, "step_00000002", "step_00000003"]
+
+
+def test_what_cannot_be_resumed_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "run.json", 1, "fp32", 1)
+    run = tmp_path / "run"
+    ranks(2).run(straight, str(path), str(run), [1], 1)
+    other = RunConfig.load(write_config(tmp_path / "tp2.json", 1, "fp32", 2), world_size=2)
+    with pytest.raises(UserError, match=r"saved at TP 1 × DP 2, ZeRO-1, fp32, this run is TP 2 × DP 1, SP"):
+        check_resumable(run, other)
+    with pytest.raises(UserError, match=r"zero_tp\.training\.seed: 8, but the run in .* was started with 7"):
+        check_resumable(run, RunConfig.load(write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8), world_size=2))
+    same = RunConfig.load(path, world_size=2)
+    assert check_resumable(run, same) == 1
+    file = next(step_directory(run, 1).glob("masters*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{file.name}: has \d+ bytes, not \d+"):
+        check_resumable(run, same)
+    assert check_resumable(tmp_path / "new", same) is None

@@ -1,0 +1,305 @@
+"""RunConfig: what a right file gives, and how overrides, "auto" and a resumed run change it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.mistakes import MISTAKES, RIGHT, Mistake
+from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
+from zero_tp.config.batch import data_parallel_size, resolve_batch
+from zero_tp.config.schema import RecomputePolicy, ZeroTP
+from zero_tp.config.validation import nested_names, validate
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def written(tmp_path: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
+    path = tmp_path / name
+    path.write_text(json.dumps(config))
+    return path
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """RIGHT with changes; `__` stands for the dot."""
+    return Mistake({path.replace("__", "."): value for path, value in changes.items()}, "", ()).config()
+
+
+def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
+    block = RunConfig.load(written(tmp_path)).zero_tp
+    assert block.model == RIGHT["zero_tp"]["model"]
+    assert (block.attention, block.recompute, block.objective, block.compile) == ("sdpa", "none", "causal", False)
+    assert (block.parallel.tensor, block.parallel.sequence) == (2, True)
+    assert block.data.train == {"data/quickstart/train": 1.0}
+    assert block.data.validation is None and block.data.document_attention == "continue"
+    training = block.training
+    assert (training.seed, training.guard_interval, training.on_nonfinite) == (1234, 500, "skip")
+    assert training.timeout_minutes == 30
+    checkpoint = block.checkpoint
+    assert (checkpoint.interval, checkpoint.keep, checkpoint.keep_every) == (None, 3, None)
+    assert (checkpoint.async_, checkpoint.on_corrupt) == (False, "stop")
+    assert (block.evaluation.interval, block.evaluation.batches, block.evaluation.tasks) == (None, 20, [])
+    assert block.logging.interval == 1 and block.tokenizer is None
+
+
+def test_sequence_parallelism_follows_tensor_unless_given(tmp_path: Path) -> None:
+    def sequence(*overrides: str) -> bool:
+        return RunConfig.load(written(tmp_path), overrides).zero_tp.parallel.sequence
+
+    assert sequence() is True
+    assert sequence("zero_tp.parallel.tensor=1") is False
+    assert sequence("zero_tp.parallel.sequence=false") is False
+
+
+def test_deepspeed_gets_whole_batch_sizes_and_no_block_of_ours(tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path), world_size=8)
+    assert (config.data_parallel, config.micro_batch, config.accumulation, config.global_batch) == (4, 4, 2, 32)
+    given_to_deepspeed = config.deepspeed_config()
+    assert given_to_deepspeed["train_batch_size"] == 32 and "zero_tp" not in given_to_deepspeed
+    assert given_to_deepspeed["scheduler"]["params"]["total_num_steps"] == 100
+    given_to_deepspeed["optimizer"]["params"].clear()
+    assert config.deepspeed_config()["optimizer"]["params"]["lr"] == 3e-4
+    assert (config.zero_stage, config.dtype, config.name, config.world_size) == (2, "bf16", "run", 8)
+
+
+def test_the_resolved_config_loads_again_as_the_same(tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path), world_size=4)
+    again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=4)
+    assert again.resolved() == config.resolved()
+    assert '"auto"' not in json.dumps(config.resolved())
+
+
+def test_a_longer_run_keeps_the_schedule_of_its_first_start(tmp_path: Path) -> None:
+    path = written(tmp_path, changed(scheduler__params__warmup_num_steps="auto"))
+    first = RunConfig.load(path, ["zero_tp.training.steps=1000"], world_size=4)
+    params = {"total_num_steps": 1000, "warmup_num_steps": 10}
+    assert first.deepspeed_config()["scheduler"]["params"] == params
+    later = RunConfig.load(path, ["zero_tp.training.steps=3000"], world_size=4, frozen=first.resolved())
+    assert later.deepspeed_config()["scheduler"]["params"] == params
+    assert later.zero_tp.training.steps == 3000
+    written_out = RunConfig.load(path, ["scheduler.params.total_num_steps=2000"], 4, frozen=first.resolved())
+    assert written_out.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == 2000
+
+
+def test_auto_values(tmp_path: Path) -> None:
+    config = changed(
+        train_micro_batch_size_per_gpu="auto",
+        train_batch_size=64,
+        gradient_clipping="auto",
+        bf16__enabled="auto",
+        fp16__enabled="auto",
+        optimizer__params__eps="auto",
+        zero_optimization__reduce_bucket_size="auto",
+    )
+    config["scheduler"] = {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": "auto"},
+    }
+    loaded = RunConfig.load(written(tmp_path, config), world_size=4)
+    resolved = loaded.deepspeed_config()
+    assert loaded.micro_batch == 16 and loaded.dtype == "bf16"
+    assert resolved["gradient_clipping"] == 1.0
+    assert resolved["optimizer"]["params"]["eps"] == 1e-8
+    assert resolved["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+    assert resolved["scheduler"]["params"] == {"total_num_steps": 100, "warmup_num_steps": 1, "warmup_max_lr": 3e-4}
+
+
+@pytest.mark.parametrize("key", ["zero_optimization.stage", "zero_tp.training.steps", "tensorboard.job_name"])
+def test_an_auto_that_nothing_resolves_is_named(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f'^{key}: "auto"'):
+        RunConfig.load(written(tmp_path), [f"{key}=auto"])
+
+
+def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
+    overrides = (
+        "zero_optimization.stage=3",
+        "zero_tp.data.train=data/other",
+        'zero_tp.data.validation={"a": 1, "b": 0.5}',
+        "zero_tp.logging.interval=10",
+        "zero_tp.logging.interval=20",
+    )
+    config = RunConfig.load(written(tmp_path), overrides)
+    assert config.zero_stage == 3
+    assert config.zero_tp.data.train == {"data/other": 1.0}
+    assert config.zero_tp.data.validation == {"a": 1.0, "b": 0.5}
+    assert config.zero_tp.logging.interval == 20
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("zero_optimization.stage", "is not KEY=VALUE"),
+        ("=3", "is not KEY=VALUE"),
+        ("gradient_clipping.value=3", "gradient_clipping is 1.0, not an object"),
+        ("gradient_clipping=NaN", 'gradient_clipping: "NaN"'),
+        ("zero_tp.data.train={}", "names no corpus"),
+        ('zero_tp.data.train={"a": 0}', "must be more than 0"),
+        ("fp16.loss_scale=-1", "loss_scale must be >= 0"),
+        ("zero_optimization.offload_optimizer.ratio=0.5", "Partial offloading only supported for ZeRO Stage 3"),
+        ("optimizer.params.bias_corection=true", 'did you mean "bias_correction"?'),
+        ("optimizer.params.adam_w_mode=false", "is ignored by DeepSpeed"),
+        ("optimizer.params.torch_adam=1", "expected true or false"),
+        ("zero_tp.model.hidden_size=64", "is another name of n_embd"),
+        ("zero_tp.model.summary_type=mean", "a head that is not trained"),
+        ("zero_tp.model.n_inner=101", "MLP width 101 ≠ tensor 2 × 50.5"),
+        ("zero_tp.model.model_type=quantum", "supported: gpt2"),
+        ("autotuning.enabled=true", "autotuning.enabled: true is refused"),
+        ("tensor_parallel=true", "leave the block out"),
+        ("zero_optimization.offload_optimizer.device=nvme", '"nvme" is not built yet'),
+        ("zero_tp.objective=masked", "not built yet"),
+    ],
+)
+def test_wrong_overrides(override: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(written(tmp_path), [override])
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1,\n "b" 2}', "line 2 column 6"),
+        ('{"a": 1, "a": 2}', '"a" appears twice'),
+        ("[1]", "not an object"),
+        ('{"gradient_clipping": NaN}', "NaN is not a finite number"),
+        ('{"gradient_clipping": 1e999}', "1e999 is not a finite number"),
+    ],
+)
+def test_files_that_are_not_one_json_object(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(path)
+    assert str(caught.value).startswith(str(path)) and words in str(caught.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        RunConfig.load(tmp_path / "none.json")
+
+
+def test_without_a_world_size_what_is_determined_is_checked(tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path))
+    assert config.batch.micro == 4 and config.batch.total is None
+    with pytest.raises(ConfigError, match=r"20 ≠ micro 4 × accumulation 2 × data 2.5"):
+        RunConfig.load(written(tmp_path), ["train_batch_size=20"])
+    with pytest.raises(AssertionError, match="world_size"):
+        config.deepspeed_config()
+
+
+@given(
+    data=st.integers(1, 64),
+    micro=st.integers(1, 64),
+    accumulation=st.integers(1, 64),
+    given=st.sampled_from([("total", "micro"), ("total", "accumulation"), ("micro", "accumulation")]),
+)
+@settings(max_examples=50, deadline=None)
+def test_any_two_batch_sizes_give_the_third(data: int, micro: int, accumulation: int, given: tuple[str, ...]) -> None:
+    keys = {
+        "total": "train_batch_size",
+        "micro": "train_micro_batch_size_per_gpu",
+        "accumulation": "gradient_accumulation_steps",
+    }
+    sizes = {"total": micro * accumulation * data, "micro": micro, "accumulation": accumulation}
+    batch = resolve_batch({keys[name]: sizes[name] for name in given}, data)
+    assert (batch.total, batch.micro, batch.accumulation) == tuple(sizes.values())
+
+
+def test_world_sizes() -> None:
+    assert data_parallel_size(6, 3) == 2
+    with pytest.raises(ConfigError, match=r"^zero_tp.parallel.tensor: tensor 4 × data 1.5 ≠ world 6; "):
+        data_parallel_size(6, 4)
+    with pytest.raises(ConfigError, match="not positive"):
+        data_parallel_size(0, 1)
+
+
+def test_the_hugging_face_config_drops_default_ids_outside_the_vocabulary(tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path)).hf_config()
+    assert (config.model_type, config.n_layer, config.vocab_size) == ("gpt2", 2, 512)
+    assert (config.bos_token_id, config.eos_token_id) == (None, None)
+    large = RunConfig.load(written(tmp_path), ["zero_tp.model.vocab_size=50257"]).hf_config()
+    assert (large.bos_token_id, large.eos_token_id) == (50256, 50256)
+
+
+def test_the_accelerator_decides_on_fp16() -> None:
+    check_accelerator({"fp16": {"enabled": True}}, lambda dtype: True)
+    check_accelerator({}, lambda dtype: False)
+    with pytest.raises(ConfigError, match=r"^fp16.enabled: .* use bf16$"):
+        check_accelerator({"fp16": {"enabled": True}}, lambda dtype: dtype == "bf16")
+
+
+def test_an_object_for_recompute_says_which_layers() -> None:
+    assert validate(RecomputePolicy, {"mode": "full", "layers": 2}, "zero_tp.recompute").layers == 2
+    with pytest.raises(ConfigError, match="both choose the layers"):
+        validate(RecomputePolicy, {"mode": "full", "layers": 2, "every": 2}, "zero_tp.recompute")
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [({"mode": "ful"}, "zero_tp.recompute.mode"), ({"mod": "full"}, "zero_tp.recompute.mod"), (7, "zero_tp.recompute")],
+)
+def test_wrong_recompute(value: object, key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(written(tmp_path, changed(zero_tp__recompute=value)))
+    assert str(caught.value).startswith(key + ": ")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**40) | st.floats() | st.sampled_from(["", "auto", "cpu", "x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "a", "stage", "type"]), inner),
+    max_leaves=3,
+)
+PATHS = sorted(
+    {path for mistake in MISTAKES for path in mistake.changes}
+    | {"optimizer.params", "scheduler", "scheduler.params", "zero_tp.model", "zero_tp.data", "zero_tp.parallel"}
+    | {f"zero_tp.{key}" for key in nested_names(ZeroTP)}
+    | {f"zero_tp.model.{key}" for key in ("vocab_size", "n_inner", "eos_token_id", "n_positions", "hidden_size")}
+    | set(deepspeed.known_keys())
+    | {
+        f"{block}.{key}"
+        for block, model in {**deepspeed.OWN_BLOCKS, **deepspeed.deepspeed_models()}.items()
+        for key in nested_names(model)
+    }
+)
+
+
+@given(path=st.sampled_from(PATHS), value=JSON, other=st.sampled_from(PATHS), other_value=JSON)
+@settings(max_examples=100, deadline=None)
+def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, other: str, other_value: object) -> None:
+    def change(config: Any, path: str, value: object) -> None:
+        *blocks, name = path.split(".")
+        for part in blocks:
+            config = config.setdefault(part, {})
+            if not isinstance(config, dict):
+                return
+        config[name] = value
+
+    config = copy.deepcopy(RIGHT)
+    change(config, path, value)
+    change(config, other, other_value)
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(ConfigError):
+        loaded = RunConfig.load(written(Path(directory), config), world_size=4)
+        describe(loaded)
+        again = RunConfig.load(written(Path(directory), loaded.resolved()), world_size=4)
+        assert again.resolved() == loaded.resolved()
+
+
+def test_the_description_shows_the_sums(tmp_path: Path) -> None:
+    text = describe(RunConfig.load(written(tmp_path), world_size=4))
+    assert "4 = tensor 2 × data 2, sequence parallel" in text
+    assert "16 samples = micro 4 × accumulation 2 × data 2" in text
+    assert "204,800 tokens" in text
+    assert "--world-size N" in describe(RunConfig.load(written(tmp_path)))
+
+
+def test_the_documentation_is_current() -> None:
+    page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == docs.page(), "run python -m zero_tp.config.docs --write docs/config.md"

@@ -1,0 +1,30 @@
+"""Every mistake of the table ends as one line that names the key and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.mistakes import MISTAKES, RIGHT, WORLD_SIZE, Mistake
+from zero_tp.config import ConfigError, RunConfig
+
+
+def test_the_config_without_a_mistake_is_right(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(RIGHT))
+    assert RunConfig.load(path, world_size=WORLD_SIZE).global_batch == 16
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_one_line_names_key_and_remedy(mistake: Mistake, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(mistake.config()))
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(path, world_size=WORLD_SIZE)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    assert line.startswith(mistake.key + ": ")
+    assert all(words in line for words in mistake.words), line
+    assert len(line) < 400

@@ -1,0 +1,180 @@
+"""The parts of a rank's lifecycle that need no launcher: who it is, who speaks, how one process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zero_tp.training.first_word import FirstWord
+from zero_tp.training.lifecycle import _looks_like_a_lost_peer
+from zero_tp.training.processes import Place, Process, Siblings, describe_end
+
+ROOT = Path(__file__).parents[2]
+PRELUDE = """
+import sys, time, threading, atexit
+from zero_tp.errors import UserError
+from zero_tp.training.lifecycle import run_rank
+"""
+
+
+def start(body: str, directory: Path) -> subprocess.Popen[str]:
+    """A process alone whose main is `body`."""
+    script = directory / "alone.py"
+    script.write_text(
+        PRELUDE + "def main():\n" + "".join(f"    {line}\n" for line in body.splitlines()) + "run_rank(main, False)\n"
+    )
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+    environment = {key: value for key, value in os.environ.items() if key not in drop}
+    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "out", "last"),
+    [
+        ("return None", 0, "", ""),
+        ("return 3", 3, "", ""),
+        ("atexit.register(print, 'flushed'); print('work', end=' ')", 0, "work flushed\n", ""),
+        ("sys.exit(4)", 4, "", ""),
+        ("sys.exit('no such file')", 1, "", "error: no such file"),
+        ("raise UserError('steps is -1:\\nat least 1')", 2, "", "error: steps is -1: at least 1"),
+        ("raise KeyboardInterrupt", 130, "", "interrupted"),
+        ("{}['key']", 1, "", "rank 0 failed: KeyError: 'key'"),
+        ("threading.Thread(target=time.sleep, args=(60,)).start()", 0, "", ""),
+        ("sys.stderr.close(); raise UserError('unheard')", 2, "", ""),
+    ],
+)
+def test_how_a_process_ends(tmp_path: Path, body: str, status: int, out: str, last: str) -> None:
+    process = start(body, tmp_path)
+    said, complained = process.communicate(timeout=20)
+    assert (process.returncode, said) == (status, out)
+    assert (complained.splitlines() or [""])[-1] == last
+    assert "lifecycle.py" not in complained
+    assert last.startswith("rank") or complained.count("\n") <= 1
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "text"),
+    [(signal.SIGTERM, 143, "rank 0: ended by SIGTERM\n"), (signal.SIGINT, 130, "interrupted\n")],
+)
+def test_signals_while_the_main_thread_waits_in_c(
+    tmp_path: Path, number: signal.Signals, status: int, text: str
+) -> None:
+    process = start("print('up', flush=True)\nthreading.Lock().acquire() and threading.Event().wait()", tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    _, complained = process.communicate(timeout=5)
+    assert (process.returncode, complained) == (status, text)
+
+
+def test_a_forked_child_keeps_its_signals_to_itself(tmp_path: Path) -> None:
+    body = """import os, signal
+child = os.fork()
+if child == 0:
+    time.sleep(30)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
+    process = start(body, tmp_path)
+    out, complained = process.communicate(timeout=10)
+    assert (process.returncode, out, complained) == (0, "-15\n", "")
+
+
+def test_only_the_first_speaks_and_a_dead_launch_does_not_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    first, second = FirstWord("job", now, tmp_path), FirstWord("job", now, tmp_path)
+    assert not second.said()
+    assert first.say("mine") and second.said() and not second.say("not mine")
+    assert FirstWord("other job", now, tmp_path).say("another")
+    assert FirstWord("job", now + 60, tmp_path).say("a minute later")
+    assert capsys.readouterr().err.splitlines() == ["mine", "another", "a minute later"]
+    old = tmp_path / "old.said"
+    old.touch()
+    os.utime(old, (now - 1e6, now - 1e6))
+    first.say("")
+    assert not old.exists()
+
+
+def test_said_without_a_usable_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert FirstWord("job", time.time(), tmp_path / "file" / "below").say("text")
+    assert capsys.readouterr().err == "text\n"
+
+
+def test_places() -> None:
+    deepspeed = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "CROSS_RANK": "1", "LOCAL_SIZE": "4"}
+    place = Place.of_this_process(deepspeed)
+    assert (place.rank, place.node, place.local_world, place.world) == (5, 1, 4, 8)
+    assert place.parent is not None and place.parent.pid == os.getppid()
+    torchrun = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert Place.of_this_process(torchrun).node == 1
+    again = Place.of_this_process({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.job != Place.of_this_process(torchrun).job == Place.of_this_process({**torchrun, "RANK": "3"}).job
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"}
+    assert Place.of_this_process(slurm).job == "slurm-12-0-0"
+    assert (Place.of_this_process(slurm).rank, Place.of_this_process(slurm).node) == (3, 1)
+    alone = Place.of_this_process({})
+    assert (alone.rank, alone.world, alone.parent, alone.ancestors()) == (0, 1, None, [])
+
+
+def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], env={"RANK": str(4 + number)})
+        for number in range(3)
+    ]
+    try:
+        place = Place(rank=4, world=8, node=1, local_rank=0, local_world=3, parent=Process.find(os.getpid()), job="")
+        siblings = Siblings(place)
+        deadline = time.monotonic() + 10
+        while not siblings.complete and time.monotonic() < deadline:
+            siblings.observe()
+        assert siblings.gone() == {}
+        ranks[1].kill()
+        while not siblings.gone() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert siblings.gone() == {5: -9}
+        ranks[1].wait()  # reaped: how it ended is no longer known
+        assert siblings.gone() == {5: None}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def test_ends_in_words() -> None:
+    assert describe_end(1, -9) == "rank 1 ended without a word (killed by SIGKILL: out of memory?)"
+    assert describe_end(1, -11) == "rank 1 ended without a word (killed by SIGSEGV)"
+    assert describe_end(1, 250) == "rank 1 ended without a word (exit status 250)"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (dist.DistBackendError("NCCL error: remote process exited"), True),
+        (dist.DistNetworkError("the client socket has failed"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2417"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv"), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed by peer"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_errors_that_may_be_echoes(error: BaseException, lost: bool) -> None:
+    assert _looks_like_a_lost_peer(error) == lost
+
+
+def test_an_echo_inside_another_error() -> None:
+    outer = ValueError("saving failed")
+    outer.__cause__ = RuntimeError("Connection closed by peer")
+    assert _looks_like_a_lost_peer(outer)
