@@ -74,7 +74,10 @@ in_group python launch/prepare_data.py --input launch/corpus/sotu.jsonl.gz --tok
 end
 
 begin "Pretraining on 4 ranks"
-in_group env GLIBC_TUNABLES="${GLIBC_TUNABLES:-$tunables}" deepspeed --num_accelerators 4 launch/pretrain.py \
+# The launcher's own port is always the same: a second run on this machine could not start.
+port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
+in_group env GLIBC_TUNABLES="${GLIBC_TUNABLES:-$tunables}" \
+    deepspeed --num_accelerators 4 --master_port "$port" --log_level error launch/pretrain.py \
     --deepspeed_config ds_configs/quickstart.json --output-dir "$run" "$@"
 end
 
