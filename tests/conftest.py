@@ -1,4 +1,6 @@
-"""Fixtures of all tests: `ranks` (gloo ranks), `seed` (a fresh one each time), `shared_file` (data beside the repository)."""
+"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `shared_file` (data beside the repository)."""
+
+# ruff: noqa: E402 - the environment comes first
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 SCRIPT = Path(__file__).with_name("_lifecycle_rank.py")

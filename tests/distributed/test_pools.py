@@ -112,6 +112,11 @@ def train_with_deepspeed(stage: int) -> float:
     return loss.item()
 
 
+def count_threads_and_descriptors() -> tuple[int, int]:
+    process = psutil.Process()
+    return process.num_threads(), process.num_fds()
+
+
 def test_results_come_in_the_order_of_ranks(ranks: Any) -> None:
     for world in (2, 3, 4):
         results = ranks(world).run(describe, 1, scale=torch.tensor(2.0))
@@ -151,7 +156,7 @@ def test_time_out_shows_the_stack(pool: Pool) -> None:
 
 
 def test_a_dead_rank_is_reported(pool: Pool) -> None:
-    with pytest.raises(RankError, match="rank 1 of 2 died .* exit status 7") as caught:
+    with pytest.raises(RankError, match=r"rank 1 of 2 died .* exit status 7") as caught:
         pool.run(die_on, 1)
     assert "last words" in str(caught.value)
     assert len(pool.run(describe, 1, torch.ones(1))) == 2
@@ -173,6 +178,15 @@ def test_deepspeed_engines_of_all_stages_follow_one_another(pool: Pool) -> None:
         assert both == pytest.approx(losses[0], rel=1e-5)
 
 
+def test_engines_leave_no_threads_or_descriptors(pool: Pool) -> None:
+    for stage in (1, 3):
+        pool.run(train_with_deepspeed, stage)
+    before = pool.run(count_threads_and_descriptors)
+    for stage in (1, 3, 1, 3):
+        pool.run(train_with_deepspeed, stage)
+    assert pool.run(count_threads_and_descriptors) == before
+
+
 def test_only_top_level_functions_are_sent(pool: Pool) -> None:
     with pytest.raises(ValueError, match="top level"):
         pool.run(lambda: None)
@@ -188,7 +202,8 @@ def test_ranks_end_with_pytest(tmp_path: Path) -> None:
     path.write_text(script)
     root = Path(__file__).resolve().parents[2]
     environment = dict(os.environ) | {"PYTHONPATH": str(root)}
-    with subprocess.Popen([sys.executable, str(path)], cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as session:
+    command = [sys.executable, str(path)]
+    with subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) as session:
         assert session.stdout is not None
         pids = [int(pid) for pid in session.stdout.readline().split()]
         assert len(pids) == 2

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 def script(body: str) -> list[str]:
     indented = "\n".join("    " + line for line in body.splitlines())
-    source = f"import time\nfrom zero_tp import cli\nfrom zero_tp.errors import UserError\ndef main():\n{indented}\ncli.run(main)"
-    return [sys.executable, "-c", source]
+    imports = "import time\nfrom zero_tp import cli\nfrom zero_tp.errors import UserError"
+    return [sys.executable, "-c", f"{imports}\ndef main():\n{indented}\ncli.run(main)"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,28 @@ from transformers import AutoConfig
 
 from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
 from zero_tp.checkpoint.masters import MasterReader
+from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was converted; `tokenizer` is the directory that was copied, if there was one."""
+
+    checkpoint: Path
+    parameters: int
+    tokenizer: Path | None
+
+
+def _tokenizer(given: Path | None, recorded: str | None) -> Path | None:
+    """The tokenizer to copy: the one given, else the one that the run had, if it still is where it was."""
+    if given is not None and not given.is_dir():
+        raise UserError(f"--tokenizer: no directory {given}")
+    if given is None and recorded is not None and not Path(recorded).is_dir():
+        raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
+    return given or (Path(recorded) if recorded else None)
 
 
 def _layout(described: dict[str, Any]) -> tuple[Layout, tuple[int, ...]]:
@@ -31,17 +51,18 @@ def to_huggingface(
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
-) -> Path:
+) -> Converted:
     """Write `source`, a run or a checkpoint, as a Hugging Face model made from its fp32 masters.
 
-    Returns:
-        The checkpoint that was converted.
+    Args:
+        tokenizer: directory to copy in; by default the run's.
 
     Raises:
-        UserError: no complete checkpoint there, a damaged one, or `output` exists.
+        UserError: no complete checkpoint there, a damaged one, no tokenizer where it should be, or `output` exists.
     """
     checkpoint = find_checkpoint(source)
     manifest = read_manifest(checkpoint)
+    found_tokenizer = _tokenizer(tokenizer, manifest["tokenizer"])
     fields = dict(manifest["model"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     architecture = architecture_of(config)
@@ -53,8 +74,8 @@ def to_huggingface(
         config,
         tensors,
         dtype=dtype,
-        tokenizer=tokenizer,
+        tokenizer=found_tokenizer,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
     )
-    return checkpoint
+    return Converted(checkpoint, sum(tensor.numel() for tensor in tensors.values()), found_tokenizer)

@@ -1,4 +1,4 @@
-"""A run's `checkpoints/` directory: what is complete, what is newest, what goes.
+"""A run's directory: its config, and its `checkpoints/`: what is complete, what is newest, what goes.
 
 A checkpoint is complete or it isn't there: ranks write into a temporary directory, which is renamed once its manifest
 is written; `latest` is replaced after that.
@@ -15,9 +15,32 @@ from typing import Any
 
 from zero_tp.errors import UserError
 
-MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
+CONFIG, MANIFEST, LATEST, TEMPORARY = "config.json", "manifest.json", "latest", ".writing"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
+
+
+def first_config(run: Path) -> dict[str, Any] | None:
+    """The resolved config that the run in this directory was started with; None for a new run.
+
+    Raises:
+        UserError: the file is not JSON.
+    """
+    path = run / CONFIG
+    if not path.exists():
+        return None
+    try:
+        resolved: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); give another --output-dir") from error
+    return resolved
+
+
+def write_config(run: Path, resolved: dict[str, Any]) -> None:
+    """Replace the run's config at once."""
+    temporary = run / (CONFIG + ".new")
+    temporary.write_text(json.dumps(resolved, indent=2) + "\n")
+    os.replace(temporary, run / CONFIG)
 
 
 def checkpoints_of(run: Path) -> Path:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import Weight
-from zero_tp.parallel.layout import Layout, layout_of, local_shape
+from zero_tp.parallel.layout import Layout, layout_of, local_shape, whole_shape
 
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine
@@ -93,7 +93,7 @@ def describe_layouts(model: nn.Module) -> dict[str, Any]:
         described[name] = {
             "layout": type(layout).__name__,
             **vars(layout),
-            "shape": list(parameter.whole_shape),  # type: ignore[attr-defined]
+            "shape": list(whole_shape(parameter)),
             "shard_shape": list(local_shape(parameter)),
         }
     return described

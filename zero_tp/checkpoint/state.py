@@ -13,7 +13,6 @@ from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.masters import describe_layouts, save_masters
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
-from zero_tp.topology import Topology
 
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine
@@ -27,12 +26,13 @@ def _random_file(rank: int) -> str:
     return f"random_{rank:05d}.safetensors"
 
 
-def _place(config: RunConfig, topology: Topology) -> dict[str, Any]:
+def _place(config: RunConfig) -> dict[str, Any]:
     """What has to be equal for a checkpoint to be resumed as it is."""
+    parallel = config.zero_tp.parallel
     return {
-        "tensor": topology.tensor,
-        "data": topology.data,
-        "sequence": topology.sequence,
+        "tensor": parallel.tensor,
+        "data": config.data_parallel,
+        "sequence": parallel.sequence,
         "zero_stage": config.zero_stage,
         "dtype": config.dtype,
     }
@@ -78,8 +78,8 @@ def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int, tokeni
         for script in _RECOVERY_SCRIPTS:
             (temporary / script).unlink(missing_ok=True)
         manifest = {
-            **_place(config, engine.topology),
-            "model": config.hf_config().to_dict(),
+            **_place(config),
+            "model": engine.model.config.to_dict(),
             "parameters": describe_layouts(engine.model),
             "fixed": _fixed(config),
             "tokenizer": str(tokenizer) if tokenizer else None,
@@ -91,7 +91,7 @@ def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int, tokeni
     return directory.step_directory(run, step)
 
 
-def check_resumable(run: Path, config: RunConfig, topology: Topology) -> int | None:
+def check_resumable(run: Path, config: RunConfig) -> int | None:
     """The step that the run would resume from; None to start from nothing. No communication.
 
     Raises:
@@ -102,7 +102,7 @@ def check_resumable(run: Path, config: RunConfig, topology: Topology) -> int | N
         return None
     checkpoint = directory.step_directory(run, steps[-1])
     manifest = directory.read_manifest(checkpoint)
-    place = _place(config, topology)
+    place = _place(config)
     saved = {key: manifest[key] for key in place}
     if saved != place:
         raise UserError(

@@ -102,6 +102,27 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
+def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
+    """The tokenizer directory of a run: `given`, else `tokenizer/` beside the corpus `prefix`; None when there is none.
+
+    Raises:
+        UserError: `given` is not a directory.
+    """
+    if given is not None:
+        if not Path(given).is_dir():
+            raise UserError(f"zero_tp.tokenizer: no directory {given}")
+        return Path(given)
+    beside = Path(prefix).parent / "tokenizer"
+    return beside if beside.is_dir() else None
+
+
+def special_tokens(directory: Path) -> tuple[int, dict[str, int]]:
+    """(vocabulary size, {`bos_token_id`, `eos_token_id`, `pad_token_id`: id} of those that the tokenizer has)."""
+    tokenizer = load_tokenizer(directory)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+
+
 class DocumentEncoder:
     """Turns documents into token ids, many at a time on all cores.
 

@@ -220,7 +220,9 @@ class HuggingFaceScorer:
             logits = self.model(input_ids=ids, **options).logits
             for at in range(0, kept, self.POSITIONS):
                 piece = slice(at, at + self.POSITIONS)
+                # Rows of logits, not [b, v, n]: with a strided class dimension this was 6 to 10 times slower on CPU.
+                rows_of_logits = logits[:, piece].flatten(0, 1).float()
                 out[:, piece] = functional.cross_entropy(
-                    logits[:, piece].float().transpose(1, 2), targets[:, piece], ignore_index=IGNORED, reduction="none"
-                )
+                    rows_of_logits, targets[:, piece].flatten(), ignore_index=IGNORED, reduction="none"
+                ).view_as(out[:, piece])
         return nll

@@ -132,6 +132,12 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     return layout
 
 
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of the whole parameter, without vocabulary padding."""
+    shape: tuple[int, ...] = parameter.whole_shape  # type: ignore[attr-defined]
+    return shape
+
+
 def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Shape of this rank's TP shard, also while ZeRO-3 has the parameter partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -151,7 +157,7 @@ def audit(model: nn.Module, topology: Topology) -> None:
                 f"parameter {name} has no layout: nobody says how it lies over tensor parallel ranks. "
                 "Make it with ParameterMaker"
             )
-        expected = layout.local_shape(parameter.whole_shape, topology.tensor)  # type: ignore[attr-defined]
+        expected = layout.local_shape(whole_shape(parameter), topology.tensor)
         if local_shape(parameter) != expected:
             raise ValueError(f"parameter {name}: shape {local_shape(parameter)}, its layout {layout} gives {expected}")
         for mark in MARKS:

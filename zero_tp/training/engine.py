@@ -20,14 +20,10 @@ from transformers import PretrainedConfig
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of
+from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.clipping import clip_gradients, gradient_norm
-
-
-class NonFiniteGradients(RuntimeError):
-    """A step's gradients were not finite; the step was not taken."""
 
 
 def run_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -42,15 +38,10 @@ def run_dtype(config: dict[str, Any]) -> torch.dtype:
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay skips biases and norms: every parameter of one dimension."""
     named = list(model.named_parameters())
-    flat = [parameter for _, parameter in named if len(layout_shape(parameter)) < 2]
-    matrices = [parameter for _, parameter in named if len(layout_shape(parameter)) >= 2]
+    flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
+    matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def layout_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Whole shape, also while ZeRO-3 holds the parameter partitioned."""
-    return parameter.whole_shape  # type: ignore[attr-defined,no-any-return]
 
 
 @torch.no_grad()
@@ -79,8 +70,9 @@ class TrainingEngine:
     """A model in a DeepSpeed engine on a topology.
 
     Attributes:
-        engine: DeepSpeed's engine. model: the unwrapped model.
+        engine: DeepSpeed's engine. model: the unwrapped model. dtype: of its weights.
         gradient_norm: of the last step, before clipping; nan when that step was skipped.
+        skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
     """
 
     def __init__(
@@ -110,9 +102,9 @@ class TrainingEngine:
         self.clipping = float(settings["gradient_clipping"])
         if self.stage == 0:
             settings["gradient_clipping"] = 0.0  # see clipping.py
-        dtype = run_dtype(settings)
+        self.dtype = run_dtype(settings)
         with self._construction(settings):
-            self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=dtype, device=device)
+            self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology)
         self.hooks = GradientHooks(self.model, topology.tensor_group)
         decay = settings.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
@@ -123,6 +115,7 @@ class TrainingEngine:
             mpu=topology,
         )
         self.gradient_norm = float("nan")
+        self.skipped = False
         self._check_world()
         check_replicas(self.model, topology)
         self._hooks_checked = False
@@ -169,9 +162,6 @@ class TrainingEngine:
 
         Returns:
             The mean loss over the global batch, equal on all ranks. All-reduce of one number over DP.
-
-        Raises:
-            NonFiniteGradients: the gradients (of some rank) were not finite. Nothing was updated.
         """
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64)
@@ -209,9 +199,9 @@ class TrainingEngine:
         if self.stage > 0:
             norm = self.engine.get_global_grad_norm()
             self.gradient_norm = float(norm) if norm is not None else float("nan")
-        if getattr(self.optimizer, "overflow", False):
+        self.skipped = bool(getattr(self.optimizer, "overflow", False))
+        if self.skipped:
             self.gradient_norm = float("nan")
-            raise NonFiniteGradients("the gradients are not finite")
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:

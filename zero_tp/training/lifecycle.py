@@ -18,6 +18,7 @@ word before it leaves and is quick about it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -178,10 +179,8 @@ class _Rank:
                 # After Ctrl-C the launcher's SIGTERM can overtake our own SIGINT by a moment.
                 time.sleep(0.2)
                 os.set_blocking(read_end, False)
-                try:
+                with contextlib.suppress(BlockingIOError):  # nothing more, as usual
                     numbers += os.read(read_end, 64)
-                except BlockingIOError:  # nothing more, as usual
-                    pass
                 os.set_blocking(read_end, True)
             if self.leaving:
                 continue  # bounded already, and with the right status
@@ -196,7 +195,7 @@ class _Rank:
         self._exit_now(INTERRUPTED)
 
     def _end_terminated(self) -> NoReturn:
-        """SIGTERM is the launcher's after another rank's end (then be silent, or name it), or someone's to this rank."""
+        """SIGTERM comes from the launcher after another rank's end (be silent, or name it), or is for us."""
         self._arm(TERMINATED, LEAVE_SECONDS[False])
         if not self.first_word.said() and not self._name_lost_peer():
             self.first_word.say(f"rank {self.place.rank}: ended by SIGTERM")
@@ -250,8 +249,10 @@ class _Rank:
         threading.Thread(target=end, name="last exit", daemon=True).start()
 
     def _exit_now(self, status: int) -> NoReturn:
-        """Leave without the interpreter's and C++'s destructors, which can abort or hang while another thread is inside a
-        collective. The kernel closes the connections, so peers notice at once."""
+        """Leave without the interpreter's and C++'s destructors: with a thread in a collective they can abort or hang.
+
+        The kernel closes the connections, so peers notice at once.
+        """
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
-import time
+import math
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import checkpoints_of
+from zero_tp.checkpoint.directory import checkpoints_of, write_config
 from zero_tp.checkpoint.state import check_resumable, resume, save
-from zero_tp.config import RunConfig
+from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
-from zero_tp.planning.hardware import peak_flops
+from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning.hardware import device_peak_flops
 from zero_tp.topology import Topology
-from zero_tp.training.engine import NonFiniteGradients, TrainingEngine, check_replicas
-from zero_tp.training.metrics import StepMeter, model_flops
+from zero_tp.training.engine import TrainingEngine, check_replicas
+from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
 from zero_tp.training.quiet import hushed
-from zero_tp.training.report import Reporter
+from zero_tp.training.report import Reporter, StepRecord
 
 SKIPS_IN_A_ROW = 10
-CONFIG_FILE = "config.json"
-
-
-def frozen_config(run: Path) -> dict[str, Any] | None:
-    """The resolved config that the run in this directory was first started with; None for a new run.
-
-    Raises:
-        UserError: the file is not JSON.
-    """
-    path = run / CONFIG_FILE
-    if not path.exists():
-        return None
-    try:
-        resolved: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); give another --output-dir") from error
-    return resolved
 
 
 class Run:
@@ -99,91 +81,80 @@ def connect(config: RunConfig, local_rank: int, verbose: bool) -> tuple[Topology
 
 
 def train(run: Run, *, local_rank: int, verbose: bool) -> None:
-    """Train, validate and save until the run's steps are done, from where the run directory left off. Collective.
+    """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
 
     Raises:
-        UserError: a setting does not work here, or a checkpoint cannot be resumed.
-        NonFiniteGradients: `on_nonfinite` says stop, or 10 steps in a row were skipped.
+        UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
+            `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     config, directory = run.config, run.directory
-    step = check_resumable(directory, config, Topology(config.zero_tp.parallel.tensor, config.zero_tp.parallel.sequence, world=config.world_size))
+    step = check_resumable(directory, config) or 0
     topology, device = connect(config, local_rank, verbose)
     first = topology.rank == 0
-    settings = config.zero_tp
     if first:
         checkpoints_of(directory).mkdir(parents=True, exist_ok=True)
-        _write_config(directory, config)
+        write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(
-            run.model_config, topology, config.deepspeed_config(), seed=settings.training.seed, device=device
+            run.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed, device=device
         )
-        if step is not None:
+        if step:
             resume(engine, directory, step)
-    reporter = Reporter(directory, first, settings.training.steps, settings.logging.interval)
-    loop = _Loop(run, engine, reporter, device)
-    loop.announce(step)
-    loop.train(step or 0)
+    if first:
+        _announce(run, engine, step)
+    if step < config.zero_tp.training.steps:
+        _Loop(run, engine, device, step).train()
 
 
-def _write_config(directory: Path, config: RunConfig) -> None:
-    path = directory / CONFIG_FILE
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(config.resolved(), indent=2) + "\n")
-    os.replace(temporary, path)
+def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
+    config, steps = run.config, run.config.zero_tp.training.steps
+    parameters = sum(torch.Size(whole_shape(parameter)).numel() for parameter in engine.model.parameters())
+    print(
+        f"{run.model_config.model_type}: {parameters:,} parameters, {config.dtype}, {engine.topology.describe()}, "
+        f"ZeRO-{config.zero_stage}, {config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, "
+        f"in {run.directory}"
+    )
+    if step >= steps:
+        print(f"all {steps} steps are done; raise zero_tp.training.steps to train on")
+    elif step:
+        print(f"resuming after step {step}")
 
 
 class _Loop:
-    def __init__(self, run: Run, engine: TrainingEngine, reporter: Reporter, device: torch.device):
-        self.run, self.engine, self.reporter, self.device = run, engine, reporter, device
+    def __init__(self, run: Run, engine: TrainingEngine, device: torch.device, done: int):
+        self.run, self.engine, self.device, self.done = run, engine, device, done
         self.config, self.settings = run.config, run.config.zero_tp
         self.topology = engine.topology
-        spec = engine.model.spec
-        self.flops = model_flops(
-            self.config.global_batch, self.settings.data.sequence_length, spec.layers, spec.hidden, spec.vocabulary
+        self.steps = self.settings.training.steps
+        spec, length = engine.model.spec, self.settings.data.sequence_length
+        self.meter = StepMeter(
+            self.config.global_batch * length,
+            model_flops(self.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary),
+            self.topology.world,
+            device_peak_flops(device.type, engine.dtype, dist.barrier),
+            self.steps,
         )
-        self.peak = peak_flops(self.config.dtype, device)
-        self.skipped = 0
-
-    def announce(self, resumed: int | None) -> None:
-        parameters = sum(torch.Size(p.whole_shape).numel() for p in self.engine.model.parameters())  # type: ignore[attr-defined]
-        say = self.reporter.say
-        say(
-            f"{self.run.model_config.model_type}, {parameters:,} parameters, {self.config.dtype}, "
-            f"{self.topology.describe()}, ZeRO-{self.config.zero_stage}; global batch {self.config.global_batch} × "
-            f"{self.settings.data.sequence_length} tokens"
+        self.reporter = Reporter(
+            run.directory, self.topology.rank == 0, self.steps, self.settings.logging.interval, start_step=done
         )
-        if resumed is not None:
-            say(f"resuming {self.run.directory} after step {resumed}")
+        self.skips_in_a_row = 0
 
-    def _pair(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        windows = windows.to(self.device, non_blocking=True)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    def train(self) -> None:
+        with self.reporter as reporter:
+            self.meter.start()
+            for step in range(self.done + 1, self.steps + 1):
+                self._step(step)
+                last = step == self.steps
+                with self.meter.paused():
+                    if step % self.settings.training.guard_interval == 0:
+                        check_replicas(self.engine.model, self.topology)
+                    if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
+                        reporter.validation(step, self._validation_loss(self.run.validation))
+                    if last or _due(step, self.settings.checkpoint.interval):
+                        saved = save(self.engine, self.config, self.run.directory, step, self.run.tokenizer)
+                        reporter.say(f"saved {saved}")
 
-    def train(self, done: int) -> None:
-        steps, every = self.settings.training.steps, self.settings.checkpoint.interval
-        if done >= steps:
-            self.reporter.say(f"all {steps} steps are done; raise zero_tp.training.steps to train on")
-            self.reporter.close()
-            return
-        self.reporter.start(done)
-        meter = StepMeter(self.topology.world)
-        for step in range(done + 1, steps + 1):
-            self._step(step, meter)
-            last = step == steps
-            if step % self.settings.training.guard_interval == 0:
-                check_replicas(self.engine.model, self.topology)
-            if self.run.validation and (last or self._due(step, self.settings.evaluation.interval)):
-                self._validate(step)
-            if last or self._due(step, every):
-                self._save(step)
-        self.reporter.close()
-
-    @staticmethod
-    def _due(step: int, interval: int | None) -> bool:
-        return interval is not None and step % interval == 0
-
-    def _step(self, step: int, meter: StepMeter) -> None:
-        started = time.perf_counter()
+    def _step(self, step: int) -> None:
         windows = self.run.samples.rank_batches(
             step - 1,
             self.config.global_batch,
@@ -192,6 +163,50 @@ class _Loop:
             self.topology.data_rank,
             self.topology.data,
         )
-        rate = self.engine.learning_rate
-        loss = self.engine.train_step([self._pair(window) for window in windows])
-        raise NotImplementedError
+        learning_rate = self.engine.learning_rate
+        loss = self.engine.train_step([self._pair(window[:, :-1], window[:, 1:]) for window in windows])
+        self.meter.tick()
+        self.reporter.advance(step)
+        if self.reporter.due(step) or self.engine.skipped:
+            self.reporter.log(
+                StepRecord(
+                    step,
+                    step * self.config.global_batch,
+                    loss,
+                    learning_rate,
+                    self.engine.gradient_norm,
+                    self.meter.read(step),
+                    memory_gib(self.device.type),
+                )
+            )
+        self._judge(step, loss)
+
+    def _judge(self, step: int, loss: float) -> None:
+        """What a skipped step means. In fp16 a finite loss with overflowing gradients only lowers the loss scale."""
+        if not self.engine.skipped or (self.config.dtype == "fp16" and math.isfinite(loss)):
+            self.skips_in_a_row = 0
+            return
+        self.skips_in_a_row += 1
+        if self.settings.training.on_nonfinite == "stop":
+            why = 'zero_tp.training.on_nonfinite is "stop"'
+        elif self.skips_in_a_row > SKIPS_IN_A_ROW:
+            why = f"{self.skips_in_a_row} steps in a row were"
+        else:
+            self.reporter.say(f"step {step} was skipped: its loss or gradients are not finite")
+            return
+        raise UserError(
+            f"step {step}: loss {loss}, gradients not finite ({why}); nothing after the last checkpoint is kept: "
+            "lower optimizer.params.lr, or look at the data of this step"
+        )
+
+    def _pair(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens.contiguous().to(self.device), labels.contiguous().to(self.device)
+
+    def _validation_loss(self, samples: ValidationSamples) -> float:
+        limit = self.settings.evaluation.batches * self.config.global_batch
+        batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
+        return self.engine.evaluate([self._pair(batch.input_ids, batch.labels) for batch in batches])
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0

@@ -131,7 +131,7 @@ class Place:
         )
 
     def ancestors(self) -> list[Process]:
-        """The launchers without which this rank must not live: its parent, and above a `launch.py` the `deepspeed` runner."""
+        """The launchers this rank must not outlive: its parent, and above a `launch.py` the `deepspeed` runner."""
         if self.parent is None:
             return []
         if not is_launch(self.parent.pid):
@@ -173,7 +173,7 @@ class Siblings:
         return [pid for pid in pids if (stat := read_stat(pid)) and stat.parent == self.place.parent.pid]
 
     def gone(self) -> dict[int, int | None]:
-        """Ranks of this node that ended in an unknown way or with a non-zero status → that status (see `exit_status`)."""
+        """Ranks of this node that ended, unless with status 0 → their status (see `exit_status`), None if unknown."""
         if self.place.parent is None:
             return {}
         alive = self.observe()

@@ -1,0 +1,73 @@
+#!/usr/bin/env python3
+"""Pretrain a transformer language model from one JSON file, or check that file.
+
+    deepspeed --num_accelerators 4 launch/pretrain.py --deepspeed_config ds_configs/quickstart.json
+    python launch/pretrain.py --check ds_configs/quickstart.json --world-size 4
+
+Starting the same command again on a run directory resumes it. torchrun, `accelerate launch` and srun start it too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from zero_tp import cli
+from zero_tp.training.lifecycle import run_rank
+from zero_tp.training.processes import Place
+from zero_tp.training.quiet import quiet_libraries
+
+
+def arguments() -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--deepspeed_config", metavar="FILE", help="the run's JSON file; docs/config.md lists its keys")
+    what.add_argument("--check", metavar="FILE", help="only check FILE, without ranks, and print what it would run")
+    parser.add_argument("--world-size", type=int, metavar="N", help="with --check: the number of ranks to check it for")
+    parser.add_argument("--output-dir", type=Path, metavar="RUN", help="run directory (default: runs/<name of FILE>)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as zero_tp.training.steps=100 (VALUE is JSON, else a string); may be repeated",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
+    return parser.parse_args()
+
+
+def check(options: argparse.Namespace) -> None:
+    from zero_tp.config import RunConfig, describe
+
+    print(describe(RunConfig.load(options.check, options.set, options.world_size)))
+
+
+def pretrain(options: argparse.Namespace, place: Place) -> None:
+    from zero_tp.checkpoint.directory import first_config
+    from zero_tp.config import RunConfig
+
+    output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
+    # Before anything heavy is imported: a mistake in the file is told within a second or two.
+    config = RunConfig.load(options.deepspeed_config, options.set, place.world, first_config(output))
+
+    from zero_tp.training.environment import complete_environment
+    from zero_tp.training.loop import Run, train
+
+    run = Run(config, output)
+    complete_environment(place)
+    train(run, local_rank=place.local_rank or 0, verbose=options.verbose)
+
+
+def main() -> None:
+    verbose = "--verbose" in sys.argv[1:]
+    quiet_libraries(verbose)
+    if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
+        cli.run(lambda: check(arguments()))
+    place = Place.of_this_process()
+    run_rank(lambda: pretrain(arguments(), place), verbose)
+
+
+if __name__ == "__main__":
+    main()

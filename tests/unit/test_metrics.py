@@ -1,0 +1,316 @@
+"""FLOPs and MFU against the published figures, the meter, the device table, the log line, metrics.jsonl, quietness."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_tp.planning.hardware import DEVICES, find_device, measure_cpu_flops, peak_flops
+from zero_tp.training import report
+from zero_tp.training.metrics import (
+    Speed,
+    StepMeter,
+    hardware_flops_selective,
+    memory_gib,
+    mfu,
+    model_flops,
+    perplexity,
+)
+from zero_tp.training.report import Reporter, StepRecord, cut_metrics, format_duration, format_header, format_line
+
+
+@pytest.mark.parametrize(
+    ("batch", "layers", "hidden", "devices", "seconds", "model_utilisation", "hardware_utilisation"),
+    [(4, 48, 6144, 8, 1.10, 41.5, 43.7), (280, 105, 20480, 280, 37.83, 56.0, 57.0)],
+    ids=["22B", "530B"],
+)
+def test_the_papers_utilisations_on_a100(
+    batch: int,
+    layers: int,
+    hidden: int,
+    devices: int,
+    seconds: float,
+    model_utilisation: float,
+    hardware_utilisation: float,
+) -> None:
+    peak = peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16)
+    shape = (batch, 2048, layers, hidden, 51200)
+    # The published times have three or four digits.
+    assert 100 * (mfu(model_flops(*shape), seconds, devices, peak) or 0) == pytest.approx(model_utilisation, abs=0.25)
+    hardware = mfu(hardware_flops_selective(*shape), seconds, devices, peak) or 0
+    assert 100 * hardware == pytest.approx(hardware_utilisation, abs=0.25)
+
+
+def test_model_flops_counts_every_product() -> None:
+    b, s, n, h, v = 3, 128, 5, 64, 1000
+    layer = 24 * b * s * h**2 + 4 * b * s**2 * h  # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add
+    assert model_flops(b, s, n, h, v) == pytest.approx(3 * (n * layer + 2 * b * s * h * v))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_meter_means_pauses_and_time_left() -> None:
+    clock = Clock()
+    meter = StepMeter(1000, 8e12, devices=4, peak_flops=10e12, total_steps=12, window=2, clock=clock)
+    clock.now += 50  # the first step compiles
+    meter.tick()
+    first = meter.read(1)
+    assert first.seconds == 50 and first.eta_seconds == 11 * 50
+    for seconds in (1.0, 3.0):
+        clock.now += seconds
+        meter.tick()
+        with meter.paused():
+            clock.now += 1000
+    speed = meter.read(3)
+    assert speed.seconds == 2.0
+    assert speed.tokens_per_second == 500 and speed.tokens_per_second_per_device == 125
+    assert speed.model_tflops == pytest.approx(1.0)
+    assert speed.mfu == pytest.approx(0.1)
+    assert speed.eta_seconds == 9 * 2.0
+
+
+def test_unknown_device_has_no_mfu() -> None:
+    assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None
+    assert mfu(1e12, 1.0, 1, None) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("Tesla V100-SXM2-32GB", None),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA B200", 2250.0),
+        ("AMD Instinct MI300X", 1307.4),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_device_table_bf16(name: str, tflops: float | None) -> None:
+    peak = peak_flops(name, torch.bfloat16)
+    assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def test_device_table_other_types_and_sources() -> None:
+    assert peak_flops("Tesla V100-SXM2-32GB", torch.float16) == 125e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float64) is None
+    assert all(device.source for device in DEVICES)
+    assert find_device("") is None
+
+
+def test_cpu_peak_is_measured_once_in_less_than_a_second() -> None:
+    calls: list[int] = []
+    start = time.perf_counter()
+    rate = measure_cpu_flops(torch.float32, lambda: calls.append(1), size=512)
+    assert time.perf_counter() - start < 5  # a loaded machine; 0.1 s on an idle one
+    assert calls == [1]
+    assert 1e8 < rate < 1e15
+
+
+def test_memory_is_this_process_peak() -> None:
+    before = memory_gib()
+    assert 0.01 < before < 1000
+    block = torch.ones(int((before + 0.1) * 2**30 / 4))
+    assert memory_gib() > before
+    del block
+
+
+def record(step: int = 7, **changes: float) -> StepRecord:
+    values = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
+    speed = Speed(
+        seconds=values.pop("seconds", 2.0),
+        tokens_per_second=values.pop("tokens", 4096.0),
+        tokens_per_second_per_device=1024.0,
+        model_tflops=values.pop("tflops", 0.0123),
+        mfu=values.pop("mfu", None),
+        eta_seconds=values.pop("eta", 90.0),
+    )
+    return StepRecord(step=step, consumed_samples=16 * step, speed=speed, **values)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        record(),
+        record(loss=0.001, grad_norm=1e-7),
+        record(loss=math.nan, grad_norm=math.inf),
+        record(loss=999.99996, grad_norm=123456.0),
+        record(tokens=9.87654e9, tflops=999.96),
+        record(tokens=99999.6, tflops=0.99999, mfu=0.415),
+        record(tokens=3e13, mfu=1.0),
+        record(eta=86400 * 13 + 3600 * 5, memory_gib=1234.56),
+        record(eta=86400 * 400.0, step=1),
+        record(step=100000),
+    ],
+)
+def test_lines_stay_below_their_header(line: StepRecord) -> None:
+    header = format_header(100000)
+    text = format_line(line, 100000)
+    assert len(text) == len(header)
+    edges = [
+        index for index in range(len(header)) if header[index] != " " and header[index + 1 : index + 3] in ("  ", "")
+    ]
+    assert len(edges) == 10
+    assert all(text[edge] != " " and text[edge + 1 : edge + 3] in ("  ", "") for edge in edges), f"\n{header}\n{text}"
+
+
+def test_one_line_reads_as_expected() -> None:
+    text = format_line(record(mfu=0.415), 2000)
+    assert text.split() == [
+        "7/2000",
+        "10.5000",
+        "3.00e-04",
+        "1.2500",
+        "1024",
+        "4096",
+        "0.0123",
+        "41.5%",
+        "1.50",
+        "1m30s",
+    ]
+    assert format_line(record(loss=0.001), 2000).split()[1] == "1.00e-03"
+    assert "  -  " in format_line(record(), 2000)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (math.inf, "-"),
+        (0, "0s"),
+        (59.6, "1m00s"),
+        (3599, "59m59s"),
+        (7500, "2h05m"),
+        (3 * 86400 + 4 * 3600, "3d04h"),
+        (123 * 86400, "123d"),
+    ],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_metrics_file_is_strict_json_and_each_step_stands_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
+        for step in (1, 2, 3):
+            reporter.advance(step)
+            reporter.log(record(step, loss=math.nan if step == 2 else 3.0))
+        reporter.validation(2, 1000.0)
+    path = tmp_path / "metrics.jsonl"
+    lines = read(path)
+    assert list(lines[0]) == [
+        *("step", "consumed_samples", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
+        *("model_tflops", "mfu", "memory_gib", "seconds"),
+    ]
+    assert lines[1]["loss"] is None and lines[1]["nonfinite"] == {"loss": "nan"}
+    assert lines[3] == {
+        "step": 2,
+        "validation_loss": 1000.0,
+        "validation_perplexity": None,
+        "nonfinite": {"validation_perplexity": "inf"},
+    }
+
+    with path.open("a") as stream:
+        stream.write('{"step": 4, "lo')  # killed while writing
+    with Reporter(tmp_path, True, 4, 1, terminal=False, start_step=2) as reporter:
+        reporter.log(record(3, loss=2.5))
+    assert [(line["step"], line.get("loss", "validation")) for line in read(path)] == [
+        (1, 3.0),
+        (2, None),
+        (2, "validation"),
+        (3, 2.5),
+    ]
+    assert "left out 1 unreadable line" in capsys.readouterr().out
+    assert cut_metrics(path, 0) == 0 and path.read_text() == ""
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_other_ranks_are_silent_but_know_what_is_due(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Reporter(tmp_path / "run", False, 25, 10, terminal=True) as reporter:
+        reporter.advance(10)
+        reporter.log(record(10))
+        reporter.validation(10, 2.0)
+        reporter.say("saved")
+        assert [step for step in range(1, 26) if reporter.due(step)] == [10, 20, 25]
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Reporter(tmp_path, True, 5, 1, terminal=True, start_step=2) as reporter:
+        reporter.advance(3)
+        reporter.log(record(3))
+        reporter.say("checkpoint saved")
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["step", "3/5", "checkpoint"]
+    assert "/5" in err
+
+
+def test_perplexity_overflow() -> None:
+    assert perplexity(0.0) == 1.0 and perplexity(1e4) == math.inf
+
+
+def test_quiet_filters_warnings_and_records_below_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    from zero_tp.training import quiet
+
+    logger = logging.getLogger("DeepSpeed")
+    filters = list(logger.filters)
+    monkeypatch.setattr(quiet, "ENVIRONMENT", {})
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            quiet.quiet_libraries(verbose=False)
+            warnings.warn_explicit("old", FutureWarning, "c10d_logger.py", 83, module="torch.distributed.c10d_logger")
+            warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=1)
+            warnings.warn("ours", UserWarning, stacklevel=1)
+        assert [str(each.message) for each in caught] == ["ours"]
+        assert not logger.filter(logging.LogRecord("DeepSpeed", logging.WARNING, "", 0, "", None, None))
+        assert logger.filter(logging.LogRecord("DeepSpeed", logging.ERROR, "", 0, "", None, None))
+    finally:
+        logger.filters[:] = filters
+
+
+def test_hushed_output_comes_back_when_the_block_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    from zero_tp.training.quiet import hushed
+
+    with hushed(verbose=False):
+        print("built successfully")
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(RuntimeError), hushed(verbose=False):
+        print("compiling")
+        raise RuntimeError
+    assert capsys.readouterr().err == "compiling\n"
+
+
+def test_metrics_file_name_is_the_documented_one() -> None:
+    assert report.METRICS_FILE == "metrics.jsonl"

@@ -1,0 +1,169 @@
+"""Speed and size of a step: FLOPs, MFU, tokens a second, time left, memory.
+
+Letters: B global batch [sequences], s sequence length [tokens], L layers, h hidden size, v vocabulary size.
+"Device" is one rank: one accelerator, or one CPU process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
+    """FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
+
+    72·B·L·s·h²·(1 + s/(6h) + v/(12hL)), arXiv 2205.05198 (Reducing Activation Recomputation), appendix A, eq. 7.
+    Recomputation doesn't count, so it depends on no setting of parallelism or memory.
+    """
+    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
+    return 72.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (12 * h * n))
+
+
+def hardware_flops_selective(
+    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
+) -> float:
+    """FLOPs that one iteration performs with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
+
+    arXiv 2205.05198, appendix A, eq. 8. The paper's own derivation (4Bs²h more a layer) would give 2s/(9h) instead of
+    s/(3h); the printed form is the one that reproduces the published hardware FLOPs utilisation.
+    """
+    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
+    return 72.0 * b * n * s * h**2 * (1 + s / (3 * h) + v / (12 * h * n))
+
+
+def mfu(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
+    """Model FLOPs utilisation, FLOPs / (time × devices × peak), in 0..1; None where the peak is unknown.
+
+    Args:
+        flops: of one iteration, all devices together (`model_flops`).
+        seconds: of one iteration.
+        peak_flops: of one device [FLOP/s].
+    """
+    return None if peak_flops is None else flops / (seconds * devices * peak_flops)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one step took, as a mean over the steps since the last reading."""
+
+    seconds: float
+    tokens_per_second: float  # all devices together
+    tokens_per_second_per_device: float
+    model_tflops: float  # TFLOP/s of one device, recomputation not counted
+    mfu: float | None  # 0..1
+    eta_seconds: float | None  # None before the first step
+
+
+class StepMeter:
+    """Times steps: `tick()` after every step, `read(step)` when one is logged.
+
+    Args:
+        tokens_per_step: global batch × sequence length.
+        flops_per_step: `model_flops` of one step, all devices.
+        devices: ranks of the job.
+        peak_flops: of one device [FLOP/s], or None.
+        total_steps: the run's last step.
+        window: steps in the moving average behind the time left. The first step of a start (warming caches, compiling)
+            is left out of it as soon as there is another.
+    """
+
+    def __init__(
+        self,
+        tokens_per_step: int,
+        flops_per_step: float,
+        devices: int,
+        peak_flops: float | None,
+        total_steps: int,
+        window: int = 50,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_step = flops_per_step
+        self.devices = devices
+        self.peak_flops = peak_flops
+        self.total_steps = total_steps
+        self._clock = clock
+        self._recent: deque[float] = deque(maxlen=window)
+        self._ticks = 0
+        self._unread: list[float] = []
+        self._last = clock()
+
+    def start(self) -> None:
+        """Count the next step from now; without it the first counts from the meter's making."""
+        self._last = self._clock()
+
+    def tick(self) -> None:
+        """A step has ended."""
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        if self._ticks == 1:
+            self._recent.clear()
+        self._ticks += 1
+        self._recent.append(seconds)
+        self._unread.append(seconds)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent inside (validation, saving) belongs to no step."""
+        entered = self._clock()
+        try:
+            yield
+        finally:
+            self._last += self._clock() - entered
+
+    def read(self, step: int) -> Speed:
+        """The speed of the steps since the last reading, the last of them being `step`."""
+        assert self._unread, "read() before tick()"
+        seconds = sum(self._unread) / len(self._unread)
+        self._unread.clear()
+        tokens_per_second = self.tokens_per_step / seconds
+        return Speed(
+            seconds=seconds,
+            tokens_per_second=tokens_per_second,
+            tokens_per_second_per_device=tokens_per_second / self.devices,
+            model_tflops=self.flops_per_step / seconds / self.devices / 1e12,
+            mfu=mfu(self.flops_per_step, seconds, self.devices, self.peak_flops),
+            eta_seconds=max(0, self.total_steps - step) * sum(self._recent) / len(self._recent),
+        )
+
+
+def memory_gib(device_type: str = "cpu") -> float:
+    """Peak memory of this rank in GiB (2³⁰ bytes).
+
+    On "cuda" the most that torch's allocator had in use (`max_memory_allocated`; the context's 1-2 GB are not in it).
+    On "cpu" the most memory that the process had resident, libraries and shared pages included.
+    """
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / GIB
+    return _peak_resident_bytes() / GIB
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage: after fork and exec its maximum still holds the launcher's.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

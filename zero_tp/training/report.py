@@ -1,0 +1,257 @@
+"""What a run says: one aligned line a step, a progress bar on a terminal, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from tqdm import tqdm
+
+from zero_tp.training.metrics import Speed, perplexity
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One logged step. The loss is the mean over the global batch; the norm is of all gradients before clipping."""
+
+    step: int
+    consumed_samples: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    speed: Speed
+    memory_gib: float
+
+
+# --- formatting: pure functions ---------------------------------------------------------------------------------------
+
+
+def format_number(value: float, width: int = 9) -> str:
+    """A loss or norm with four decimals, in scientific form where those would say nothing; right-aligned."""
+    if not math.isfinite(value):
+        text = str(value)
+    elif value == 0 or 1e-2 <= abs(value) < 1e3:
+        text = f"{value:.4f}"
+    else:
+        text = f"{value:.2e}"
+    return text.rjust(width)
+
+
+def format_rate(value: float) -> str:
+    """A rate in at most 6 characters: 0.0123, 4.567, 732.1, 98765, 123.4k, 1.234M."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
+        scaled = value / factor
+        if unit == "" and abs(value) < 99999.5:
+            if abs(value) >= 999.95:
+                return f"{value:.0f}"
+            return f"{value:.4f}" if abs(value) < 1 else f"{value:.4g}"
+        if unit and abs(scaled) < 999.95:
+            return f"{scaled:.4g}{unit}"
+    return f"{value:.0e}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Time left in at most 6 characters: 45s, 3m20s, 2h05m, 12d03h, 123d; `-` where unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if whole < 60:
+        return f"{whole}s"
+    if hours < 1:
+        return f"{minutes}m{whole % 60:02d}s"
+    if days < 1:
+        return f"{hours}h{minutes % 60:02d}m"
+    return f"{days}d{hours % 24:02d}h" if days < 100 else f"{days}d"
+
+
+def _columns(step: str, total_steps: int, cells: tuple[str, ...]) -> str:
+    widths = (9, 8, 9, 9, 8, 11, 6, 8, 6)
+    first = step.rjust(2 * len(str(total_steps)) + 1)
+    return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+
+
+def format_header(total_steps: int) -> str:
+    """The names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
+    names = ("loss", "lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "peak GiB", "ETA")
+    return _columns("step", total_steps, names)
+
+
+def format_line(record: StepRecord, total_steps: int) -> str:
+    """One step, aligned below `format_header(total_steps)`."""
+    speed = record.speed
+    cells = (
+        format_number(record.loss),
+        f"{record.learning_rate:.2e}",
+        format_number(record.grad_norm),
+        format_rate(speed.tokens_per_second_per_device),
+        format_rate(speed.tokens_per_second),
+        format_rate(speed.model_tflops),
+        "-" if speed.mfu is None else f"{100 * speed.mfu:.1f}%",
+        f"{record.memory_gib:.2f}",
+        format_duration(speed.eta_seconds),
+    )
+    return _columns(f"{record.step}/{total_steps}", total_steps, cells)
+
+
+# --- metrics.jsonl ----------------------------------------------------------------------------------------------------
+
+
+def metrics_line(values: Mapping[str, float | int | None]) -> str:
+    """One strict JSON object. A non-finite value is null, and `nonfinite` says which it was: `{"loss": "nan"}`."""
+    odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    clean: dict[str, object] = {key: None if key in odd else value for key, value in values.items()}
+    if odd:
+        clean["nonfinite"] = odd
+    return json.dumps(clean, allow_nan=False)
+
+
+def cut_metrics(path: Path, last_step: int) -> int:
+    """Keep only the lines of `path` up to step `last_step`, replacing the file atomically.
+
+    A start that resumes from step k trains k + 1, … again, and each step stands in the file once.
+
+    Returns:
+        How many lines were unreadable and left out (a start that was killed can leave half a line).
+    """
+    if not path.exists():
+        return 0
+    old = path.read_text()
+    kept: list[str] = []
+    unreadable = 0
+    for line in old.splitlines():
+        try:
+            step = json.loads(line)["step"]
+            keep = int(step) <= last_step
+        except (ValueError, KeyError, TypeError):  # counted, and said by the caller
+            unreadable += 1
+            continue
+        if keep:
+            kept.append(line + "\n")
+    new = "".join(kept)
+    if new != old:
+        temporary = path.with_name(path.name + ".new")
+        with temporary.open("w") as stream:
+            stream.write(new)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    return unreadable
+
+
+# --- the reporter -----------------------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Everything a run prints and logs. On ranks other than 0 every method does nothing.
+
+    Args:
+        run_dir: where metrics.jsonl is; made if missing.
+        rank0: is this the rank that speaks?
+        total_steps: the run's last step.
+        interval: steps a log line.
+        terminal: show a progress bar; None: if stdout and stderr are terminals.
+        start_step: the step that this start resumes from, 0 for a new run. Later lines of metrics.jsonl are cut off.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank0: bool,
+        total_steps: int,
+        interval: int,
+        terminal: bool | None = None,
+        start_step: int = 0,
+    ) -> None:
+        self.rank0 = rank0
+        self.total_steps = total_steps
+        self.interval = interval
+        self._bar: tqdm[None] | None = None
+        self._metrics: IO[str] | None = None
+        if not rank0:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        unreadable = cut_metrics(run_dir / METRICS_FILE, start_step)
+        self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)
+        if terminal is None:
+            terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        if terminal:
+            self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, leave=False)
+        if unreadable:
+            self.say(f"{run_dir / METRICS_FILE}: left out {unreadable} unreadable line{'s' if unreadable > 1 else ''}")
+        self.say(format_header(total_steps))
+
+    def due(self, step: int) -> bool:
+        """Is `step` logged? True on every rank alike, so that what a line needs may be a collective."""
+        return step % self.interval == 0 or step == self.total_steps
+
+    def advance(self, step: int) -> None:
+        """Steps up to `step` are done: moves the bar."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def log(self, record: StepRecord) -> None:
+        """Print the step's line and append it to metrics.jsonl."""
+        self.say(format_line(record, self.total_steps))
+        speed = record.speed
+        self._append(
+            {
+                "step": record.step,
+                "consumed_samples": record.consumed_samples,
+                "loss": record.loss,
+                "learning_rate": record.learning_rate,
+                "grad_norm": record.grad_norm,
+                "tokens_per_second": speed.tokens_per_second,
+                "model_tflops": speed.model_tflops,
+                "mfu": speed.mfu,
+                "memory_gib": record.memory_gib,
+                "seconds": speed.seconds,
+            }
+        )
+
+    def validation(self, step: int, loss: float) -> None:
+        """Print and append a validation loss [nats a token] with its perplexity."""
+        self.say(f"validation at step {step}: loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
+        self._append({"step": step, "validation_loss": loss, "validation_perplexity": perplexity(loss)})
+
+    def say(self, text: str) -> None:
+        """Print one line, above the bar if there is one."""
+        if not self.rank0:
+            return
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def _append(self, values: Mapping[str, float | int | None]) -> None:
+        if self._metrics is not None:
+            self._metrics.write(metrics_line(values) + "\n")
+
+    def close(self) -> None:
+        """Take the bar away and close the file."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
