@@ -182,7 +182,8 @@ class GradientHooks:
         self.fired: dict[str, int] = {}
         for name, parameter in model.named_parameters():
             layout = layout_of(parameter)
-            if isinstance(layout, Replicated) and layout.gradient == "partial":
+            partial = isinstance(layout, Replicated) and layout.gradient == "partial"
+            if partial and parameter.requires_grad:
                 self.fired[name] = 0
                 parameter.register_hook(self._hook(name, group))
 
