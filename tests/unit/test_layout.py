@@ -54,9 +54,7 @@ def test_unshard_of_shards_is_the_whole(data: st.DataObject) -> None:
     for rank, piece in enumerate(pieces):
         lengths = [stop - start + padding for start, stop, padding in layout.ranges(rank, size)]
         assert tuple(lengths) == layout.piece_sizes(size)
-        for (start, stop, padding), held in zip(
-            layout.ranges(rank, size), piece.split(lengths, dim), strict=True
-        ):
+        for (start, stop, padding), held in zip(layout.ranges(rank, size), piece.split(lengths, dim), strict=True):
             assert torch.equal(held.narrow(dim, 0, stop - start), whole.narrow(dim, start, stop - start))
             assert not held.narrow(dim, stop - start, padding).any()
             assert padded or padding == 0

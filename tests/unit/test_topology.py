@@ -130,7 +130,9 @@ def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
     assert found_spec is not None and found_spec.origin is not None
     root = Path(found_spec.origin).parent
     runtime = root / "runtime"
-    files = [runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")]
+    files = [
+        runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
+    ]
     files += [root / "utils" / name for name in ("bwc.py", "groups.py")]
     files += sorted((runtime / "zero").glob("*.py")) + sorted((runtime / "fp16").glob("*.py"))
     asked: set[str] = set()
