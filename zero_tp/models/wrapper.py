@@ -205,7 +205,7 @@ class ZeroTPForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any
     ) -> Any:
         """A model from a Hugging Face directory of safetensors; every rank reads it.
@@ -220,7 +220,9 @@ class ZeroTPForCausalLM(PreTrainedModel):
 
         return load_pretrained(cls, directory, topology, **options)
 
-    def save_pretrained(self, directory: str | os.PathLike[str], **options: Any) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self, directory: str | os.PathLike[str], **options: Any
+    ) -> None:
         """Write the native Hugging Face model. Collective: every rank calls it, global rank 0 writes.
 
         Args:
