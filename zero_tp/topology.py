@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zero_tp.config.batch import data_parallel_size
+from zero_tp.errors import UserError
 
 
 class Topology:
@@ -52,10 +53,13 @@ class Topology:
             UserError: the sizes do not fit (`tensor 4 × data 1.5 ≠ world 6`).
         """
         connected = world is None and dist.is_initialized()
-        self.world = dist.get_world_size() if connected else (world or 1)
-        self.rank = dist.get_rank() if connected else (rank or 0)
+        self.world = dist.get_world_size() if connected else 1 if world is None else world
+        self.rank = dist.get_rank() if connected else rank or 0
         self.tensor = tensor
+        if tensor < 1:
+            raise UserError(f"zero_tp.parallel.tensor: {tensor} is not positive")
         self.data = data_parallel_size(self.world, tensor)
+        assert 0 <= self.rank < self.world, f"rank {self.rank} is not in a world of {self.world}"
         self.sequence = sequence and tensor > 1
         self.tensor_rank = self.rank % tensor
         self.data_rank = self.rank // tensor

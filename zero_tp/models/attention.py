@@ -18,14 +18,15 @@ from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
 def attention_mask(padding: Tensor | None, length: int) -> Tensor | None:
     """The boolean mask [b, 1, s, s] of causal attention with padding [b, s] (1 = a token, 0 = padding).
 
-    None when nothing is padded: causal attention needs no mask tensor. A padded position still attends to itself, so
-    that its softmax is defined; nobody reads its output.
+    None when nothing is padded: causal attention needs no mask tensor. A position that sees no token at all (padding on
+    the left) attends to itself, so that its softmax is defined; nobody reads its output.
     """
     if padding is None:
         return None
     causal = torch.ones(length, length, dtype=torch.bool, device=padding.device).tril()
     visible = causal & padding.bool()[:, None, None, :]
-    return visible | torch.eye(length, dtype=torch.bool, device=padding.device)
+    itself = torch.eye(length, dtype=torch.bool, device=padding.device)
+    return visible | (itself & ~visible.any(-1, keepdim=True))
 
 
 class SDPACore(nn.Module):

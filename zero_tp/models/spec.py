@@ -25,7 +25,8 @@ class TransformerSpec:
     """The choices that make one decoder. Classes are picked by name from the tables of norm.py, position.py, mlp.py.
 
     Attributes:
-        hidden, layers, heads, head_size, mlp_size, vocabulary, positions: sizes (h, L, a, h/a, 4h, v, longest sequence).
+        hidden, layers, heads, head_size, mlp_size, vocabulary, positions: sizes (h, L, a, h/a, 4h, v, longest
+            sequence).
         norm, position, mlp: names in the tables NORMS, POSITIONS, MLPS.
         activation: the MLP's elementwise function.
         bias: whether linear layers have biases.

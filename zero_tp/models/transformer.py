@@ -22,9 +22,8 @@ class Embedding(nn.Module):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
         super().__init__()
-        topology = make.topology
         init = Normal(spec.init_std)
-        self.tensor, self.tensor_rank = topology.tensor, topology.tensor_rank
+        self.tensor_rank = make.topology.tensor_rank
         self.word = VocabParallelEmbedding(make.child("word"), spec.vocabulary, spec.hidden, init=init)
         self.position = POSITIONS[spec.position](make.child("position"), spec.positions, spec.hidden, init=init)
         self.dropout = dropout
@@ -60,9 +59,7 @@ class Transformer(nn.Module):
         super().__init__()
         # Under SP a rank drops its own positions; without it TP ranks repeat the residual stream and must agree.
         stream = PER_RANK if make.topology.sequence else SHARED
-        self.embedding = Embedding(
-            make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream)
-        )
+        self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
         self.layers = nn.ModuleList(
             TransformerLayer(
                 make.child(f"layers.{index}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream)

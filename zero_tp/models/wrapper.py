@@ -41,7 +41,10 @@ class OutputLayer(nn.Module):
             embedding
             if spec.tied
             else make.make(
-                "weight", (spec.vocabulary, spec.hidden), Sharded(0, (spec.vocabulary,), padded=True), Normal(spec.init_std)
+                "weight",
+                (spec.vocabulary, spec.hidden),
+                Sharded(0, (spec.vocabulary,), padded=True),
+                Normal(spec.init_std),
             )
         )
 
@@ -135,15 +138,18 @@ class ZeroTPForCausalLM(PreTrainedModel):
             )
         if self.training and any(vars(self.spec.dropouts).values()):
             raise UserError(
-                f"sequence length {length} does not divide by tensor parallel size {topology.tensor} and dropout is on; "
-                "call model.eval() first"
+                f"sequence length {length} does not divide by tensor parallel size {topology.tensor} and dropout is "
+                "on; call model.eval() first"
             )
         return False
 
-    def _check_tokens(self, tokens: Tensor) -> None:
-        # A token that no rank holds would silently look up zeros under TP.
-        inside = ((tokens >= 0) & (tokens < self.spec.vocabulary)).all()
-        torch._assert_async(inside, f"token ids must be in [0, vocab_size = {self.spec.vocabulary})")
+    def _check_ids(self, what: str, ids: Tensor, *, ignore: int | None = None) -> None:
+        # Under TP a token that no rank holds would silently look up zeros, a label be given a logit of zero.
+        inside = (ids >= 0) & (ids < self.spec.vocabulary)
+        if ignore is not None:
+            inside |= ids == ignore
+        allowed = f"[0, vocab_size = {self.spec.vocabulary})" + ("" if ignore is None else f" or {ignore}")
+        torch._assert_async(inside.all(), f"{what} must be in {allowed}")
 
     def forward(
         self,
@@ -171,14 +177,24 @@ class ZeroTPForCausalLM(PreTrainedModel):
 
         Raises:
             UserError: s does not divide by t while gradients are taken under SP, or exceeds the model's positions.
+            ValueError: labels of another shape than the input ids, or an unknown reduction.
+            RuntimeError: a token id or label outside the vocabulary (on an accelerator: when it is next synchronised).
         """
+        if reduction not in ("mean", "none"):
+            raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
+        if self.topology.tensor > 1 and self.topology.tensor_group is None:
+            raise RuntimeError("the topology only describes a grid; a forward needs its process groups")
         length = input_ids.shape[1]
         if length > self.spec.positions:
             raise UserError(f"sequence length {length} exceeds the model's {self.spec.positions} positions")
-        self._check_tokens(input_ids)
+        self._check_ids("token ids", input_ids)
         sequence = self._runs_sequence_parallel(length)
-        hidden = self.transformer(input_ids.t().contiguous(), attention_mask, sequence=sequence)
         targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
+        if targets is not None:
+            if targets.shape != input_ids.shape:
+                raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
+            self._check_ids("labels", targets, ignore=IGNORE_INDEX)
+        hidden = self.transformer(input_ids.t().contiguous(), attention_mask, sequence=sequence)
         loss = logits = None
         if targets is not None:
             each_token = reduction == "none"
@@ -189,7 +205,9 @@ class ZeroTPForCausalLM(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any) -> Any:
+    def from_pretrained(  # type: ignore[override]
+        cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any
+    ) -> Any:
         """A model from a Hugging Face directory of safetensors; every rank reads it.
 
         Args:
@@ -202,7 +220,9 @@ class ZeroTPForCausalLM(PreTrainedModel):
 
         return load_pretrained(cls, directory, topology, **options)
 
-    def save_pretrained(self, directory: str | os.PathLike[str], **options: Any) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self, directory: str | os.PathLike[str], **options: Any
+    ) -> None:
         """Write the native Hugging Face model. Collective: every rank calls it, global rank 0 writes.
 
         Args:

@@ -6,7 +6,7 @@ needs, import, export, resharding and counting bytes all read that one fact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,6 +103,9 @@ class Replicated:
 
 Layout = Sharded | Replicated
 
+# Either of these makes DeepSpeed's gradient norm count a parameter on every TP rank.
+MARKS = ("tensor_model_parallel", "model_parallel")
+
 
 def set_layout(parameter: nn.Parameter, layout: Layout, whole_shape: Sequence[int], tensor_size: int) -> None:
     """Give the parameter its layout and the marks that DeepSpeed's gradient norm reads.
@@ -112,8 +115,8 @@ def set_layout(parameter: nn.Parameter, layout: Layout, whole_shape: Sequence[in
     parameter.tensor_layout = layout  # type: ignore[attr-defined]
     parameter.whole_shape = tuple(whole_shape)  # type: ignore[attr-defined]
     if isinstance(layout, Sharded) and tensor_size > 1:
-        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-        parameter.model_parallel = True  # type: ignore[attr-defined]
+        for mark in MARKS:
+            setattr(parameter, mark, True)
 
 
 def layout_of(parameter: nn.Parameter) -> Layout:
@@ -157,9 +160,10 @@ def audit(model: nn.Module, topology: Topology) -> None:
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)
         if local_shape(parameter) != expected:
             raise ValueError(f"parameter {name}: shape {local_shape(parameter)}, its layout {layout} gives {expected}")
-        marked = bool(getattr(parameter, "tensor_model_parallel", False))
-        if marked != (isinstance(layout, Sharded) and topology.tensor > 1):
-            raise ValueError(f"parameter {name}: {layout} but tensor_model_parallel={marked}")
+        for mark in MARKS:
+            marked = bool(getattr(parameter, mark, False))
+            if marked != (isinstance(layout, Sharded) and topology.tensor > 1):
+                raise ValueError(f"parameter {name}: {layout} but {mark}={marked}")
         if isinstance(layout, Replicated) and layout.gradient == "partial" and topology.tensor == 1:
             raise ValueError(f"parameter {name}: a partial gradient without tensor parallelism")
 
@@ -178,11 +182,12 @@ class GradientHooks:
         self.fired: dict[str, int] = {}
         for name, parameter in model.named_parameters():
             layout = layout_of(parameter)
-            if isinstance(layout, Replicated) and layout.gradient == "partial":
+            partial = isinstance(layout, Replicated) and layout.gradient == "partial"
+            if partial and parameter.requires_grad:
                 self.fired[name] = 0
                 parameter.register_hook(self._hook(name, group))
 
-    def _hook(self, name: str, group: Group):  # type: ignore[no-untyped-def]
+    def _hook(self, name: str, group: Group) -> Callable[[Tensor], Tensor]:
         def sum_over_tensor_group(gradient: Tensor) -> Tensor:
             self.fired[name] += 1
             return all_reduce(gradient.contiguous().clone(), group)

@@ -7,10 +7,12 @@ Communication of one layer, forward and backward, over the TP group:
 
 | layer | SP | forward | backward |
 | --- | --- | --- | --- |
-| column | off | – (f) | all-reduce of the input gradient, during the weight-gradient GEMM |
-| column | on | all-gather of the input (g) | all-gather of the input during the input-gradient GEMM, then reduce-scatter of the input gradient during the weight-gradient GEMM |
+| column | off | – (f) | all-reduce of the input gradient ¹ |
+| column | on | all-gather of the input (g) | all-gather of the input ², then reduce-scatter of the input gradient ¹ |
 | row | off | all-reduce of the output (f̄) | – |
 | row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient |
+
+¹ during the weight-gradient GEMM. ² during the input-gradient GEMM.
 """
 
 from __future__ import annotations
@@ -42,9 +44,7 @@ class _ColumnParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool
-    ) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
         ctx.save_for_backward(shard, weight)
         ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
         whole = all_gather(shard, group) if sequence else shard
@@ -60,7 +60,7 @@ class _ColumnParallel(torch.autograd.Function):
         if needs_input:
             whole_gradient = gradient @ weight
             if gathering is not None:
-                whole = gathering.wait()  # before the next collective starts: one order on every rank
+                gathering.wait()  # before the next collective starts: one order on every rank
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
             reducing = start(whole_gradient, ctx.group)
         weight_gradient = bias_gradient = None

@@ -52,6 +52,14 @@ def _log_normaliser(logits: Tensor, target: Tensor, group: Group) -> tuple[Tenso
     return normaliser, parts[:, 2].sum(0) - normaliser
 
 
+def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """tensor · scale, rounded once to `dtype`. A scale rounded to bf16 first would bias all gradients by up to 0.4 %."""
+    if tensor is None:
+        return None
+    # A scale of one dimension keeps the product in fp32; one of none would take the tensor's dtype.
+    return torch.mul(tensor, scale.reshape(1), out=torch.empty_like(tensor, dtype=dtype))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,10 +81,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         valid = min(max(vocabulary - first, 0), rows)
         needs_hidden, needs_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
         counted = labels != ignore
-        # The mean over counted tokens; with none it is 0/0 = nan, as in torch.
-        share = 1.0 / counted.sum().float()
+        count = counted.sum().float()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        # Contiguous whatever the layout of `hidden`: each chunk is written through a flattened view.
+        hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         # Chunks add up in fp32 whatever the weight's dtype.
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         step = _chunk_rows(length, batch, rows)
@@ -90,8 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if not (needs_hidden or needs_weight):
                 continue
-            here = target >= 0
-            probability[here.nonzero().squeeze(1), target[here]] -= 1.0
+            ones = (target >= 0).to(probability.dtype).neg_().unsqueeze(1)
+            probability.scatter_add_(1, target.clamp(min=0).unsqueeze(1), ones)
             probability.masked_fill_(~keep.unsqueeze(1), 0.0)
             difference = probability.to(hidden.dtype)
             if hidden_gradient is not None:
@@ -104,19 +112,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_gradient is not None and group_size(group) > 1:
             leave = reduce_scatter if sequence else all_reduce
             hidden_gradient = leave(hidden_gradient, group)
-        ctx.save_for_backward(hidden_gradient, weight_gradient, share)
+        ctx.save_for_backward(hidden_gradient, weight_gradient, count)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return loss * share
+        return loss / count
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_gradient, weight_gradient, share = ctx.saved_tensors
-        scale = gradient.float() * share
-        if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient * scale.to(hidden_gradient.dtype)
-        if weight_gradient is not None:
-            weight_gradient = (weight_gradient * scale).to(ctx.dtypes[1])
-        return hidden_gradient, weight_gradient, None, None, None, None, None, None
+        hidden_gradient, weight_gradient, count = ctx.saved_tensors
+        # With no counted token the loss is 0/0 = nan and the gradient zero, as in torch.
+        scale = gradient.float() / count.clamp(min=1.0)
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (
+            _scaled(hidden_gradient, scale, hidden_dtype),
+            _scaled(weight_gradient, scale, weight_dtype),
+            *(None,) * 6,
+        )
 
 
 def vocab_parallel_cross_entropy(
@@ -162,7 +172,8 @@ def vocab_parallel_token_losses(
         chunk = labels[start : start + step]
         target = chunk.flatten() - first
         target = target.masked_fill((chunk.flatten() == ignore_index) | (target < 0) | (target >= valid), -1)
-        _, log_probability = _log_normaliser(_logits(hidden[start : start + step].flatten(0, 1), weight, valid), target, group)
+        logits = _logits(hidden[start : start + step].flatten(0, 1), weight, valid)
+        _, log_probability = _log_normaliser(logits, target, group)
         losses[start : start + step] = -log_probability.view(chunk.shape)
     return losses.masked_fill(labels == ignore_index, 0.0)
 

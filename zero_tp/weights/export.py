@@ -118,19 +118,29 @@ def save_pretrained(
     """Write a live model as its native class. Collective; global rank 0 writes and the others wait for it.
 
     Raises:
-        UserError: see `write_native`; raised on rank 0.
+        UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
     """
     first = model.topology.rank == 0
     # Every rank takes part in every gather; only rank 0 keeps the result.
     tensors = {name: tensor.cpu() for name, tensor in native_tensors(model) if first}
+    failure: Exception | None = None
     if first:
-        write_native(
-            directory,
-            model.config,
-            tensors,
-            dtype=dtype or next(model.parameters()).dtype,
-            max_shard_size=max_shard_size,
-            overwrite=True,
-        )
+        try:
+            write_native(
+                directory,
+                model.config,
+                tensors,
+                dtype=dtype or next(model.parameters()).dtype,
+                max_shard_size=max_shard_size,
+                overwrite=True,
+            )
+        except Exception as error:
+            failure = error
     if dist.is_initialized():
-        dist.barrier()
+        # The others learn how it went; a barrier would leave them waiting for a rank that has failed.
+        outcome = [None if failure is None else str(failure)]
+        dist.broadcast_object_list(outcome, src=0)
+        if failure is None and outcome[0] is not None:
+            failure = UserError(outcome[0])
+    if failure is not None:
+        raise failure

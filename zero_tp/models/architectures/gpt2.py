@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
@@ -13,7 +15,7 @@ from zero_tp.models.spec import Dropouts, TransformerSpec
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu": F.gelu,

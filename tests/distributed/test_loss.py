@@ -1,0 +1,245 @@
+"""The vocab-parallel cross entropy against torch's, on whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.compare import check_close, grid, leaf, piece_of
+from tests.pools import Pools
+from zero_tp.parallel import loss as module
+from zero_tp.parallel.collectives import all_gather
+from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.loss import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits,
+    vocab_parallel_token_losses,
+)
+
+HIDDEN = 6
+IGNORED = {"none": 0.0, "some": 0.4, "most": 0.9, "all": 1.0}
+
+
+def problem(
+    length: int, batch: int, vocabulary: int, ignored: str, large: bool, index: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [s, b, h], weight [v, h] and labels [s, b], the same on every rank."""
+    torch.manual_seed(seed)
+    hidden, weight = torch.randn(length, batch, HIDDEN), torch.randn(vocabulary, HIDDEN)
+    if large:
+        # Whole numbers, so that logits to ±1e4 are exact in fp32 and only the loss itself is compared.
+        hidden, weight = torch.randint(-40, 41, hidden.shape).float(), torch.randint(-41, 42, weight.shape).float()
+        hidden[0, 0], weight[0] = 40.0, 41.0
+        weight[-1] = -41.0
+    labels = torch.randint(vocabulary, (length, batch))
+    labels[torch.rand(labels.shape) < IGNORED[ignored]] = index
+    return hidden, weight, labels
+
+
+def shard_of(weight: Tensor, rank: int, world: int) -> Tensor:
+    """This rank's rows; the padded ones hold what would be seen if it were read."""
+    layout = Sharded(0, (len(weight),), padded=True)
+    local = layout.shard(weight, rank, world)
+    *_, (start, stop, _padding) = layout.ranges(rank, world)
+    local[stop - start :] = 1000.0
+    return local
+
+
+def cross_entropy(
+    world: int,
+    sequence: bool,
+    pieces: int,
+    batch: int,
+    vocabulary: int,
+    ignored: str,
+    large: bool,
+    index: int,
+    upstream: float,
+    chunk: int,
+    seed: int,
+    frozen: str = "",
+    strided: bool = False,
+) -> None:
+    topology = grid(world, sequence)
+    group, rank = topology.tensor_group, topology.tensor_rank
+    hidden, weight, labels = problem(pieces * world, batch, vocabulary, ignored, large, index, seed)
+    whole_hidden, whole_weight = leaf(hidden), leaf(weight)
+    logits = F.linear(whole_hidden, whole_weight)
+    flat = logits.flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(*flat, ignore_index=index)
+    (expected * upstream).backward()
+    each = F.cross_entropy(*flat, ignore_index=index, reduction="none").view(labels.shape)
+
+    own = piece_of(hidden, topology)
+    if strided:
+        own = own.transpose(0, 1).contiguous().transpose(0, 1)
+    given_hidden = own.clone().requires_grad_("hidden" not in frozen)
+    given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in frozen)
+    before = module.CHUNK_ELEMENTS
+    module.CHUNK_ELEMENTS = chunk
+    try:
+        common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
+        found = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, sequence=sequence, **common)
+        with torch.no_grad():
+            without = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, sequence=sequence, **common)
+        losses = vocab_parallel_token_losses(hidden, given_weight, labels, **common)
+    finally:
+        module.CHUNK_ELEMENTS = before
+    assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
+    assert torch.equal(found.isnan(), without.isnan()) and (found.isnan() or torch.equal(found, without))
+    everyone = all_gather(found.detach().reshape(1), group)
+    assert torch.equal(everyone[0].expand(world), everyone) or everyone.isnan().all()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6, nan_ok=True)
+    assert torch.allclose(losses, each, rtol=1e-5, atol=2e-6)
+    whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=vocabulary, group=group)
+    check_close({"logits": whole_logits}, {"logits": logits.detach()})
+    if not found.requires_grad:
+        return
+
+    (found * upstream).backward()
+    gradients, references = {}, {}
+    if given_hidden.requires_grad:
+        assert given_hidden.grad is not None and whole_hidden.grad is not None
+        gradients["hidden"], references["hidden"] = given_hidden.grad, piece_of(whole_hidden.grad, topology)
+    if given_weight.requires_grad:
+        assert given_weight.grad is not None and whole_weight.grad is not None
+        layout = Sharded(0, (vocabulary,), padded=True)
+        # Against the zero-padded shard: a padded row must have no gradient.
+        gradients["weight"], references["weight"] = given_weight.grad, layout.shard(whole_weight.grad, rank, world)
+    # A floor: with one word in the vocabulary the gradient is zero.
+    for each_of in (gradients, references):
+        each_of["one"] = torch.ones(1)
+    check_close(gradients, references)
+
+
+# No shrinking: a failure on one rank costs a new pool.
+@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@given(
+    world=st.sampled_from([2, 3, 4]),
+    sequence=st.booleans(),
+    pieces=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    vocabulary=st.integers(1, 40),
+    ignored=st.sampled_from(sorted(IGNORED)),
+    large=st.booleans(),
+    index=st.sampled_from([-100, -1]),
+    upstream=st.sampled_from([1.0, 65536.0, 0.125]),
+    chunk=st.sampled_from([1, 30, 100, 2**23]),
+    seed=st.integers(0, 2**20),
+)
+@example(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0)  # three of four ranks hold padding only
+@example(4, False, 2, 2, 5, "all", False, -100, 65536.0, 30, 1)
+@example(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2)
+def test_cross_entropy_equals_torch(
+    ranks: Pools,
+    world: int,
+    sequence: bool,
+    pieces: int,
+    batch: int,
+    vocabulary: int,
+    ignored: str,
+    large: bool,
+    index: int,
+    upstream: float,
+    chunk: int,
+    seed: int,
+) -> None:
+    ranks(world).run(
+        cross_entropy, world, sequence, pieces, batch, vocabulary, ignored, large, index, upstream, chunk, seed
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "hidden weight"])
+def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: str) -> None:
+    ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, frozen)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_hidden_states_laid_out_batch_first(ranks: Pools, sequence: bool) -> None:
+    ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, strided=True)
+
+
+def rounded(world: int, sequence: bool) -> None:
+    """bf16 against torch in fp32 on the same rounded values: rounding, and no bias."""
+    topology = grid(world, sequence)
+    torch.manual_seed(3)
+    length, batch, vocabulary = 24, 5, 33
+    hidden = torch.randn(length, batch, HIDDEN).bfloat16()
+    weight = torch.randn(vocabulary, HIDDEN).bfloat16()
+    labels = torch.randint(vocabulary, (length, batch))
+    labels[0, :] = -100  # 115 counted: 1/115 is not a power of two
+    expected_hidden, expected_weight = leaf(hidden.float()), leaf(weight.float())
+    logits = F.linear(expected_hidden, expected_weight).flatten(0, 1)
+    F.cross_entropy(logits, labels.flatten()).backward()
+    given_hidden = leaf(piece_of(hidden, topology))
+    layout = Sharded(0, (vocabulary,), padded=True)
+    given_weight = leaf(layout.shard(weight, topology.tensor_rank, world))
+    vocab_parallel_cross_entropy(
+        given_hidden, given_weight, labels, vocabulary=vocabulary, group=topology.tensor_group, sequence=sequence
+    ).backward()
+    assert given_hidden.grad is not None and given_weight.grad is not None
+    assert expected_hidden.grad is not None and expected_weight.grad is not None
+    found = {"hidden": given_hidden.grad, "weight": given_weight.grad}
+    reference = {
+        "hidden": piece_of(expected_hidden.grad, topology),
+        "weight": layout.shard(expected_weight.grad, topology.tensor_rank, world),
+    }
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+    check_close(found, reference, relative=1e-2)
+    for name, tensor in found.items():  # errors of single elements average out
+        ratio = (tensor.double() * reference[name]).sum() / reference[name].double().pow(2).sum()
+        assert ratio.item() == pytest.approx(1.0, abs=1.5e-3), name
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_bf16(ranks: Pools, sequence: bool) -> None:
+    ranks(2).run(rounded, 2, sequence)
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def largest_tensor(world: int, sequence: bool, chunk: int) -> int:
+    topology = grid(world, sequence)
+    length, batch, vocabulary = 32, 2, 64
+    hidden, weight, labels = problem(length, batch, vocabulary, "some", False, -100, 0)
+    own = leaf(piece_of(hidden, topology))
+    shard = leaf(Sharded(0, (vocabulary,), padded=True).shard(weight, topology.tensor_rank, world))
+    before = module.CHUNK_ELEMENTS
+    module.CHUNK_ELEMENTS = chunk
+    common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group}
+    try:
+        with Largest() as largest:
+            vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common).backward()
+            vocab_parallel_token_losses(hidden, shard, labels, **common)
+    finally:
+        module.CHUNK_ELEMENTS = before
+    return largest.elements
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
+    whole_logits, hidden_states = 32 * 2 * 64 // 2, 32 * 2 * HIDDEN
+    for chunk in (1, 128, 512):
+        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, hidden_states)}
+    assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}

@@ -1,0 +1,226 @@
+"""Layouts: shards of a tensor, initial weights that no TP size changes, and the audit of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import GPT2Config
+
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.layout import GradientHooks, Replicated, Sharded, audit, layout_of, set_layout
+from zero_tp.topology import Topology
+
+LAYERS, VOCABULARY, STD = 2, 301, 0.02
+
+
+def config(**changes: object) -> GPT2Config:
+    # 24 heads divide by 1, 2, 3, 4 and 8; the odd vocabulary by none. 72 rows end inside a block of 64.
+    sizes = {"n_layer": LAYERS, "n_head": 24, "n_embd": 72, "n_positions": 80, "vocab_size": VOCABULARY}
+    return GPT2Config(**{**sizes, **changes})
+
+
+def models(tensor: int, sequence: bool = False, **options: object) -> list[ZeroTPForCausalLM]:
+    """Every TP rank's model, made from descriptions of the ranks."""
+    untied = config(tie_word_embeddings=False)
+    return [
+        ZeroTPForCausalLM(untied, Topology(tensor, sequence, world=tensor, rank=rank), seed=5, **options)
+        for rank in range(tensor)
+    ]
+
+
+def shards(ranks: list[ZeroTPForCausalLM], name: str) -> list[nn.Parameter]:
+    return [dict(model.named_parameters())[name] for model in ranks]
+
+
+@given(st.data())
+def test_unshard_of_shards_is_the_whole(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 6), "size")
+    padded = data.draw(st.booleans(), "padded")
+    part = st.integers(1, 20) if padded else st.integers(1, 4).map(lambda n: n * size)
+    parts = tuple(data.draw(st.lists(part, min_size=1, max_size=3), "parts"))
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3), "shape")
+    dim = data.draw(st.integers(0, len(shape) - 1), "dim")
+    shape[dim] = sum(parts)
+    # No element is zero, so that every zero of a shard is padding.
+    whole = torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape)
+    layout = Sharded(dim, parts, padded)
+    pieces = [layout.shard(whole, rank, size) for rank in range(size)]
+    assert all(tuple(piece.shape) == layout.local_shape(shape, size) for piece in pieces)
+    assert torch.equal(layout.unshard(pieces), whole)
+    assert sum(int((piece != 0).sum()) for piece in pieces) == whole.numel()
+    for rank, piece in enumerate(pieces):
+        lengths = [stop - start + padding for start, stop, padding in layout.ranges(rank, size)]
+        assert tuple(lengths) == layout.piece_sizes(size)
+        for (start, stop, padding), held in zip(layout.ranges(rank, size), piece.split(lengths, dim), strict=True):
+            assert torch.equal(held.narrow(dim, 0, stop - start), whole.narrow(dim, start, stop - start))
+            assert not held.narrow(dim, stop - start, padding).any()
+            assert padded or padding == 0
+
+
+def test_a_rank_may_hold_padding_only() -> None:
+    layout = Sharded(0, (3,), padded=True)
+    whole = torch.tensor([1, 2, 3])
+    assert [layout.shard(whole, rank, 5).tolist() for rank in range(5)] == [[1], [2], [3], [0], [0]]
+    layout = Sharded(0, (9,), padded=True)  # three rows a rank: the last has one row past the end of the third
+    assert [layout.shard(torch.arange(1, 10), rank, 4).tolist() for rank in range(4)] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+        [0, 0, 0],
+    ]
+
+
+def test_fused_parts_are_split_each_by_itself() -> None:
+    whole = torch.tensor([10, 11, 20, 21, 30, 31, 32, 33])
+    layout = Sharded(0, (2, 2, 4))
+    assert [layout.shard(whole, rank, 2).tolist() for rank in range(2)] == [[10, 20, 30, 31], [11, 21, 32, 33]]
+
+
+def test_a_part_that_does_not_divide_is_an_error() -> None:
+    layout = Sharded(0, (4, 6))
+    for call in (
+        lambda: layout.piece_sizes(4),
+        lambda: layout.local_shape((10, 3), 4),
+        lambda: layout.shard(torch.zeros(10, 3), 0, 4),
+        lambda: layout.unshard([torch.zeros(3, 3)] * 4),
+    ):
+        with pytest.raises(ValueError, match="6 does not divide by tensor parallel size 4"):
+            call()
+    with pytest.raises(ValueError, match=r"dimension 0 is 11.*\(4, 6\)"):
+        layout.shard(torch.zeros(11, 3), 0, 2)
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 4, 8])
+def test_initial_weights_are_the_same_for_every_tensor_size(tensor: int) -> None:
+    whole = dict(models(1)[0].named_parameters())
+    split = models(tensor, sequence=True)
+    for name, reference in whole.items():
+        held = shards(split, name)
+        assert torch.equal(layout_of(held[0]).unshard(held), reference), name
+        assert layout_of(reference).__class__ is layout_of(held[0]).__class__
+    for model in split:
+        audit(model, model.topology)
+
+
+def test_initial_weights_rounded_and_reseeded() -> None:
+    exact = dict(models(1)[0].named_parameters())
+    rounded = models(3, dtype=torch.bfloat16)
+    for name, reference in exact.items():
+        held = shards(rounded, name)
+        assert torch.equal(layout_of(held[0]).unshard(held), reference.bfloat16()), name
+    other = dict(ZeroTPForCausalLM(config(tie_word_embeddings=False), seed=6).named_parameters())
+    for name, reference in exact.items():
+        assert torch.equal(other[name], reference) == (reference.dim() == 1), name
+
+
+def test_initial_distribution() -> None:
+    parameters = dict(ZeroTPForCausalLM(config(tie_word_embeddings=False), seed=3).named_parameters())
+    seen: set[float] = set()
+    for name, weight in parameters.items():
+        if name.endswith("bias"):
+            assert not weight.any(), name
+        elif "norm" in name:
+            assert (weight == 1).all(), name
+        else:
+            residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+            std = STD / (2 * LAYERS) ** 0.5 if residual else STD
+            error = weight.numel() ** -0.5
+            assert weight.std().item() == pytest.approx(std, rel=4 * error), name
+            assert abs(weight.mean().item()) < 5 * std * error, name
+            first = weight.flatten()[0].item() / std
+            assert first not in seen, f"{name} repeats another's draws"
+            seen.add(first)
+            rows = weight.detach() if weight.shape[0] > 64 else weight.detach().t()
+            assert len(rows[:, 0].unique()) == len(rows), f"{name}: blocks repeat"
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 4, 8])
+def test_padded_rows_are_zero(tensor: int) -> None:
+    for name in ("transformer.embedding.word.weight", "head.weight"):
+        joined = torch.cat(shards(models(tensor), name)).detach()
+        assert len(joined) == -(-VOCABULARY // tensor) * tensor
+        assert joined[:VOCABULARY].any(1).all()
+        assert not joined[VOCABULARY:].any()
+
+
+def test_tied_weight_is_one_parameter() -> None:
+    model = ZeroTPForCausalLM(config(), Topology(2, world=2, rank=1))
+    assert model.head.weight is model.transformer.embedding.word.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+class Tampered:
+    """One way to break a model, and what the audit must say."""
+
+    @staticmethod
+    def unclassified(model: ZeroTPForCausalLM) -> None:
+        model.transformer.layers[1].mlp.extra = nn.Parameter(torch.zeros(3))
+
+    @staticmethod
+    def shape(model: ZeroTPForCausalLM) -> None:
+        old = model.transformer.layers[1].mlp.up.weight
+        model.transformer.layers[1].mlp.up.weight = copy_marks(old, nn.Parameter(torch.zeros(7, 72)))
+
+    @staticmethod
+    def unmarked(model: ZeroTPForCausalLM) -> None:
+        model.transformer.layers[1].mlp.up.weight.tensor_model_parallel = False
+
+    @staticmethod
+    def half_marked(model: ZeroTPForCausalLM) -> None:
+        model.transformer.layers[1].mlp.up.weight.model_parallel = False
+
+    @staticmethod
+    def marked(model: ZeroTPForCausalLM) -> None:
+        model.transformer.layers[1].mlp_norm.weight.model_parallel = True
+
+
+def copy_marks(old: Tensor, new: nn.Parameter) -> nn.Parameter:
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (Tampered.unclassified, r"transformer\.layers\.1\.mlp\.extra has no layout"),
+        (Tampered.shape, r"transformer\.layers\.1\.mlp\.up\.weight: shape \(7, 72\).*gives \(144, 72\)"),
+        (Tampered.unmarked, r"transformer\.layers\.1\.mlp\.up\.weight: .*tensor_model_parallel=False"),
+        (Tampered.half_marked, r"transformer\.layers\.1\.mlp\.up\.weight: .*model_parallel=False"),
+        (Tampered.marked, r"transformer\.layers\.1\.mlp_norm\.weight: .*model_parallel=True"),
+    ],
+)
+def test_audit_names_what_is_wrong(tamper: object, message: str) -> None:
+    topology = Topology(2, world=2, rank=1)
+    model = ZeroTPForCausalLM(config(), topology)
+    audit(model, topology)
+    tamper(model)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        audit(model, topology)
+
+
+def test_audit_refuses_a_partial_gradient_without_tensor_parallelism() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2))
+    set_layout(module.weight, Replicated("partial"), (2,), 1)
+    with pytest.raises(ValueError, match="weight: a partial gradient without tensor parallelism"):
+        audit(module, Topology())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_partial_gradients_are_those_of_sequence_shards(sequence: bool) -> None:
+    model = models(2, sequence)[0]
+    replicated = {name for name, p in model.named_parameters() if isinstance(layout_of(p), Replicated)}
+    assert replicated == {
+        name
+        for name, _ in model.named_parameters()
+        if "norm" in name or "position" in name or name.endswith(("attention.output.bias", "mlp.down.bias"))
+    }
+    assert set(GradientHooks(model, None).fired) == (replicated if sequence else set())
+
+
+def test_hooks_refuse_an_unclassified_parameter() -> None:
+    with pytest.raises(ValueError, match="no layout"):
+        GradientHooks(nn.Linear(2, 2), None)

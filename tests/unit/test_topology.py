@@ -1,0 +1,145 @@
+"""The TP × DP grid without process groups, and what DeepSpeed asks of its mpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero_tp.errors import UserError
+from zero_tp.topology import Topology
+
+SIZES = st.integers(1, 9)
+
+PROVIDED = {
+    f"get_{kind}_parallel_{what}"
+    for kind in ("model", "tensor_model", "data")
+    for what in ("group", "rank", "world_size")
+}
+
+# What DeepSpeed 0.19.8 names on an mpu besides, and why zero_tp has no such method.
+REVIEWED = {
+    # Ulysses: each is behind hasattr, and its presence changes ZeRO's groups.
+    "get_sequence_parallel_group": "Ulysses",
+    "get_sequence_parallel_rank": "Ulysses",
+    "get_sequence_parallel_world_size": "Ulysses",
+    "get_sequence_data_parallel_group": "Ulysses",
+    "get_sequence_data_parallel_rank": "Ulysses",
+    "get_sequence_data_parallel_world_size": "Ulysses",
+    # Older names, asked for only when the tensor_model ones are missing.
+    "get_slice_parallel_group": "older name",
+    "get_slice_parallel_rank": "older name",
+    "get_slice_parallel_world_size": "older name",
+    # Pipeline parallelism: behind hasattr, world size 1 without them.
+    "get_pipe_parallel_group": "pipeline",
+    "get_pipe_parallel_world_size": "pipeline",
+    "get_pipeline_model_parallel_group": "pipeline",
+    "get_pipeline_model_parallel_world_size": "pipeline",
+    # AutoTP replaces the mpu by DeepSpeed's own module before it calls these two.
+    "_init_tp_mesh_device": "AutoTP",
+    "get_tensor_model_parallel_src_rank": "AutoTP",
+    # Only mixture-of-experts groups ask for the list of ranks.
+    "get_data_parallel_group_ranks": "mixture of experts",
+}
+
+
+def grid(tensor: int, data: int, sequence: bool = False) -> list[Topology]:
+    return [Topology(tensor, sequence, world=tensor * data, rank=rank) for rank in range(tensor * data)]
+
+
+@given(tensor=SIZES, data=SIZES)
+def test_groups(tensor: int, data: int) -> None:
+    ranks = grid(tensor, data)
+    world = tensor * data
+    for rank, topology in enumerate(ranks):
+        assert (topology.world, topology.rank, topology.tensor, topology.data) == (world, rank, tensor, data)
+        mine = [members for members in topology.tensor_members() if rank in members]
+        # t consecutive ranks, starting at a multiple of t; the place in the group is the TP rank.
+        start = rank - rank % tensor
+        assert mine == [list(range(start, start + tensor))]
+        assert mine[0].index(rank) == topology.get_tensor_model_parallel_rank() == topology.get_model_parallel_rank()
+        across = [members for members in topology.data_members() if rank in members]
+        assert len(across) == 1
+        assert across[0].index(rank) == topology.get_data_parallel_rank()
+        assert {ranks[other].tensor_rank for other in across[0]} == {topology.tensor_rank}
+        assert len(across[0]) == topology.get_data_parallel_world_size() == data
+        assert topology.get_model_parallel_world_size() == topology.get_tensor_model_parallel_world_size() == tensor
+        assert topology.get_model_parallel_group() is None
+        for members in (topology.tensor_members(), topology.data_members()):
+            assert sorted(sum(members, [])) == list(range(world))
+    assert len({(topology.tensor_rank, topology.data_rank) for topology in ranks}) == world
+
+
+@given(tensor=SIZES, world=st.integers(1, 81))
+def test_wrong_sizes_show_every_factor(tensor: int, world: int) -> None:
+    if world % tensor == 0:
+        assert Topology(tensor, world=world, rank=world - 1).data == world // tensor
+        return
+    with pytest.raises(UserError) as caught:
+        Topology(tensor, world=world)
+    assert f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_sizes_wording() -> None:
+    with pytest.raises(UserError, match=r"tensor 4 × data 1\.5 ≠ world 6"):
+        Topology(4, world=6, rank=0)
+
+
+@pytest.mark.parametrize(("tensor", "world"), [(0, 4), (-2, 4), (1, 0), (2, 0), (1, -1)])
+def test_sizes_below_one_are_refused(tensor: int, world: int) -> None:
+    with pytest.raises(UserError):
+        Topology(tensor, world=world, rank=0)
+
+
+@given(tensor=SIZES, data=SIZES)
+def test_sequence_parallelism_needs_tensor_parallelism(tensor: int, data: int) -> None:
+    topology = Topology(tensor, True, world=tensor * data, rank=0)
+    assert topology.sequence == (tensor > 1)
+    assert topology.describe() == f"TP {tensor} × DP {data}" + (", SP" if tensor > 1 else "")
+
+
+@given(tensor=SIZES, data=SIZES, base=st.integers(0, 2**31))
+def test_seeds(tensor: int, data: int, base: int) -> None:
+    ranks = grid(tensor, data)
+    shared = {(r.data_rank, r.seed(base, per_rank=False)) for r in ranks}
+    assert len(shared) == data  # one a TP group
+    assert len({seed for _, seed in shared}) == data  # and another in each
+    own = {r.seed(base, per_rank=True) for r in ranks}
+    assert len(own) == len(ranks)
+    assert not own & {seed for _, seed in shared}
+    assert not own & {r.seed(base + 1, per_rank=True) for r in ranks}
+    assert all(0 <= seed < 2**63 for seed in own)  # what torch.Generator takes
+
+
+def test_the_mpu_has_what_deepspeed_needs_and_nothing_forbidden() -> None:
+    topology = Topology(2, True, world=4, rank=3)
+    public = {name for name in dir(topology) if not name.startswith("__")}
+    assert {name for name in public if name.startswith("get_")} == PROVIDED
+    assert not [name for name in public if "sequence_parallel" in name or name.startswith("get_sequence")]
+    assert not public & set(REVIEWED)
+
+
+def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
+    """A new name in DeepSpeed's source has to be reviewed: a missing method can mean world size 1 without an error."""
+    found_spec = importlib.util.find_spec("deepspeed")
+    assert found_spec is not None and found_spec.origin is not None
+    root = Path(found_spec.origin).parent
+    runtime = root / "runtime"
+    files = [
+        runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
+    ]
+    files += [root / "utils" / name for name in ("bwc.py", "groups.py")]
+    files += sorted((runtime / "zero").glob("*.py")) + sorted((runtime / "fp16").glob("*.py"))
+    asked: set[str] = set()
+    for file in files:
+        source = file.read_text()
+        asked |= set(re.findall(r"\bmpu\.(\w+)", source))
+        asked |= set(re.findall(r"(?:has|get)attr\((?:self\.)?mpu,\s*['\"](\w+)['\"]", source))
+    asked -= {"initialize_sequence_parallel"}  # a Megatron module's way of saying that it is Ulysses
+    assert asked - PROVIDED == set(REVIEWED)
+    assert asked >= PROVIDED - {"get_tensor_model_parallel_group"}
