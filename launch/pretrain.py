@@ -57,7 +57,7 @@ def pretrain(options: argparse.Namespace, place: Place) -> None:
 
     run = Run(config, output)
     complete_environment(place)
-    train(run, local_rank=place.local_rank or 0, verbose=options.verbose)
+    train(run, place, verbose=options.verbose)
 
 
 def main() -> None:

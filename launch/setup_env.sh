@@ -35,12 +35,6 @@ python=$environment/bin/python
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
 
-# DeepSpeed compiles what it needs at its first use, which is no place for this message.
-command -v "${CXX:-c++}" >/dev/null ||
-    fail "there is no C++ compiler (${CXX:-c++}): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
-"$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
-    fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
-
 key=$({ cat constraints.txt setup.cfg pyproject.toml && "$python" --version && pwd; } | cksum)
 installed() { # any set of extras contains the bare package
     for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
@@ -63,19 +57,24 @@ if ! installed; then
     echo "set-up: installed in $((SECONDS - begin)) s"
 fi
 
-# Compiled once, here: four ranks that start together would all wait for one compiler, and time out on a slow machine.
+# The tests of offload use one op that DeepSpeed compiles, here once: ranks that start together would all wait for one
+# compiler, and time out on a slow machine. Nothing else on CPUs needs a compiler.
+case ,$extras, in *,dev,*) ;; *) exit 0 ;; esac
+builder=CPUAdamBuilder
 extensions=${TORCH_EXTENSIONS_DIR:-$HOME/.cache/torch_extensions}
-builders=(ShareMemCommBuilder)
-case ,$extras, in *,dev,*) builders+=(CPUAdamBuilder) ;; esac # what the tests of offload use
-ops=$environment/ops-$(IFS=+; echo "${builders[*]}")
+ops=$environment/ops-$builder
 current_ops() {
     [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key $extensions" ] || return 1
     while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
 }
 if ! current_ops; then
-    echo "set-up: compiling DeepSpeed's CPU ops, a minute or two each (${#builders[@]})"
+    command -v "${CXX:-c++}" >/dev/null ||
+        fail "there is no C++ compiler (${CXX:-c++}): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
+    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+        fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
+    echo "set-up: compiling DeepSpeed's $builder, a minute or two"
     begin=$SECONDS
-    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py "${builders[@]}" 2>"$log") ||
+    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py "$builder" 2>"$log") ||
         { tail -n 20 "$log" >&2; fail "compiling failed; all messages are in $log"; }
     write "$ops" <<<"$key $extensions"$'\n'"$files"
     echo "set-up: compiled in $((SECONDS - begin)) s"

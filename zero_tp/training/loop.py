@@ -22,6 +22,7 @@ from zero_tp.planning.hardware import device_peak_flops
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine, check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
+from zero_tp.training.processes import Place
 from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
 
@@ -62,14 +63,20 @@ class Run:
         return hf_config
 
 
-def connect(config: RunConfig, local_rank: int, verbose: bool) -> tuple[Topology, torch.device]:
+def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, torch.device]:
     """Join the process group and make the topology's. Collective."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    from zero_tp.training.ops import OTHER_MACHINE_SECONDS, clear_abandoned_locks, without_shared_memory_collectives
+
     accelerator = get_accelerator()
-    if config.dtype == "fp16" and not accelerator.is_fp16_supported():
-        raise UserError(f"fp16.enabled: this {accelerator.device_name()} cannot compute in fp16; use bf16 or fp32")
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
+    without_shared_memory_collectives()
+    # On one machine, what no process holds is abandoned; several may share the folder.
+    clear_abandoned_locks(0.0 if place.local_world == place.world else OTHER_MACHINE_SECONDS)
+    local_rank = place.local_rank or 0
     device = torch.device(accelerator.device_name(local_rank if accelerator.device_name() != "cpu" else None))
     if device.type != "cpu":
         accelerator.set_device(local_rank)
@@ -80,7 +87,7 @@ def connect(config: RunConfig, local_rank: int, verbose: bool) -> tuple[Topology
     return Topology(parallel.tensor, parallel.sequence, timeout=timeout), device
 
 
-def train(run: Run, *, local_rank: int, verbose: bool) -> None:
+def train(run: Run, place: Place, *, verbose: bool) -> None:
     """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
 
     Raises:
@@ -89,7 +96,7 @@ def train(run: Run, *, local_rank: int, verbose: bool) -> None:
     """
     config, directory = run.config, run.directory
     step = check_resumable(directory, config) or 0
-    topology, device = connect(config, local_rank, verbose)
+    topology, device = connect(config, place, verbose)
     first = topology.rank == 0
     if first:
         checkpoints_of(directory).mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def format_duration(seconds: float | None) -> str:
 
 def _columns(step: str, total_steps: int, cells: tuple[str, ...]) -> str:
     widths = (9, 8, 9, 9, 8, 11, 6, 8, 6)
-    first = step.rjust(2 * len(str(total_steps)) + 1)
+    first = step.rjust(max(len("step"), 2 * len(str(total_steps)) + 1))
     return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
 
 
