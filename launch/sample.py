@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> int:
@@ -28,7 +29,7 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model)
     set_seed(arguments.seed)
     sampling = {"temperature": arguments.temperature, "top_k": arguments.top_k} if arguments.temperature > 0 else {}
     output = model.generate(

@@ -96,7 +96,7 @@ def cross_entropy(
     assert torch.equal(found.isnan(), without.isnan()) and (found.isnan() or torch.equal(found, without))
     everyone = all_gather(found.detach().reshape(1), group)
     assert torch.equal(everyone[0].expand(world), everyone) or everyone.isnan().all()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6, nan_ok=True)
+    assert found.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
     assert torch.allclose(losses, each, rtol=1e-5, atol=2e-6)
     whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=vocabulary, group=group)
     check_close({"logits": whole_logits}, {"logits": logits.detach()})
@@ -136,6 +136,7 @@ def cross_entropy(
 )
 @example(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0)  # three of four ranks hold padding only
 @example(4, False, 2, 2, 5, "all", False, -100, 65536.0, 30, 1)
+@example(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781)  # the maximum's last digit is not the loss's
 @example(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2)
 def test_cross_entropy_equals_torch(
     ranks: Pools,

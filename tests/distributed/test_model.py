@@ -18,15 +18,15 @@ from zero_tp.parallel.layout import GradientHooks, audit
 from zero_tp.topology import Topology
 
 LENGTH, BATCH = 16, 3
-SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}
-NO_DROPOUT = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}
+NO_DROPOUT: dict[str, Any] = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 
 EACH_GRID = pytest.mark.parametrize(
     ("world", "sequence"), [(world, sequence) for world in (2, 4) for sequence in (False, True)]
 )
 
 
-def reference_model(attention: str = "sdpa", **changes: Any) -> GPT2LMHeadModel:
+def reference_model(attention: str = "sdpa", **changes: Any) -> Any:
     """Random everywhere: biases and norms too, so that none is missed."""
     config = GPT2Config(**{**SIZES, **NO_DROPOUT, "bos_token_id": 0, "eos_token_id": 0, **changes})
     config._attn_implementation = attention
@@ -50,7 +50,7 @@ class Native:
         local.copy_(layout.shard(tensor, topology.tensor_rank, topology.tensor))
 
 
-def parallel_model(reference: GPT2LMHeadModel, topology: Topology, **options: Any) -> ZeroTPForCausalLM:
+def parallel_model(reference: GPT2LMHeadModel, topology: Topology, **options: Any) -> Any:
     plain = ZeroTPForCausalLM(copy.deepcopy(reference.config), Topology(world=1), device="meta")
     weights = {weight.ours: weight for weight in plain.architecture.each_weight(plain.spec)}
     return ZeroTPForCausalLM(copy.deepcopy(reference.config), topology, source=Native(reference, weights), **options)

@@ -18,8 +18,8 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 from zero_tp.topology import Topology
 
 LAYERS = 2
-SIZES = {"n_layer": LAYERS, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 50}
-DROPOUT = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
+SIZES: dict[str, Any] = {"n_layer": LAYERS, "n_head": 4, "n_embd": 32, "n_positions": 16, "vocab_size": 50}
+DROPOUT: dict[str, Any] = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
 
 # Dropouts of one forward in order: embedding, then attention, residual, residual of each layer.
 ATTENTION = [1, 4]
@@ -80,7 +80,7 @@ def test_masks_over_a_grid(ranks: Pools, sequence: bool) -> None:
 def fused_attention(tensor: int) -> tuple[Tensor, Tensor]:
     """The outputs of the first layer's attention through scaled_dot_product_attention, from equal inputs."""
     topology = grid(tensor, False)
-    model = ZeroTPForCausalLM(GPT2Config(**SIZES, **DROPOUT), topology, seed=11).train()
+    model: Any = ZeroTPForCausalLM(GPT2Config(**SIZES, **DROPOUT), topology, seed=11).train()
     core = model.transformer.layers[0].attention.core
     query = torch.ones(1, 2, 16, 8)
     before = torch.get_rng_state()

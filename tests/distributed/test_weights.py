@@ -24,7 +24,8 @@ def save(world: int, directory: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}])
 def test_saved_models_open_in_transformers(ranks: Pools, tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
     ranks(world).run(save, world, tmp_path / "model", changes)
-    opened, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    opened, info = both
     assert isinstance(opened, GPT2LMHeadModel)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
@@ -45,7 +46,7 @@ def test_a_failed_save_fails_on_every_rank(ranks: Pools, tmp_path: Path) -> None
 
 
 def load(world: int, directory: Path, dtype: torch.dtype | None) -> None:
-    options = {} if dtype is None else {"dtype": dtype}
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     native = GPT2LMHeadModel.from_pretrained(directory, **options)
     loaded = ZeroTPForCausalLM.from_pretrained(directory, grid(world, True), **options)
     expected = parallel_model(native, grid(world, True), dtype=native.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,13 +18,13 @@ from zero_tp.topology import Topology
 LAYERS, VOCABULARY, STD = 2, 301, 0.02
 
 
-def config(**changes: object) -> GPT2Config:
+def config(**changes: Any) -> GPT2Config:
     # 24 heads divide by 1, 2, 3, 4 and 8; the odd vocabulary by none. 72 rows end inside a block of 64.
-    sizes = {"n_layer": LAYERS, "n_head": 24, "n_embd": 72, "n_positions": 80, "vocab_size": VOCABULARY}
+    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_head": 24, "n_embd": 72, "n_positions": 80, "vocab_size": VOCABULARY}
     return GPT2Config(**{**sizes, **changes})
 
 
-def models(tensor: int, sequence: bool = False, **options: object) -> list[ZeroTPForCausalLM]:
+def models(tensor: int, sequence: bool = False, **options: Any) -> list[Any]:
     """Every TP rank's model, made from descriptions of the ranks."""
     untied = config(tie_word_embeddings=False)
     return [
@@ -31,7 +33,7 @@ def models(tensor: int, sequence: bool = False, **options: object) -> list[ZeroT
     ]
 
 
-def shards(ranks: list[ZeroTPForCausalLM], name: str) -> list[nn.Parameter]:
+def shards(ranks: list[Any], name: str) -> list[Any]:
     return [dict(model.named_parameters())[name] for model in ranks]
 
 
@@ -156,24 +158,24 @@ class Tampered:
     """One way to break a model, and what the audit must say."""
 
     @staticmethod
-    def unclassified(model: ZeroTPForCausalLM) -> None:
+    def unclassified(model: Any) -> None:
         model.transformer.layers[1].mlp.extra = nn.Parameter(torch.zeros(3))
 
     @staticmethod
-    def shape(model: ZeroTPForCausalLM) -> None:
+    def shape(model: Any) -> None:
         old = model.transformer.layers[1].mlp.up.weight
         model.transformer.layers[1].mlp.up.weight = copy_marks(old, nn.Parameter(torch.zeros(7, 72)))
 
     @staticmethod
-    def unmarked(model: ZeroTPForCausalLM) -> None:
+    def unmarked(model: Any) -> None:
         model.transformer.layers[1].mlp.up.weight.tensor_model_parallel = False
 
     @staticmethod
-    def half_marked(model: ZeroTPForCausalLM) -> None:
+    def half_marked(model: Any) -> None:
         model.transformer.layers[1].mlp.up.weight.model_parallel = False
 
     @staticmethod
-    def marked(model: ZeroTPForCausalLM) -> None:
+    def marked(model: Any) -> None:
         model.transformer.layers[1].mlp_norm.weight.model_parallel = True
 
 

@@ -70,7 +70,7 @@ def test_groups(tensor: int, data: int) -> None:
         assert topology.get_model_parallel_world_size() == topology.get_tensor_model_parallel_world_size() == tensor
         assert topology.get_model_parallel_group() is None
         for members in (topology.tensor_members(), topology.data_members()):
-            assert sorted(sum(members, [])) == list(range(world))
+            assert sorted(rank for group in members for rank in group) == list(range(world))
     assert len({(topology.tensor_rank, topology.data_rank) for topology in ranks}) == world
 
 

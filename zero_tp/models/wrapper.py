@@ -112,7 +112,9 @@ class ZeroTPForCausalLM(PreTrainedModel):
         self.spec = self.architecture.spec(config)
         self.spec.check(self.topology.tensor)
         self.streams = RandomStreams(self.topology, seed, "cpu" if str(device) == "meta" else device)
-        make = ParameterMaker(self.topology, source or Drawn(seed), dtype or config.dtype or torch.float32, device)
+        chosen = dtype or config.dtype or torch.float32
+        assert isinstance(chosen, torch.dtype)
+        make = ParameterMaker(self.topology, source or Drawn(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
         self.post_init()

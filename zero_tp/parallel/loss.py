@@ -35,11 +35,12 @@ def _logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
     return logits
 
 
-def _log_normaliser(logits: Tensor, target: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(log Σ exp over the whole vocabulary, log-probability of the target), each [n]; `logits` become exp(x - max).
+def _log_probability_(logits: Tensor, target: Tensor, group: Group) -> Tensor:
+    """Log-probability of the target [n], over the whole vocabulary; `logits` become this rank's probabilities in place.
 
     One all-gather of [3, n] over TP: maximum, sum and the target's logit. `target` [n] is this rank's row, -1 where
-    another rank holds it.
+    another rank holds it. The maximum is taken off before the logarithm of the sum: adding the two first would round
+    the loss to the maximum's last digit.
     """
     here = target >= 0
     at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
@@ -47,13 +48,13 @@ def _log_normaliser(logits: Tensor, target: Tensor, group: Group) -> tuple[Tenso
     total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
     parts = all_gather(torch.stack((maximum, total, at_target)).unsqueeze(0), group)  # [t, 3, n]
     greatest = parts[:, 0].amax(0)
-    normaliser = greatest + (parts[:, 1] * (parts[:, 0] - greatest).exp()).sum(0).log()
-    logits.mul_((maximum - normaliser).exp().unsqueeze(1))  # the probabilities
-    return normaliser, parts[:, 2].sum(0) - normaliser
+    whole_total = (parts[:, 1] * (parts[:, 0] - greatest).exp()).sum(0)
+    logits.mul_(((maximum - greatest).exp() / whole_total).unsqueeze(1))
+    return parts[:, 2].sum(0) - greatest - whole_total.log()
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """tensor · scale, rounded once to `dtype`. A scale rounded to bf16 first would bias all gradients by up to 0.4 %."""
+    """tensor · scale, rounded once to `dtype`. A scale rounded to bf16 first would bias every gradient by 0.4 %."""
     if tensor is None:
         return None
     # A scale of one dimension keeps the product in fp32; one of none would take the tensor's dtype.
@@ -94,7 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
             probability = _logits(piece, weight, valid)
-            _, log_probability = _log_normaliser(probability, target, group)
+            log_probability = _log_probability_(probability, target, group)
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if not (needs_hidden or needs_weight):
                 continue
@@ -173,8 +174,7 @@ def vocab_parallel_token_losses(
         target = chunk.flatten() - first
         target = target.masked_fill((chunk.flatten() == ignore_index) | (target < 0) | (target >= valid), -1)
         logits = _logits(hidden[start : start + step].flatten(0, 1), weight, valid)
-        _, log_probability = _log_normaliser(logits, target, group)
-        losses[start : start + step] = -log_probability.view(chunk.shape)
+        losses[start : start + step] = -_log_probability_(logits, target, group).view(chunk.shape)
     return losses.masked_fill(labels == ignore_index, 0.0)
 
 
