@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -35,7 +36,8 @@ def main() -> None:
     settings["train_micro_batch_size_per_gpu"] = micro
     assert settings["train_batch_size"] == micro * run.accumulation * world
     torch.manual_seed(run.zero_tp.training.seed)
-    model = GPT2LMHeadModel(run.hf_config())
+    model_config: Any = run.hf_config()
+    model = GPT2LMHeadModel(model_config)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     samples = PackedSamples(run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed)
     seconds = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Throughput of the 4-rank quickstart run (TP 2 × DP 2, SP, ZeRO-2) against plain Hugging Face GPT-2 + DeepSpeed ZeRO-2.
+"""Throughput of the 4-rank quickstart run (TP 2 × DP 2, SP, ZeRO-2) against Hugging Face's GPT-2 in ZeRO-2 (DP 4).
 
 Both train on the same tokens with the same global batch through the deepspeed launcher, in turns, several times. The
 first steps of a run are left out. Prints the ratio of the medians and its spread; --output writes a dated result.
@@ -23,7 +23,6 @@ from pathlib import Path
 from zero_tp.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "ds_configs" / "quickstart.json"
 RANKS, WARM_UP = 4, 5
 
 
@@ -35,43 +34,48 @@ def launch(arguments: list[str]) -> None:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
 
-def ours(directory: Path, steps: int) -> list[float]:
+def ours(config: Path, directory: Path, steps: int) -> list[float]:
     """Seconds of each step of the quickstart run."""
-    overrides = {"zero_tp.training.steps": steps, "zero_tp.evaluation.interval": 10**6, "scheduler.params.warmup_num_steps": 2}
+    overrides = {
+        "zero_tp.training.steps": steps,
+        "zero_tp.evaluation.interval": 10**6,
+        "scheduler.params.warmup_num_steps": 2,
+    }
     words = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    launch(["launch/pretrain.py", "--deepspeed_config", str(CONFIG), "--output-dir", str(directory), *words])
+    launch(["launch/pretrain.py", "--deepspeed_config", str(config), "--output-dir", str(directory), *words])
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line["seconds"] for line in lines if "loss" in line]
 
 
-def plain(directory: Path, steps: int) -> list[float]:
+def plain(config: Path, directory: Path, steps: int) -> list[float]:
     """Seconds of each step of the contender."""
     output = directory / "plain.json"
-    launch(["benchmarks/plain_gpt2.py", "--config", str(CONFIG), "--steps", str(steps), "--output", str(output)])
+    launch(["benchmarks/plain_gpt2.py", "--config", str(config), "--steps", str(steps), "--output", str(output)])
     seconds: list[float] = json.loads(output.read_text())["seconds"]
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "quickstart.json")
     parser.add_argument("--rounds", type=int, default=5, help="times that each contender runs (default: 5)")
     parser.add_argument("--steps", type=int, default=30, help="steps of one run, warm-up included (default: 30)")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
-    config = RunConfig.load(CONFIG, world_size=RANKS)
+    config = RunConfig.load(options.config, world_size=RANKS)
     tokens = config.global_batch * config.zero_tp.data.sequence_length
     rates: dict[str, list[float]] = {"zero_tp": [], "plain": []}
     for turn in range(options.rounds):
         for name, contender in (("zero_tp", ours), ("plain", plain)):
             with tempfile.TemporaryDirectory() as directory:
-                seconds = contender(Path(directory), options.steps)[WARM_UP:]
+                seconds = contender(options.config.resolve(), Path(directory), options.steps)[WARM_UP:]
             rates[name].append(tokens / statistics.median(seconds))
         print(f"round {turn + 1}: " + ", ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in rates.items()))
     ratios = [a / b for a, b in zip(rates["zero_tp"], rates["plain"], strict=True)]
     result = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "config": "ds_configs/quickstart.json, 4 CPU ranks over gloo, glibc tunables "
+        "config": f"{options.config.name}, 4 CPU ranks over gloo, glibc tunables "
         + ("set" if "GLIBC_TUNABLES" in os.environ else "not set"),
         "zero_tp": "TP 2 × DP 2, SP, ZeRO-2",
         "plain": "transformers GPT2LMHeadModel, DeepSpeed ZeRO-2, DP 4",

@@ -22,12 +22,14 @@ def arguments() -> argparse.Namespace:
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True, parser_class=cli.Parser)
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
-    to_hf.add_argument("source", type=Path, metavar="RUN|CHECKPOINT", help="a run (its newest checkpoint) or RUN/checkpoints/step_N")
+    to_hf.add_argument(
+        "source", type=Path, metavar="RUN|CHECKPOINT", help="a run (its newest checkpoint) or RUN/checkpoints/step_N"
+    )
     to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write; must not exist yet")
     to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
     to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the written weights (default: fp32)")
     to_hf.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer to copy in (default: the run's)")
-    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of one weights file (default: 5GB)")
+    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
     actions.add_parser("inspect", help="not built yet")
     return parser.parse_args()
 

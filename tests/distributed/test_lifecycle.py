@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 SCRIPT = Path(__file__).with_name("_lifecycle_rank.py")
@@ -73,7 +73,7 @@ class Launch:
         return ranks[0]
 
     def launch_py(self) -> psutil.Process:
-        return self.rank(0).parent()  # type: ignore[no-any-return]
+        return self.rank(0).parent()
 
     def wait_for(self, text: str) -> None:
         """Imports alone take most of a minute on a busy machine: no time is measured before `text` is there."""

@@ -83,6 +83,11 @@ def norm64(tensors: Any) -> float:
     return float(sum(tensor.double().square().sum() for tensor in tensors)) ** 0.5
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 @cache
 def reference(seed: int) -> Trace:
     """GPT2LMHeadModel and torch's AdamW in one process, from the weights that a run of this seed starts with."""
@@ -111,10 +116,10 @@ def reference(seed: int) -> Trace:
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
         loss.backward()
         if step == 0:
-            trace.gradients = {name: parameter.grad.clone() for name, parameter in named.items()}
-        norm = norm64(parameter.grad for parameter in named.values())
+            trace.gradients = {name: gradient_of(parameter).clone() for name, parameter in named.items()}
+        norm = norm64(map(gradient_of, named.values()))
         for parameter in named.values():
-            parameter.grad.mul_(min(1.0, CLIP / (norm + 1e-6)))
+            gradient_of(parameter).mul_(min(1.0, CLIP / (norm + 1e-6)))
         trace.losses.append(loss.item())
         trace.norms.append(norm)
         optimizer.step()
@@ -156,13 +161,18 @@ def train(seed: int, tensor: int, sequence: bool, stage: int, accumulation: int)
             trace.gradients[weight.theirs] = weight.convert(layout_of(named[weight.ours]).unshard(list(shards))).clone()
 
     before_step = engine._before_step
+
+    def record_and_go_on() -> None:
+        record_gradients()
+        before_step()
+
     for step in range(STEPS + MORE_STEPS):
         if step == STEPS:
             trace.weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
             for group in engine.optimizer.param_groups:
                 group["eps"] = DEFAULT_EPS
         # Gradients are whole and unclipped between the last backward and the step.
-        engine._before_step = (lambda: (record_gradients(), before_step())) if step == 0 else before_step  # type: ignore[method-assign, assign]
+        engine._before_step = record_and_go_on if step == 0 else before_step  # type: ignore[method-assign]
         own = batch_of(seed, step, config.vocab_size).chunk(topology.data)[topology.data_rank]
         micro = own.chunk(accumulation)
         trace.losses.append(engine.train_step([(windows[:, :-1], windows[:, 1:]) for windows in micro]))

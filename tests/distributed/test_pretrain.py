@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -128,11 +128,10 @@ def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
     assert (workplace / "csv" / "small").is_dir(), "DeepSpeed's monitors write"
 
     # The same run, stopped after step 6 and started again with the same command.
-    first = pretrain(4, workplace, "--deepspeed_config", "small.json", "--output-dir", "again", "--set", "zero_tp.training.steps=6",
-                     "--set", "scheduler.params.total_num_steps=8")  # fmt: skip
+    again_at = ("--deepspeed_config", "small.json", "--output-dir", "again", "--set", "scheduler.params.total_num_steps=8")
+    first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
     assert first.returncode == 0, first.stdout + first.stderr
-    second = pretrain(4, workplace, "--deepspeed_config", "small.json", "--output-dir", "again",
-                      "--set", "scheduler.params.total_num_steps=8")  # fmt: skip
+    second = pretrain(4, workplace, *again_at)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming after step 6" in second.stdout
     again = [record for record in metrics_of(workplace / "again") if "loss" in record]
@@ -148,7 +147,7 @@ def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
 
     converted = script("launch/convert.py", workplace, "to-hf", "runs/small", "--output", "export")
     assert converted.returncode == 0, converted.stderr
-    model = AutoModelForCausalLM.from_pretrained(workplace / "export")
+    model: Any = AutoModelForCausalLM.from_pretrained(workplace / "export")
     tokenizer = AutoTokenizer.from_pretrained(workplace / "export")
     assert type(model).__name__ == "GPT2LMHeadModel"
     assert model.config.eos_token_id == tokenizer.eos_token_id

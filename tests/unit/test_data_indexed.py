@@ -1,6 +1,7 @@
 """The indexed corpus: our writer, Megatron's layout byte by byte, damaged files."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_a_truncated_bin_names_the_sizes(tmp_path: Path) -> None:
         (lambda b: b[:50] + struct.pack("<q", 2) + b[58:], "without gaps"),
     ],
 )
-def test_damaged_index(tmp_path: Path, damage, message: str) -> None:
+def test_damaged_index(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     prefix = write(tmp_path / "c")
     (tmp_path / "c.idx").write_bytes(damage((tmp_path / "c.idx").read_bytes()))
     with pytest.raises(UserError, match=message):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,7 +203,7 @@ def test_bad_input(tmp_path: Path, name: str, content: bytes, message: str) -> N
         ({"seed": -1}, "seed -1"),
     ],
 )
-def test_bad_settings(tmp_path: Path, settings: dict[str, object], message: str) -> None:
+def test_bad_settings(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(tmp_path, **settings)
     assert not (tmp_path / "out").exists()

@@ -133,7 +133,9 @@ class MasterReader:
                 flat[starts[name] : starts[name] + fragment.numel()] = fragment
                 found += fragment.numel()
         if found != flat.numel():
-            raise UserError(f"{self.directory}: {name} has {found} of {flat.numel()} elements; the checkpoint is damaged")
+            raise UserError(
+                f"{self.directory}: {name} has {found} of {flat.numel()} elements; the checkpoint is damaged"
+            )
         return flat.view(shape)
 
     def whole(self, name: str, layout: Layout, shard_shape: tuple[int, ...]) -> Tensor:
@@ -144,6 +146,8 @@ class MasterReader:
         """
         return layout.unshard([self._shard(name, rank, shard_shape) for rank in range(self.tensor)])
 
-    def native(self, weights: Iterator[Weight], layouts: dict[str, tuple[Layout, tuple[int, ...]]]) -> dict[str, Tensor]:
+    def native(
+        self, weights: Iterator[Weight], layouts: dict[str, tuple[Layout, tuple[int, ...]]]
+    ) -> dict[str, Tensor]:
         """Every whole tensor by its Hugging Face name."""
         return {weight.theirs: weight.convert(self.whole(weight.ours, *layouts[weight.ours])) for weight in weights}

@@ -107,8 +107,8 @@ def check_resumable(run: Path, config: RunConfig) -> int | None:
     saved = {key: manifest[key] for key in place}
     if saved != place:
         raise UserError(
-            f"{checkpoint}: saved at {_describe(saved)}, this run is {_describe(place)}; resuming on another topology is "
-            "not built yet: start it as it was saved, or give another --output-dir"
+            f"{checkpoint}: saved at {_describe(saved)}, this run is {_describe(place)}; resuming on another "
+            "topology is not built yet: start it as it was saved, or give another --output-dir"
         )
     for key, value in _fixed(config).items():
         before = manifest["fixed"][key]
@@ -137,8 +137,8 @@ def resume(engine: TrainingEngine, run: Path, step: int) -> None:
 def _replay_cpu_adam(optimizer: Any) -> None:
     """Bring DeepSpeedCPUAdam's β^t to where an unbroken run has them.
 
-    It multiplies them up in fp32, step by step, but a fresh one that starts at step t takes pow(β, t): another rounding,
-    which 1 - β₂^t magnifies to 1e-5 of an update. Stepping a number through the same steps costs about 1 µs a step.
+    It multiplies them up in fp32, step by step, but a fresh one that starts at step t takes pow(β, t): another
+    rounding, which 1 - β₂^t magnifies to 1e-5 of an update. Stepping one number through the same steps mends it.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -131,7 +131,7 @@ class DocumentEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        backend = cast("Tokenizer", tokenizer.backend_tokenizer)
+        backend: Tokenizer = tokenizer.backend_tokenizer
         # A copy: the tokenizer that is saved keeps its own settings.
         self._backend = backend.from_str(backend.to_str())
         self._backend.encode_special_tokens = True

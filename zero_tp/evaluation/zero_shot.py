@@ -149,6 +149,9 @@ def _perplexity(
         # As in preparing a corpus: a text that spells a special token is ordinary text. verbose: no warning on length.
         return directory.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
 
+    def advance(tokens: int) -> None:
+        bar.update(tokens)
+
     started = time.perf_counter()
     with tqdm(desc="perplexity", unit=" tokens", disable=None, leave=False) as bar:
         result = perplexity(
@@ -160,7 +163,7 @@ def _perplexity(
             overlap=overlap,
             batch_size=batch_size,
             device=device,
-            report=lambda tokens: bar.update(tokens) and None,
+            report=advance,
         )
     seconds = time.perf_counter() - started
     return result.as_dict() | {

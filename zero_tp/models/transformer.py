@@ -48,8 +48,8 @@ class TransformerLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, stream: Tensor, mask: Tensor | None, *, sequence: bool) -> Tensor:
-        stream = stream + self.dropout(self.attention(self.attention_norm(stream), mask, sequence=sequence))
-        return stream + self.dropout(self.mlp(self.mlp_norm(stream), sequence=sequence))
+        stream = stream + self.dropout(self.attention(self.attention_norm(stream, sequence=sequence), mask, sequence=sequence))
+        return stream + self.dropout(self.mlp(self.mlp_norm(stream, sequence=sequence), sequence=sequence))
 
 
 class Transformer(nn.Module):
@@ -74,4 +74,4 @@ class Transformer(nn.Module):
         stream = self.embedding(tokens, sequence=sequence)
         for layer in self.layers:
             stream = layer(stream, mask, sequence=sequence)
-        return self.final_norm(stream)
+        return self.final_norm(stream, sequence=sequence)

@@ -12,6 +12,9 @@ Communication of one layer, forward and backward, over the TP group:
 | row | off | all-reduce of the output (f̄) | – |
 | row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient |
 
+The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the gathered output
+gradient, so that every rank has the whole of it and nothing more is communicated.
+
 ¹ during the weight-gradient GEMM. ² during the input-gradient GEMM.
 """
 
@@ -28,7 +31,7 @@ from zero_tp.parallel.collectives import (
     all_gather,
     group_size,
     reduce_from_tensor_region,
-    reduce_scatter_to_sequence_region,
+    reduce_scatter,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -72,6 +75,29 @@ class _ColumnParallel(torch.autograd.Function):
         return reducing.wait() if reducing is not None else None, weight_gradient, bias_gradient, None, None
 
 
+class _RowParallel(torch.autograd.Function):
+    """ḡ(X Wᵀ) + b under SP: [s, b, i/t] → [s/t, b, o]. The bias is used on a shard, its gradient is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(tensor, weight)
+        ctx.group = group
+        shard = reduce_scatter(F.linear(tensor, weight), group)
+        return shard if bias is None else shard.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        tensor, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        whole = all_gather(gradient, ctx.group)
+        return (
+            whole @ weight if needs_input else None,
+            whole.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
+            whole.sum((0, 1)) if needs_bias else None,
+            None,
+        )
+
+
 def column_parallel_linear(
     tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, sequence: bool
 ) -> Tensor:
@@ -108,23 +134,19 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer split by input features. Its bias is replicated and added once, after the reduction.
-
-    Under SP the bias is used on a sequence shard, so its gradient is partial.
-    """
+    """Linear layer split by input features. Its bias is replicated and added once, after the reduction."""
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
         super().__init__()
         self.group = make.topology.tensor_group
         self.weight = make.make("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
-        replicated = Replicated("partial" if make.topology.sequence else "identical")
-        self.bias = make.make("bias", (outputs,), replicated, Constant(0.0)) if bias else None
+        self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """[s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
         if group_size(self.group) == 1:
             return F.linear(tensor, self.weight, self.bias)
-        partial = F.linear(tensor, self.weight)
-        leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
-        whole = leave(partial, self.group)
+        if sequence:
+            return _RowParallel.apply(tensor, self.weight, self.bias, self.group)
+        whole = reduce_from_tensor_region(F.linear(tensor, self.weight), self.group)
         return whole if self.bias is None else whole + self.bias

@@ -123,7 +123,7 @@ class TrainingEngine:
     def _construction(self, settings: dict[str, Any]) -> AbstractContextManager[Any]:
         if self.stage < 3:
             return nullcontext()
-        return deepspeed.zero.Init(  # type: ignore[no-any-return]
+        return deepspeed.zero.Init(
             # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for its reading
             # of the batch sizes.
             data_parallel_group=self.topology.data_group,

@@ -54,8 +54,8 @@ class Run:
         size, tokens = special_tokens(self.tokenizer)
         if size > hf_config.vocab_size:
             raise UserError(
-                f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} tokens; "
-                f"set it to {size} or more"
+                f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
+                f"tokens; set it to {size} or more"
             )
         for name, token in tokens.items():
             if name not in self.config.zero_tp.model:

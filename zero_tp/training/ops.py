@@ -23,7 +23,7 @@ def without_shared_memory_collectives() -> None:
 
 def _held_files() -> set[str]:
     """Every file that some process of this machine holds open, as far as this user may look."""
-    held = set()
+    held: set[str] = set()
     for directory in Path("/proc").glob("[0-9]*/fd"):
         try:
             held.update(os.readlink(entry) for entry in directory.iterdir())
