@@ -128,7 +128,8 @@ def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
     assert (workplace / "csv" / "small").is_dir(), "DeepSpeed's monitors write"
 
     # The same run, stopped after step 6 and started again with the same command.
-    again_at = ("--deepspeed_config", "small.json", "--output-dir", "again", "--set", "scheduler.params.total_num_steps=8")
+    again_at: tuple[str, ...] = ("--deepspeed_config", "small.json", "--output-dir", "again")
+    again_at += ("--set", "scheduler.params.total_num_steps=8")
     first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
     assert first.returncode == 0, first.stdout + first.stderr
     second = pretrain(4, workplace, *again_at)

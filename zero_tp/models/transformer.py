@@ -48,8 +48,10 @@ class TransformerLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, stream: Tensor, mask: Tensor | None, *, sequence: bool) -> Tensor:
-        stream = stream + self.dropout(self.attention(self.attention_norm(stream, sequence=sequence), mask, sequence=sequence))
-        return stream + self.dropout(self.mlp(self.mlp_norm(stream, sequence=sequence), sequence=sequence))
+        normed = self.attention_norm(stream, sequence=sequence)
+        stream = stream + self.dropout(self.attention(normed, mask, sequence=sequence))
+        normed = self.mlp_norm(stream, sequence=sequence)
+        return stream + self.dropout(self.mlp(normed, sequence=sequence))
 
 
 class Transformer(nn.Module):
