@@ -55,8 +55,10 @@ def write_config(path: Path, stage: int, dtype: str, tensor: int = 2, offload: s
             "checkpoint": {"keep": 2},
         },
     }
-    if dtype == "bf16":
+    if dtype.startswith("bf16"):
         config["bf16"] = {"enabled": True}
+    if dtype == "bf16_fp32_accumulation":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     path.write_text(json.dumps(config))
     return path
 
@@ -126,6 +128,7 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
 
 CASES = [
     *((4, 2, stage, dtype, "none") for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    (4, 2, 1, "bf16_fp32_accumulation", "none"),
     (2, 1, 2, "fp32", "none"),
     (3, 1, 3, "fp32", "none"),
     (4, 4, 1, "fp32", "none"),

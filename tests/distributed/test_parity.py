@@ -126,20 +126,41 @@ def reference(seed: int) -> Trace:
     return trace
 
 
-def deepspeed_config(stage: int, data: int, accumulation: int) -> dict[str, Any]:
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "offload_optimizer": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "offload_all": {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    },
+    "bf16": {"bf16": {"enabled": True}},
+    # With ZeRO-1 this selects BF16_Optimizer, another code path of DeepSpeed.
+    "bf16_fp32_accumulation": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+def deepspeed_config(stage: int, data: int, accumulation: int, variant: str = "plain") -> dict[str, Any]:
+    changes = VARIANTS[variant]
     return {
+        **changes,
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // data // accumulation,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 1e-2, "eps": EPS, "weight_decay": 0.1, "torch_adam": True},
+            "params": {
+                "lr": 1e-2,
+                "eps": EPS,
+                "weight_decay": 0.1,
+                **({} if variant.startswith("offload") else {"torch_adam": True}),
+            },
         },
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **changes.get("zero_optimization", {})},
     }
 
 
-def train(seed: int, tensor: int, sequence: bool, stage: int, accumulation: int) -> Trace:
+def train(
+    seed: int, tensor: int, sequence: bool, stage: int, accumulation: int, variant: str = "plain"
+) -> Trace:
     """The same on this pool's ranks, through the engine that pretrain.py builds. Runs on every rank."""
     from deepspeed.utils import safe_get_full_grad
 
@@ -150,7 +171,8 @@ def train(seed: int, tensor: int, sequence: bool, stage: int, accumulation: int)
 
     topology = Topology(tensor, sequence)
     config = model_config(seed)
-    engine = TrainingEngine(config, topology, deepspeed_config(stage, topology.data, accumulation), seed=seed)
+    settings = deepspeed_config(stage, topology.data, accumulation, variant)
+    engine = TrainingEngine(config, topology, settings, seed=seed)
     trace = Trace([], [], {}, {})
     named = dict(engine.model.named_parameters())
 
@@ -207,8 +229,28 @@ def run_seed() -> int:
 def test_a_parallel_run_trains_the_plain_model(
     ranks: Pools, run_seed: int, world: int, tensor: int, sequence: bool, stage: int
 ) -> None:
+    check(ranks(world).run(train, run_seed, tensor, sequence, stage, 1 + (stage + tensor) % 2), reference(run_seed))
+
+
+@pytest.mark.parametrize(("stage", "variant"), [(1, "offload_optimizer"), (2, "offload_optimizer"), (3, "offload_all")])
+def test_an_offloaded_run_trains_the_plain_model(ranks: Pools, run_seed: int, stage: int, variant: str) -> None:
+    check(ranks(4).run(train, run_seed, 2, True, stage, 2, variant), reference(run_seed))
+
+
+@pytest.mark.parametrize(
+    ("stage", "variant"), [*((stage, "bf16") for stage in range(4)), (1, "bf16_fp32_accumulation")]
+)
+def test_a_bf16_run_stays_near_the_plain_model(ranks: Pools, run_seed: int, stage: int, variant: str) -> None:
+    """bf16 keeps 8 bits: a norm that misses a shard or counts one twice is off by far more than 2 %."""
     expected = reference(run_seed)
-    traces = ranks(world).run(train, run_seed, tensor, sequence, stage, accumulation=1 + (stage + tensor) % 2)
+    trace = ranks(4).run(train, run_seed, 2, True, stage, 2, variant)[0]
+    assert trace.losses[:STEPS] == pytest.approx(expected.losses[:STEPS], rel=5e-3)
+    assert trace.norms[:STEPS] == pytest.approx(expected.norms[:STEPS], rel=2e-2)
+    whole = norm64(expected.gradients.values())
+    assert norm64(trace.gradients[name].float() - right for name, right in expected.gradients.items()) < 0.05 * whole
+
+
+def check(traces: list[Trace], expected: Trace) -> None:
     for trace in traces:
         assert trace.losses == traces[0].losses, "ranks disagree on the loss"
     trace = traces[0]

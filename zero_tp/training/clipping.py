@@ -23,15 +23,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 
     Shards count on every rank, replicated parameters once.
     """
-    total: Tensor | None = None
+    total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        if isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0:
-            square = parameter.grad.double().square().sum()
-            total = square if total is None else total + square
-    if total is None:
-        total = torch.zeros((), dtype=torch.float64)
+        total = total.to(parameter.device)
+        if parameter.grad is not None and (isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0):
+            total += parameter.grad.double().square().sum()
     return all_reduce(total, topology.tensor_group).sqrt()
 
 

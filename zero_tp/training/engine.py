@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of, whole_shape
 from zero_tp.parallel.parameter import WeightSource
@@ -97,6 +97,7 @@ class TrainingEngine:
             UserError: the sizes do not fit the topology.
         """
         self.topology = topology
+        self.device = torch.device(device)
         self.stage = int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
         settings = {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, **deepspeed_config}
         self.clipping = float(settings["gradient_clipping"])
@@ -166,11 +167,11 @@ class TrainingEngine:
             The mean loss over the global batch, equal on all ranks. All-reduce of one number over DP.
         """
         self.engine.train()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         for tokens, labels in micro_batches:
             loss = self.engine(tokens, shift_labels=labels).loss
             self.engine.backward(loss)
-            total += loss.detach().double().cpu()
+            total += loss.detach()
             if self.engine.is_gradient_accumulation_boundary():
                 self._before_step()
             self.engine.step()
@@ -213,11 +214,11 @@ class TrainingEngine:
             UserError: no label to score in any batch.
         """
         self.engine.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for tokens, labels in batches:
             losses = self.engine(tokens, shift_labels=labels, reduction="none").loss
-            sums[0] += losses.double().sum().cpu()
-            sums[1] += (labels != -100).sum().cpu()
+            sums[0] += losses.double().sum()
+            sums[1] += (labels != IGNORE_INDEX).sum()
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.engine.train()
         if count == 0:

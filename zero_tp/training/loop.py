@@ -125,6 +125,9 @@ def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
         print(f"all {steps} steps are done; raise zero_tp.training.steps to train on")
     elif step:
         print(f"resuming after step {step}")
+    schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
+    if schedule is not None and schedule < steps:
+        print(f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum")
 
 
 class _Loop:
