@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 from zero_tp.config import RunConfig
@@ -77,6 +78,10 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "config": f"{options.config.name}, 4 CPU ranks over gloo, glibc tunables "
         + ("set" if "GLIBC_TUNABLES" in os.environ else "not set"),
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
+        "model": config.zero_tp.model,
+        "global_batch": f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens",
         "zero_tp": "TP 2 × DP 2, SP, ZeRO-2",
         "plain": "transformers GPT2LMHeadModel, DeepSpeed ZeRO-2, DP 4",
         "tokens_per_second": rates,
@@ -89,7 +94,7 @@ def main() -> None:
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         path = options.output / f"{result['date']}-quickstart.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         print(f"wrote {path}")
 
 

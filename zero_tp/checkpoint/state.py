@@ -11,11 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.masters import describe_layouts, save_masters
+from zero_tp.checkpoint.masters import describe_layouts, masters_file, save_masters
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 
 if TYPE_CHECKING:
+    from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
 
 DEEPSPEED_TAG = "deepspeed"
@@ -86,10 +87,20 @@ def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int, tokeni
             "tokenizer": str(tokenizer) if tokenizer else None,
             "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
         }
+        _verify(temporary, engine.topology)
         directory.commit(run, temporary, step, manifest)
         directory.prune(run, config.zero_tp.checkpoint.keep)
     dist.barrier()
     return directory.step_directory(run, step)
+
+
+def _verify(temporary: Path, topology: Topology) -> None:
+    """Every rank's own files are there; DeepSpeed's go into the manifest as they are."""
+    expected = {_random_file(rank) for rank in range(topology.world)}
+    expected |= {masters_file(t, d) for t in range(topology.tensor) for d in range(topology.data)}
+    missing = sorted(name for name in expected if not (temporary / name).is_file())
+    if missing:
+        raise RuntimeError(f"{temporary}: {missing[0]} was not written; is the run directory shared by all nodes?")
 
 
 def check_resumable(run: Path, config: RunConfig) -> int | None:

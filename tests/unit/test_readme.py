@@ -1,0 +1,40 @@
+"""The README's examples hold: its config loads, its files exist, its commands know the options it gives them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_tp.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_config_is_right(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "run.json"
+    path.write_text(block)
+    config = RunConfig.load(path, world_size=4)
+    assert (config.global_batch, config.data_parallel, config.zero_stage, config.dtype) == (16, 2, 2, "bf16")
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = set(re.findall(r"(?<![\w/])(?:launch|eval|tests|docs|ds_configs|benchmarks)/[\w./-]+\.\w+", README))
+    assert {"launch/quickstart.sh", "tests/run.sh", "docs/config.md"} <= named
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("script", ["prepare_data", "pretrain", "convert", "zero_shot", "sample"])
+def test_the_options_that_are_given_exist(script: str) -> None:
+    rows = [line for line in README.splitlines() if f"/{script}.py" in line]
+    options = set(re.findall(r"--[a-z_-]+", " ".join(rows))) - {"--num_accelerators"}
+    path = next(ROOT.glob(f"*/{script}.py"))
+    words = ["to-hf", "--help"] if script == "convert" else ["--help"]
+    done = subprocess.run([sys.executable, str(path), *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert options and not [option for option in options if option not in done.stdout]
