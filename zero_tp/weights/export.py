@@ -65,7 +65,8 @@ def write_native(
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
 
-    It is written beside its place and renamed, so that it is complete or not there.
+    It is written beside its place and renamed, so that it is complete or not there; with `overwrite`, an existing
+    directory's files of the same names are replaced, and its other weights files removed.
 
     Args:
         tensors: every whole tensor by its Hugging Face name; tied ones once.
@@ -78,6 +79,8 @@ def write_native(
     target = Path(directory)
     if target.exists() and not overwrite:
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target}: is a file; give a directory")
     config = copy.deepcopy(config)
     config.dtype = dtype
     architecture = architecture_of(config)
@@ -101,9 +104,14 @@ def write_native(
                 if file.is_file():
                     shutil.copy2(file, temporary / file.name)
         temporary.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        os.replace(temporary, target)
+        if not target.exists():
+            os.replace(temporary, target)
+            return
+        # Only the model's own files go: a person may keep others beside them.
+        for stale in target.glob("model*.safetensors*"):
+            stale.unlink()
+        for file in sorted(temporary.iterdir()):
+            os.replace(file, target / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
