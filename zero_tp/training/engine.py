@@ -224,4 +224,3 @@ class TrainingEngine:
         if count == 0:
             raise UserError("validation data holds nothing to score")
         return total / count
-
