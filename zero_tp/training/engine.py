@@ -224,3 +224,4 @@ class TrainingEngine:
         if count == 0:
             raise UserError("validation data holds nothing to score")
         return total / count
+
