@@ -16,6 +16,8 @@ from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -30,6 +32,8 @@ def _tokenizer(given: Path | None, recorded: str | None) -> Path | None:
     """The tokenizer to copy: the one given, else the one that the run had, if it still is where it was."""
     if given is not None and not given.is_dir():
         raise UserError(f"--tokenizer: no directory {given}")
+    if given is not None and not any((given / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"--tokenizer: {given} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
     if given is None and recorded is not None and not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
     return given or (Path(recorded) if recorded else None)

@@ -6,6 +6,7 @@ is written; `latest` is replaced after that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,16 +25,33 @@ def first_config(run: Path) -> dict[str, Any] | None:
     """The resolved config that the run in this directory was started with; None for a new run.
 
     Raises:
-        UserError: the file is not JSON.
+        UserError: the file can't be read, or is not a JSON object.
     """
     path = run / CONFIG
     if not path.exists():
         return None
     try:
-        resolved: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        resolved = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
         raise UserError(f"{path}: not valid JSON ({error}); give another --output-dir") from error
+    if not isinstance(resolved, dict):
+        raise UserError(f"{path}: not a run's config; give another --output-dir")
     return resolved
+
+
+def prepare_run(run: Path) -> None:
+    """Make a run's directory, or see that it can be written to. One rank calls it, before any is connected.
+
+    Raises:
+        UserError: it is a file, or nothing can be written there.
+    """
+    try:
+        checkpoints_of(run).mkdir(parents=True, exist_ok=True)
+        probe = checkpoints_of(run) / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir") from error
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:
@@ -69,11 +87,15 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); the checkpoint is damaged") from error
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{path}: not valid JSON ({error}); the checkpoint is damaged: remove {checkpoint} to use the one before"
+        ) from error
+    if not isinstance(manifest, dict):
+        raise UserError(f"{path}: not a manifest; the checkpoint is damaged: remove {checkpoint} to use the one before")
     if manifest.get("format") != FORMAT:
         raise UserError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
     for name, size in manifest["files"].items():
@@ -116,7 +138,7 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any]) -> P
     _sync(temporary)
     final = step_directory(run, step)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     os.replace(temporary, final)
     latest = checkpoints_of(run) / (LATEST + ".new")
     latest.write_text(final.name + "\n")
@@ -126,10 +148,17 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any]) -> P
     return final
 
 
+def _remove(checkpoint: Path) -> None:
+    """The manifest goes first: what a kill leaves of the rest does not count as complete."""
+    with contextlib.suppress(FileNotFoundError):
+        (checkpoint / MANIFEST).unlink()
+    shutil.rmtree(checkpoint)
+
+
 def prune(run: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for step in complete_steps(run)[:-keep]:
-        shutil.rmtree(step_directory(run, step))
+        _remove(step_directory(run, step))
 
 
 def find_checkpoint(path: Path) -> Path:

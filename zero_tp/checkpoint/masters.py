@@ -119,9 +119,10 @@ class MasterReader:
                 path = directory / masters_file(tensor_rank, data_rank)
                 try:
                     file = safe_open(path, framework="pt")
+                    starts = json.loads(file.metadata()["starts"])
                 except Exception as error:
                     raise UserError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
-                opened.append((file, json.loads(file.metadata()["starts"])))
+                opened.append((file, starts))
             self._files.append(opened)
 
     def _shard(self, name: str, tensor_rank: int, shape: tuple[int, ...]) -> Tensor:

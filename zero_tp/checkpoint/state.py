@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,8 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
-        "zero_tp.data.train": block.data.train,
+        # Pairs: the order of the corpora decides which samples a step sees.
+        "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "train_batch_size": config.global_batch,
         "optimizer.type": config.deepspeed_config().get("optimizer", {}).get("type"),
@@ -135,10 +137,13 @@ def resume(engine: TrainingEngine, run: Path, step: int) -> None:
     """Restore weights, masters, moments, step counts, schedule, loss scale and random streams. Collective.
 
     Raises:
-        UserError: DeepSpeed finds nothing to load.
+        UserError: DeepSpeed finds nothing to load, or a damaged file.
     """
     checkpoint = directory.step_directory(run, step)
-    path, state = engine.engine.load_checkpoint(str(checkpoint), tag=DEEPSPEED_TAG)
+    try:
+        path, state = engine.engine.load_checkpoint(str(checkpoint), tag=DEEPSPEED_TAG)
+    except (UnpicklingError, EOFError) as error:
+        raise UserError(f"{checkpoint}: damaged ({error}); remove it to use the one before") from error
     if path is None or state["step"] != step:
         raise UserError(f"{checkpoint}: DeepSpeed cannot load it; remove it to use the one before")
     _replay_cpu_adam(engine.optimizer)

@@ -10,14 +10,15 @@ from zero_tp.training.processes import Place
 
 
 def complete_environment(place: Place) -> None:
-    """Set what the launcher left unset: Slurm names ranks its own way, and a process alone has no launcher.
+    """Set what the launcher left out: Slurm names ranks its own way, and a process alone has no launcher.
 
     Raises:
         UserError: several ranks and nothing says where they meet.
     """
-    os.environ.setdefault("RANK", str(place.rank))
-    os.environ.setdefault("WORLD_SIZE", str(place.world))
-    os.environ.setdefault("LOCAL_RANK", str(place.local_rank or 0))
+    # Not only where they are unset: a WORLD_SIZE left in a shell would make a process alone wait for ranks.
+    os.environ["RANK"] = str(place.rank)
+    os.environ["WORLD_SIZE"] = str(place.world)
+    os.environ["LOCAL_RANK"] = str(place.local_rank or 0)
     if place.world == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(_free_port()))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import checkpoints_of, write_config
+from zero_tp.checkpoint.directory import prepare_run, write_config
 from zero_tp.checkpoint.state import check_resumable, resume, save
 from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import PackedSamples, ValidationSamples
@@ -96,10 +96,11 @@ def train(run: Run, place: Place, *, verbose: bool) -> None:
     """
     config, directory = run.config, run.directory
     step = check_resumable(directory, config) or 0
+    if place.rank == 0:
+        prepare_run(directory)
     topology, device = connect(config, place, verbose)
     first = topology.rank == 0
     if first:
-        checkpoints_of(directory).mkdir(parents=True, exist_ok=True)
         write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -25,10 +26,10 @@ def _held_files() -> set[str]:
     """Every file that some process of this machine holds open, as far as this user may look."""
     held: set[str] = set()
     for directory in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            held.update(os.readlink(entry) for entry in directory.iterdir())
-        except OSError:  # it ended, or it is another user's
-            continue
+        with contextlib.suppress(OSError):  # it ended, or it is another user's
+            for entry in directory.iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile; the others still count
+                    held.add(os.readlink(entry))
     return held
 
 
@@ -41,8 +42,9 @@ def abandoned_locks(root: Path, seconds: float = OTHER_MACHINE_SECONDS) -> Itera
     locks = list(root.glob("*/*/lock")) + list(root.glob("*/lock"))
     held = _held_files() if locks else set()
     for lock in locks:
-        if str(lock.resolve()) not in held and time.time() - lock.stat().st_mtime > seconds:
-            yield lock
+        with contextlib.suppress(FileNotFoundError):  # all ranks start by looking; another one has removed it
+            if str(lock.resolve()) not in held and time.time() - lock.stat().st_mtime > seconds:
+                yield lock
 
 
 def clear_abandoned_locks(seconds: float) -> None:

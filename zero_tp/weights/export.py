@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 MAX_SHARD_SIZE = "5GB"
+_MODEL_FILES = ("config.json", "generation_config.json")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
@@ -53,6 +56,16 @@ def native_tensors(model: ZeroTPForCausalLM) -> Iterator[tuple[str, Tensor]]:
         yield weight.theirs, weight.convert(whole)
 
 
+def _replaceable(target: Path) -> bool:
+    """Is this nothing, an empty directory, or a model of transformers? A run has a config.json too, and checkpoints."""
+    if not target.exists():
+        return True
+    if not target.is_dir():
+        return False
+    entries = [entry.name for entry in target.iterdir()]
+    return not entries or ("config.json" in entries and "checkpoints" not in entries and ".git" not in entries)
+
+
 def write_native(
     directory: str | os.PathLike[str],
     config: PretrainedConfig,
@@ -74,13 +87,16 @@ def write_native(
         tokenizer: a directory whose files are copied in.
 
     Raises:
-        UserError: the directory exists and `overwrite` is off; a tensor is missing, unexpected or has a wrong shape.
+        UserError: the directory exists and `overwrite` is off, or is no model; `max_shard_size` is not a size; a
+            tensor is missing, unexpected or has a wrong shape.
     """
     target = Path(directory)
     if target.exists() and not overwrite:
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
-    if target.exists() and not target.is_dir():
-        raise UserError(f"{target}: is a file; give a directory")
+    if not _replaceable(target):
+        raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
+    if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
+        raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
     config = copy.deepcopy(config)
     config.dtype = dtype
     architecture = architecture_of(config)
@@ -100,8 +116,10 @@ def write_native(
     try:
         native.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
         if tokenizer is not None:
+            # It may be a whole model's directory: only the tokenizer comes along, and no written file is replaced.
             for file in sorted(tokenizer.iterdir()):
-                if file.is_file():
+                foreign = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name in _MODEL_FILES
+                if file.is_file() and not foreign and not (temporary / file.name).exists():
                     shutil.copy2(file, temporary / file.name)
         temporary.chmod(0o755)
         if not target.exists():

@@ -1,0 +1,134 @@
+"""What is found where a run, a checkpoint or an export should be, and what is done to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from zero_tp.checkpoint.convert import _tokenizer
+from zero_tp.checkpoint.directory import (
+    CONFIG,
+    MANIFEST,
+    complete_steps,
+    first_config,
+    prepare_run,
+    prune,
+    read_manifest,
+    step_directory,
+)
+from zero_tp.errors import UserError
+from zero_tp.training.environment import complete_environment
+from zero_tp.training.ops import abandoned_locks
+from zero_tp.training.processes import Place
+from zero_tp.weights.export import write_native
+
+TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
+NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]
+
+
+def export(directory: Path, **options: Any) -> None:
+    model = GPT2LMHeadModel(TINY)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    write_native(directory, TINY, tensors, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("content", NOT_JSON)
+def test_a_damaged_manifest_or_config_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(UserError, match=r"damaged: remove .* to use the one before"):
+        read_manifest(tmp_path)
+    (tmp_path / CONFIG).write_bytes(content)
+    with pytest.raises(UserError, match="give another --output-dir"):
+        first_config(tmp_path)
+
+
+def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+    prepare_run(tmp_path / "new" / "run")
+    prepare_run(tmp_path / "new" / "run")
+    assert list((tmp_path / "new" / "run").iterdir()) == [tmp_path / "new" / "run" / "checkpoints"]
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="give another --output-dir"):
+        prepare_run(tmp_path / "file")
+
+
+def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        step_directory(tmp_path, step).mkdir(parents=True)
+        (step_directory(tmp_path, step) / MANIFEST).touch()
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, 1)
+    assert complete_steps(tmp_path) == [2]
+
+
+def test_an_export_replaces_only_a_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "thesis.txt").touch()
+    for directory in (run, notes, notes / "thesis.txt"):
+        with pytest.raises(UserError, match="not replaced"):
+            export(directory, overwrite=True)
+        assert directory.exists()
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "empty", overwrite=True)
+    export(tmp_path / "empty", overwrite=True)
+
+
+@pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", ""])
+def test_a_shard_size_is_a_size(tmp_path: Path, size: str) -> None:
+    with pytest.raises(UserError, match="max_shard_size"):
+        export(tmp_path / "export", max_shard_size=size)
+
+
+def test_a_tokenizer_from_a_model_directory_brings_no_weights(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    export(other)
+    (other / "tokenizer.json").write_text("{}")
+    (other / "pytorch_model.bin").touch()
+    (other / "model.safetensors.index.json").touch()
+    export(tmp_path / "export", tokenizer=other)
+    found = {path.name for path in (tmp_path / "export").iterdir()}
+    assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("other", "export")]
+    assert weights[0] != weights[1], "random weights, its own"
+
+
+def test_a_lock_that_another_rank_removes_is_no_error(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    found = abandoned_locks(tmp_path, -1.0)
+    first = next(found)
+    for lock in tmp_path.glob("*/lock"):
+        lock.unlink()
+    assert list(found) == [] and first.name == "lock"
+
+
+def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "4")  # left in the shell
+    place = Place.of_this_process()
+    assert place.world == 1
+    complete_environment(place)
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        _tokenizer(tmp_path, None)
+    (tmp_path / "tokenizer.json").touch()
+    assert _tokenizer(tmp_path, None) == tmp_path
