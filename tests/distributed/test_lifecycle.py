@@ -73,7 +73,9 @@ class Launch:
         return ranks[0]
 
     def launch_py(self) -> psutil.Process:
-        return self.rank(0).parent()
+        parent = self.rank(0).parent()
+        assert parent is not None
+        return parent
 
     def wait_for(self, text: str) -> None:
         """Imports alone take most of a minute on a busy machine: no time is measured before `text` is there."""

@@ -16,9 +16,9 @@ from zero_tp.checkpoint.directory import (
     MANIFEST,
     complete_steps,
     first_config,
-    prepare_run,
     prune,
     read_manifest,
+    run_directory,
     step_directory,
 )
 from zero_tp.errors import UserError
@@ -43,17 +43,28 @@ def test_a_damaged_manifest_or_config_is_one_line(tmp_path: Path, content: bytes
     with pytest.raises(UserError, match=r"damaged: remove .* to use the one before"):
         read_manifest(tmp_path)
     (tmp_path / CONFIG).write_bytes(content)
+    (step_directory(tmp_path, 1)).mkdir(parents=True)
+    (step_directory(tmp_path, 1) / MANIFEST).touch()
     with pytest.raises(UserError, match="give another --output-dir"):
         first_config(tmp_path)
 
 
-def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
-    prepare_run(tmp_path / "new" / "run")
-    prepare_run(tmp_path / "new" / "run")
-    assert list((tmp_path / "new" / "run").iterdir()) == [tmp_path / "new" / "run" / "checkpoints"]
+def test_a_run_holds_its_directory(tmp_path: Path) -> None:
+    run = tmp_path / "new" / "run"
+    with run_directory(run):
+        assert (run / "checkpoints").is_dir()
+        with pytest.raises(UserError, match="another run is writing there"), run_directory(run):
+            pass
+    with run_directory(run):
+        pass
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="give another --output-dir"):
-        prepare_run(tmp_path / "file")
+    with pytest.raises(UserError, match="cannot be a run's directory"), run_directory(tmp_path / "file"):
+        pass
+
+
+def test_a_start_that_saved_nothing_freezes_nothing(tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text("{}")
+    assert first_config(tmp_path) is None
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,28 +7,31 @@ is written; `latest` is replaced after that.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
 
-CONFIG, MANIFEST, LATEST, TEMPORARY = "config.json", "manifest.json", "latest", ".writing"
+CONFIG, LOCK = "config.json", ".lock"
+MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
 
 
 def first_config(run: Path) -> dict[str, Any] | None:
-    """The resolved config that the run in this directory was started with; None for a new run.
+    """The resolved config that the run in this directory was started with; None when there is nothing to resume.
 
     Raises:
         UserError: the file can't be read, or is not a JSON object.
     """
     path = run / CONFIG
-    if not path.exists():
+    if not path.exists() or not complete_steps(run):
         return None
     try:
         resolved = json.loads(path.read_text())
@@ -39,19 +42,25 @@ def first_config(run: Path) -> dict[str, Any] | None:
     return resolved
 
 
-def prepare_run(run: Path) -> None:
-    """Make a run's directory, or see that it can be written to. One rank calls it, before any is connected.
+@contextlib.contextmanager
+def run_directory(run: Path) -> Iterator[None]:
+    """Make a run's directory and hold it while the block runs. One rank enters it, before any is connected.
 
     Raises:
-        UserError: it is a file, or nothing can be written there.
+        UserError: it is a file, nothing can be written there, or another run holds it.
     """
-    try:
-        checkpoints_of(run).mkdir(parents=True, exist_ok=True)
-        probe = checkpoints_of(run) / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir") from error
+    with contextlib.ExitStack() as held:
+        try:
+            checkpoints_of(run).mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((run / LOCK).open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run}: another run is writing there; wait for it, or give another --output-dir") from None
+        except OSError as error:
+            raise UserError(
+                f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir"
+            ) from error
+        yield
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:

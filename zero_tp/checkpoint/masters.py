@@ -40,7 +40,7 @@ def _zero3_fragment(parameter: nn.Parameter, data_rank: int) -> tuple[int, Tenso
     return start, partition[: max(0, min(partition.numel(), whole - start))]
 
 
-def _unpartitioned(optimizer: Any, parameters: list[nn.Parameter]) -> dict[int, Tensor]:
+def unpartitioned_masters(optimizer: Any, parameters: list[nn.Parameter]) -> dict[int, Tensor]:
     """Masters of ZeRO-0 by id of the parameter: itself in fp32, else its copy in DeepSpeed's wrapper."""
     if not hasattr(optimizer, "loss_scale_config"):
         return {id(parameter): parameter for parameter in parameters}
@@ -60,7 +60,7 @@ def master_fragments(engine: TrainingEngine) -> Iterator[Fragment]:
     named = list(engine.model.named_parameters())
     if engine.stage == 0:
         if engine.topology.data_rank == 0:
-            masters = _unpartitioned(engine.optimizer, [parameter for _, parameter in named])
+            masters = unpartitioned_masters(engine.optimizer, [parameter for _, parameter in named])
             for name, parameter in named:
                 yield name, 0, masters[id(parameter)].detach().flatten()
         return

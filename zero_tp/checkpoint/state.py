@@ -56,7 +56,8 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
         "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "train_batch_size": config.global_batch,
-        "optimizer.type": config.deepspeed_config().get("optimizer", {}).get("type"),
+        # DeepSpeed restores the saved ones, whatever the file says.
+        "optimizer": config.deepspeed_config().get("optimizer"),
     }
 
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from zero_tp.checkpoint.masters import unpartitioned_masters
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
@@ -115,6 +116,8 @@ class TrainingEngine:
             config=settings,
             mpu=topology,
         )
+        if self.stage == 0:
+            self._undo_first_step()
         self.gradient_norm = float("nan")
         self.skipped = False
         self._check_world()
@@ -133,6 +136,24 @@ class TrainingEngine:
             config_dict_or_path=settings,
             mem_efficient_linear=False,
         )
+
+    @torch.no_grad()
+    def _undo_first_step(self) -> None:
+        """Take back what DeepSpeed's 16-bit optimizers without ZeRO do when they are made.
+
+        To allocate their states they step once on zero gradients, which decays the masters by lr·weight_decay and
+        leaves Adam's bias correction one step ahead for good.
+        """
+        wrapped = getattr(self.optimizer, "optimizer", None)
+        if wrapped is None:
+            return
+        wrapped.state.clear()
+        for group in wrapped.param_groups:
+            group.pop("step", None)
+        parameters = list(self.model.parameters())
+        masters = unpartitioned_masters(self.optimizer, parameters)
+        for parameter in parameters:
+            masters[id(parameter)].copy_(parameter)
 
     def _check_world(self) -> None:
         found = self.engine.dp_world_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import prepare_run, write_config
+from zero_tp.checkpoint.directory import run_directory, write_config
 from zero_tp.checkpoint.state import check_resumable, resume, save
 from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import PackedSamples, ValidationSamples
@@ -94,13 +95,17 @@ def train(run: Run, place: Place, *, verbose: bool) -> None:
         UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
             `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
+    with run_directory(run.directory) if place.rank == 0 else nullcontext():
+        _train(run, place, verbose)
+
+
+def _train(run: Run, place: Place, verbose: bool) -> None:
     config, directory = run.config, run.directory
     step = check_resumable(directory, config) or 0
-    if place.rank == 0:
-        prepare_run(directory)
     topology, device = connect(config, place, verbose)
     first = topology.rank == 0
-    if first:
+    steps = config.zero_tp.training.steps
+    if first and step < steps:
         write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(
@@ -110,7 +115,7 @@ def train(run: Run, place: Place, *, verbose: bool) -> None:
             resume(engine, directory, step)
     if first:
         _announce(run, engine, step)
-    if step < config.zero_tp.training.steps:
+    if step < steps:
         _Loop(run, engine, device, step).train()
 
 
@@ -123,8 +128,9 @@ def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
         f"in {run.directory}"
     )
     if step >= steps:
-        print(f"all {steps} steps are done; raise zero_tp.training.steps to train on")
-    elif step:
+        print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
+        return
+    if step:
         print(f"resuming after step {step}")
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
     if schedule is not None and schedule < steps:
@@ -162,8 +168,15 @@ class _Loop:
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
                         reporter.validation(step, self._validation_loss(self.run.validation))
                     if last or _due(step, self.settings.checkpoint.interval):
-                        saved = save(self.engine, self.config, self.run.directory, step, self.run.tokenizer)
-                        reporter.say(f"saved {saved}")
+                        self._save(step)
+
+    def _save(self, step: int) -> None:
+        if self.skips_in_a_row:
+            # Its weights may be what makes the loss non-finite; saving it would push good checkpoints out.
+            self.reporter.say(f"step {step} is not saved: the last {self.skips_in_a_row} steps were skipped")
+            return
+        saved = save(self.engine, self.config, self.run.directory, step, self.run.tokenizer)
+        self.reporter.say(f"saved {saved}")
 
     def _step(self, step: int) -> None:
         windows = self.run.samples.rank_batches(
