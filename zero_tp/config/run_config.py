@@ -126,8 +126,10 @@ class RunConfig:
         return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
     def hf_config(self) -> PreTrainedConfig:
-        """A new Hugging Face config object of `zero_tp.model`."""
-        return copy.deepcopy(self._hf_config)
+        """A new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention."""
+        config = copy.deepcopy(self._hf_config)
+        config._attn_implementation = self.zero_tp.attention
+        return config
 
 
 def _known(size: int | None) -> int:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from zero_tp.config.model import ARCHITECTURES as RULES
 from zero_tp.errors import UserError
 from zero_tp.models.architectures.table import Architecture, Weight
 from zero_tp.models.spec import Dropouts, TransformerSpec
@@ -23,13 +24,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 
-# Fields that change the function computed and that this table does not compute otherwise.
-_FIXED = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "reorder_and_upcast_attn": False,
-    "add_cross_attention": False,
-}
+_RULES = RULES["gpt2"]
+assert set(ACTIVATIONS) == set(_RULES.activations)
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
@@ -37,9 +33,9 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     Raises:
         UserError: a field whose value this table does not compute.
     """
-    for field, value in _FIXED.items():
+    for field, (value, reason) in _RULES.fixed.items():
         if getattr(config, field) != value:
-            raise UserError(f"zero_tp.model.{field}: only {value} is supported for gpt2; remove it")
+            raise UserError(f"zero_tp.model.{field}: only {value} is supported for gpt2, because {reason}")
     if config.activation_function not in ACTIVATIONS:
         raise UserError(
             f"zero_tp.model.activation_function: {config.activation_function!r} is not supported; "
