@@ -4,7 +4,7 @@
     deepspeed --num_accelerators 4 launch/pretrain.py --deepspeed_config ds_configs/quickstart.json
     python launch/pretrain.py --check ds_configs/quickstart.json --world-size 4
 
-Starting the same command again on a run directory resumes it. torchrun, `accelerate launch` and srun start it too.
+Starting the same command again on a run directory resumes it. torchrun starts it too, and alone it is one rank.
 """
 
 from __future__ import annotations
