@@ -34,8 +34,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (norm + 1e-6)
+    factor = limit / (norm.item() + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
     if factor < 1:
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+                parameter.grad.mul_(factor)

@@ -169,11 +169,6 @@ class TrainingEngine:
         self._hooks_checked = True
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one optimizer step."""
-        return int(self.engine.gradient_accumulation_steps())
-
-    @property
     def learning_rate(self) -> float:
         """Of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
