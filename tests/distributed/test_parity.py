@@ -158,9 +158,7 @@ def deepspeed_config(stage: int, data: int, accumulation: int, variant: str = "p
     }
 
 
-def train(
-    seed: int, tensor: int, sequence: bool, stage: int, accumulation: int, variant: str = "plain"
-) -> Trace:
+def train(seed: int, tensor: int, sequence: bool, stage: int, accumulation: int, variant: str = "plain") -> Trace:
     """The same on this pool's ranks, through the engine that pretrain.py builds. Runs on every rank."""
     from deepspeed.utils import safe_get_full_grad
 

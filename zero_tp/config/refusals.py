@@ -34,8 +34,7 @@ class View:
 
     @property
     def recompute_mode(self) -> str:
-        policy = self.zero_tp.recompute
-        return policy if isinstance(policy, str) else policy.mode
+        return self.zero_tp.recompute_policy.mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,13 +236,6 @@ REFUSALS: tuple[Refusal, ...] = (
         for key in ("partition_activations", "cpu_checkpointing")
     ),
     Refusal(
-        f"{ACTIVATIONS}.partition_activations",
-        "with zero_tp.parallel.sequence",
-        lambda view: _on(f"{ACTIVATIONS}.partition_activations")(view) and view.zero_tp.parallel.sequence,
-        "under sequence parallelism the checkpoints are split already, and splitting them again trains wrong",
-        "leave it out",
-    ),
-    Refusal(
         f"{ACTIVATIONS}.contiguous_memory_optimization",
         "without partition_activations",
         lambda view: (
@@ -288,7 +280,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "zero_tp.recompute": ("none",),
     "zero_tp.objective": ("causal",),
     "zero_tp.data.document_attention": ("continue",),
     "zero_tp.compile": (False,),
@@ -296,10 +287,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero_tp.checkpoint.async": (False,),
     "zero_tp.checkpoint.on_corrupt": ("stop",),
     "zero_tp.evaluation.tasks": ([],),
-    f"{ACTIVATIONS}.partition_activations": (False,),
-    f"{ACTIVATIONS}.number_checkpoints": (None,),
-    f"{ACTIVATIONS}.contiguous_memory_optimization": (False,),
-    f"{ACTIVATIONS}.cpu_checkpointing": (False,),
     f"{ACTIVATIONS}.profile": (False,),
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
     f"{ZERO}.offload_optimizer.device": ("none", "cpu"),

@@ -13,6 +13,7 @@ from zero_tp.config.batch import Batch, data_parallel_size, resolve_batch
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
 from zero_tp.config.errors import ConfigError
 from zero_tp.config.model import check_model
+from zero_tp.config.recompute import check_recompute
 from zero_tp.config.refusals import check_refusals, dtype
 from zero_tp.config.schema import ZeroTP
 from zero_tp.config.source import apply_overrides, read_json
@@ -75,6 +76,7 @@ class RunConfig:
         check_values(raw)
         batch = resolve_batch(raw, data)
         check_refusals(raw, zero_tp)
+        check_recompute(raw, zero_tp, hf_config.num_hidden_layers, batch.accumulation)
         raw = {key: value for key, value in raw.items() if key not in OFF_BLOCKS}  # some are on by being there
         raw.setdefault("gradient_clipping", 1.0)
         for key, field in BATCH_FIELDS.items():

@@ -5,10 +5,13 @@ s sequence, b batch, h hidden, a heads, d head size, t TP size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -74,9 +77,9 @@ class Attention(nn.Module):
     [s, b, h] → [s, b, h], sequence shards under SP. The QKV weight holds Q | K | V blocks, each split by heads.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams):
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, regions: LayerRegions):
         super().__init__()
-        self.head_size = spec.head_size
+        self.head_size, self.regions = spec.head_size, regions
         width = spec.heads * spec.head_size
         self.qkv = ColumnParallelLinear(
             make.child("qkv"), spec.hidden, (width, width, width), bias=spec.bias, init=Normal(spec.init_std)
@@ -90,5 +93,5 @@ class Attention(nn.Module):
         fused = self.qkv(tensor, sequence=sequence)  # [s, b, 3·h/t]
         length, batch, _ = fused.shape
         query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)  # [b, a/t, s, d]
-        mixed = self.core(query, key, value, mask)
+        mixed = self.regions.attention_core(partial(self.core, mask=mask), query, key, value)
         return self.output(mixed.permute(2, 0, 1, 3).reshape(length, batch, -1), sequence=sequence)

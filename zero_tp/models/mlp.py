@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
+from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -12,9 +15,9 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 class MLP(nn.Module):
     """h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, regions: LayerRegions):
         super().__init__()
-        self.activation = spec.activation
+        self.activation, self.regions = spec.activation, regions
         self.up = ColumnParallelLinear(
             make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.bias, init=Normal(spec.init_std)
         )
@@ -23,7 +26,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
-        return self.down(self.activation(self.up(tensor, sequence=sequence)), sequence=sequence)
+        wide = self.up(tensor, sequence=sequence)
+        return self.regions.mlp_activation(self.activation, wide, partial(self.down, sequence=sequence))
 
 
 MLPS = {"mlp": MLP}

@@ -5,12 +5,15 @@ s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from zero_tp.models.attention import Attention, attention_mask
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS
+from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -36,22 +39,30 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [s, b, h] → [s, b, h], shards under SP."""
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [s, b, h] → [s, b, h], shards under SP.
+
+    Attributes:
+        regions: what backward may compute again; a recompute policy changes them.
+    """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout):
         super().__init__()
+        self.regions = LayerRegions()
         norm = NORMS[spec.norm]
         self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon)
-        self.attention = Attention(make.child("attention"), spec, streams)
+        self.attention = Attention(make.child("attention"), spec, streams, self.regions)
         self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon)
-        self.mlp = MLPS[spec.mlp](make.child("mlp"), spec)
+        self.mlp = MLPS[spec.mlp](make.child("mlp"), spec, self.regions)
         self.dropout = dropout
 
     def forward(self, stream: Tensor, mask: Tensor | None, *, sequence: bool) -> Tensor:
-        normed = self.attention_norm(stream, sequence=sequence)
-        stream = stream + self.dropout(self.attention(normed, mask, sequence=sequence))
-        normed = self.mlp_norm(stream, sequence=sequence)
-        return stream + self.dropout(self.mlp(normed, sequence=sequence))
+        return self.regions.layer(partial(self._forward, mask=mask, sequence=sequence), stream)
+
+    def _forward(self, stream: Tensor, mask: Tensor | None, sequence: bool) -> Tensor:
+        norm, attention = self.attention_norm, partial(self.attention, mask=mask, sequence=sequence)
+        stream = stream + self.dropout(self.regions.norm(partial(norm, sequence=sequence), stream, attention))
+        norm, mlp = self.mlp_norm, partial(self.mlp, sequence=sequence)
+        return stream + self.dropout(self.regions.norm(partial(norm, sequence=sequence), stream, mlp))
 
 
 class Transformer(nn.Module):

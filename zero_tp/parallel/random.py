@@ -54,6 +54,19 @@ class RandomStreams:
             self._states[name] = self._get()
             self._set(outside)
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """The states now, for `replaying`. They are replaced by each use and never changed, so nothing is copied."""
+        return dict(self._states)
+
+    @contextmanager
+    def replaying(self, snapshot: dict[str, Tensor]) -> Iterator[None]:
+        """Draw again what was drawn after the snapshot; the streams are as before after it."""
+        now, self._states = self._states, dict(snapshot)
+        try:
+            yield
+        finally:
+            self._states = now
+
     def state_dict(self) -> dict[str, Any]:
         return {name: state.clone() for name, state in self._states.items()}
 

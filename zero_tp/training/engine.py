@@ -1,7 +1,7 @@
 """The one build order of a training run, and a step of it.
 
 seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3) → layouts audited, gradient hooks registered →
-`deepspeed.initialize(mpu=topology)` → checks.
+recompute policy → `deepspeed.initialize(mpu=topology)` → checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from zero_tp.activations.memory import ActivationMemory
 from zero_tp.checkpoint.masters import unpartitioned_masters
+from zero_tp.config.schema import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
@@ -72,6 +74,7 @@ class TrainingEngine:
 
     Attributes:
         engine: DeepSpeed's engine. model: the unwrapped model. dtype: of its weights.
+        activations: what backward keeps and recomputes.
         gradient_norm: of the last step, before clipping; nan when that step was skipped.
         skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
     """
@@ -85,6 +88,7 @@ class TrainingEngine:
         seed: int,
         device: torch.device | str = "cpu",
         source: WeightSource | None = None,
+        recompute: RecomputePolicy | None = None,
     ):
         """Build everything, in the one order that works. Collective over all ranks.
 
@@ -93,6 +97,7 @@ class TrainingEngine:
             deepspeed_config: without a `zero_tp` block and without `"auto"`.
             seed: of weights and dropout.
             source: of the initial weights instead of the seed.
+            recompute: what backward computes again; by default nothing.
 
         Raises:
             UserError: the sizes do not fit the topology.
@@ -109,6 +114,12 @@ class TrainingEngine:
             self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology)
         self.hooks = GradientHooks(self.model, topology.tensor_group)
+        self.activations = ActivationMemory(
+            self.model,
+            recompute or RecomputePolicy(mode="none"),
+            settings.get("activation_checkpointing", {}),
+            self.device,
+        )
         decay = settings.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
         self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=self.model,
@@ -184,7 +195,8 @@ class TrainingEngine:
         """
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, labels in micro_batches:
+        for index, (tokens, labels) in enumerate(micro_batches):
+            self.activations.begin_micro_batch(index)
             loss = self.engine(tokens, shift_labels=labels).loss
             self.engine.backward(loss)
             total += loss.detach()
@@ -240,4 +252,3 @@ class TrainingEngine:
         if count == 0:
             raise UserError("validation data holds nothing to score")
         return total / count
-

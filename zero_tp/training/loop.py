@@ -109,7 +109,12 @@ def _train(run: Run, place: Place, verbose: bool) -> None:
         write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(
-            run.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed, device=device
+            run.model_config,
+            topology,
+            config.deepspeed_config(),
+            seed=config.zero_tp.training.seed,
+            device=device,
+            recompute=config.zero_tp.recompute_policy,
         )
         if step:
             resume(engine, directory, step)
@@ -127,6 +132,8 @@ def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
         f"ZeRO-{config.zero_stage}, {config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, "
         f"in {run.directory}"
     )
+    for note in engine.activations.notes:
+        print(note)
     if step >= steps:
         print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
         return

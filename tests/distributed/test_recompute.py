@@ -1,0 +1,96 @@
+"""Recomputation changes no bit: losses, gradient norms and weights equal those of a run that keeps everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from tests.pools import Pools
+from zero_tp.config.schema import RecomputePolicy
+from zero_tp.topology import Topology
+
+STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12
+
+P_A, CPU = {"partition_activations": True}, {"cpu_checkpointing": True}
+CONTIGUOUS = {**P_A, "contiguous_memory_optimization": True}
+ALL_MODULES = ["attention_core", "mlp_activation", "norm"]
+POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "attention_core": ({"mode": "selective"}, {}),
+    "mlp_activation": ({"mode": "selective", "modules": ["mlp_activation"]}, {}),
+    "norm": ({"mode": "selective", "modules": ["norm"]}, {}),
+    "all modules": ({"mode": "selective", "modules": ALL_MODULES}, {}),
+    "full": ({"mode": "full"}, {}),
+    "full, first layer": ({"mode": "full", "layers": 1}, {}),
+    "full, every other layer": ({"mode": "full", "every": 2}, {}),
+    "full, first micro-batch kept": ({"mode": "full", "keep_micro_batches": 1}, {}),
+    "full, partitioned": ({"mode": "full"}, P_A),
+    "full, on the host": ({"mode": "full"}, CPU),
+    "full, partitioned on the host": ({"mode": "full"}, P_A | CPU),
+    "full, contiguous": ({"mode": "full"}, CONTIGUOUS),
+    "full, contiguous on the host": ({"mode": "full"}, CONTIGUOUS | CPU | {"number_checkpoints": 4}),
+}
+
+
+def run(
+    seed: int, tensor: int, sequence: bool, stage: int, attention: str, dropout: float, names: list[str]
+) -> dict[str, Any]:
+    """On every rank: each policy's losses, norms and weights."""
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.export import native_tensors
+
+    config = GPT2Config(
+        n_layer=3,
+        n_embd=24,
+        n_head=4,
+        vocab_size=101,
+        n_positions=SEQUENCE,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation=attention,
+    )
+    topology = Topology(tensor, sequence)
+    found = {}
+    for name in names:
+        policy, settings = ({"mode": "none"}, {}) if name == "none" else POLICIES[name]
+        deepspeed_config = {
+            "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+            "activation_checkpointing": settings,
+        }
+        engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
+        generator = torch.Generator().manual_seed(seed)
+        losses, norms = [], []
+        for _ in range(STEPS):
+            windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+            micro = windows.chunk(topology.data)[topology.data_rank].chunk(ACCUMULATION)
+            losses.append(engine.train_step([(window[:, :-1], window[:, 1:]) for window in micro]))
+            norms.append(engine.gradient_norm)
+        weights: dict[str, Tensor] = {key: tensor.clone() for key, tensor in native_tensors(engine.model)}
+        found[name] = (losses, norms, weights, engine.activations.notes)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
+    attention = ("sdpa", "eager")[seed % 2]
+    names = [name for name in POLICIES if not (sequence and "contiguous" in name)]
+    for found in ranks(2).run(run, seed, tensor, sequence, stage, attention, 0.2, ["none", *names]):
+        losses, norms, weights, _ = found["none"]
+        for name in names:
+            assert found[name][0] == losses, name
+            assert found[name][1] == norms, name
+            for key, expected in weights.items():
+                assert torch.equal(found[name][2][key], expected), (name, key)
+            noted = "nothing to partition" in " ".join(found[name][3])
+            assert noted == ("partitioned" in name and (sequence or tensor == 1)) or "contiguous" in name

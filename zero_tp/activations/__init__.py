@@ -1,0 +1,1 @@
+"""What backward finds kept and what it computes again."""
