@@ -153,7 +153,34 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("sequence_parallel_size", "use zero_tp.parallel.sequence", value=2),
     mistake("zero_optimization.offload_param", "use stage 3", value={"device": "cpu"}),
     mistake("data_efficiency.enabled", "zero_tp.data decides", value=True),
-    mistake("zero_tp.recompute", ("not built yet", 'use "none"'), value="full"),
+    Mistake(
+        {"zero_tp.recompute": {"mode": "full", "layers": 3}},
+        "zero_tp.recompute.layers",
+        ("3, but the model has 2 layers", "at most 2"),
+    ),
+    Mistake(
+        {"zero_tp.recompute": {"mode": "full", "every": 3}},
+        "zero_tp.recompute.every",
+        ("3, but the model has 2 layers", "at most 2"),
+    ),
+    Mistake(
+        {"zero_tp.recompute": {"mode": "full", "keep_micro_batches": 2}},
+        "zero_tp.recompute.keep_micro_batches",
+        ("2 of the 2 micro-batches", "at most 1"),
+    ),
+    Mistake(
+        {
+            "zero_tp.recompute": "full",
+            "zero_tp.parallel.sequence": False,
+            "activation_checkpointing": {
+                "partition_activations": True,
+                "contiguous_memory_optimization": True,
+                "number_checkpoints": 1,
+            },
+        },
+        "activation_checkpointing.number_checkpoints",
+        ("1, but 2 layers keep a checkpoint each", "use 2, or leave it out"),
+    ),
     mistake("zero_tp.checkpoint.async", ("not built yet", "use false"), value=True),
     mistake("zero_tp.model.model_type", ("not built yet", "gpt2"), value="llama"),
     mistake("zero_tp.model.scale_attn_weights", "always scales", value=False),

@@ -153,7 +153,7 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ("zero_tp.model.model_type=quantum", "supported: gpt2"),
         ("autotuning.enabled=true", "autotuning.enabled: true is refused"),
         ("tensor_parallel=true", "leave the block out"),
-        ("zero_optimization.offload_optimizer.device=nvme", '"nvme" is not built yet'),
+        ("zero_optimization.offload_optimizer.device=nvme", 'refused as "nvme" below stage 3'),
         ("zero_tp.objective=masked", "not built yet"),
     ],
 )
@@ -240,6 +240,25 @@ def test_an_object_for_recompute_says_which_layers() -> None:
     assert validate(RecomputePolicy, {"mode": "full", "layers": 2}, "zero_tp.recompute").layers == 2
     with pytest.raises(ConfigError, match="both choose the layers"):
         validate(RecomputePolicy, {"mode": "full", "layers": 2, "every": 2}, "zero_tp.recompute")
+    with pytest.raises(ConfigError, match="chooses the parts of a layer"):
+        validate(RecomputePolicy, {"mode": "full", "modules": ["norm"]}, "zero_tp.recompute")
+    for narrowed in ("layers", "every", "keep_micro_batches"):
+        with pytest.raises(ConfigError, match=f'"{narrowed}" narrows what is recomputed'):
+            validate(RecomputePolicy, {"mode": "none", narrowed: 1}, "zero_tp.recompute")
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers"),
+    [
+        ({"mode": "none"}, []),
+        ({"mode": "full"}, [0, 1, 2, 3, 4]),
+        ({"mode": "full", "layers": 2}, [0, 1]),
+        ({"mode": "selective", "every": 2}, [0, 2, 4]),
+        ({"mode": "full", "every": 5}, [0]),
+    ],
+)
+def test_which_layers_are_recomputed(policy: dict[str, object], layers: list[int]) -> None:
+    assert list(RecomputePolicy.model_validate(policy).recomputed_layers(5)) == layers
 
 
 @pytest.mark.parametrize(

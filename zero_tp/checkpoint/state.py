@@ -46,6 +46,10 @@ def _describe(place: dict[str, Any]) -> str:
     return f"TP {place['tensor']} × DP {place['data']}{sequence}, ZeRO-{place['zero_stage']}, {place['dtype']}"
 
 
+def _on_nvme(config: RunConfig) -> bool:
+    return "offload_optimizer" in config.nvme_paths
+
+
 def _fixed(config: RunConfig) -> dict[str, Any]:
     """What a run is: the keys that cannot change when it is resumed."""
     block = config.zero_tp
@@ -87,6 +91,7 @@ def save(engine: TrainingEngine, config: RunConfig, run: Path, step: int, tokeni
             "model": engine.model.config.to_dict(),
             "parameters": describe_layouts(engine.model),
             "fixed": _fixed(config),
+            "on_nvme": _on_nvme(config),
             "tokenizer": str(tokenizer) if tokenizer else None,
             "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
         }
@@ -117,6 +122,12 @@ def check_resumable(run: Path, config: RunConfig) -> int | None:
         return None
     checkpoint = directory.step_directory(run, steps[-1])
     manifest = directory.read_manifest(checkpoint)
+    if manifest["on_nvme"] or _on_nvme(config):
+        raise UserError(
+            f"{checkpoint}: a run with zero_optimization.offload_optimizer on NVMe cannot be resumed exactly, because "
+            "DeepSpeed restores other optimizer states; export it with launch/convert.py to-hf, or give another "
+            "--output-dir"
+        )
     place = _place(config)
     saved = {key: manifest[key] for key in place}
     if saved != place:

@@ -197,6 +197,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "use stage 1, 2 or 3, or leave it out",
     ),
     Refusal(
+        f"{ZERO}.offload_optimizer.device",
+        'as "nvme" below stage 3',
+        lambda view: view.stage < 3 and view.get(f"{ZERO}.offload_optimizer.device") == "nvme",
+        "DeepSpeed swaps the optimizer's states to NVMe at stage 3 only",
+        'use stage 3, or "cpu"',
+    ),
+    *(
+        Refusal(
+            f"{ZERO}.{block}.nvme_path",
+            'when it is missing with device "nvme"',
+            lambda view, block=block: (  # type: ignore[misc]
+                view.get(f"{ZERO}.{block}.device") == "nvme" and view.get(f"{ZERO}.{block}.nvme_path") is None
+            ),
+            "DeepSpeed needs a directory to swap to",
+            "give a directory on the NVMe device",
+        )
+        for block in ("offload_optimizer", "offload_param")
+    ),
+    Refusal(
         f"{ZERO}.elastic_checkpoint",
         "as true",
         _on(f"{ZERO}.elastic_checkpoint"),
@@ -289,9 +308,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero_tp.evaluation.tasks": ([],),
     f"{ACTIVATIONS}.profile": (False,),
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
-    f"{ZERO}.offload_optimizer.device": ("none", "cpu"),
     f"{ZERO}.offload_optimizer.super_offload": (False,),
-    f"{ZERO}.offload_param.device": ("none", "cpu"),
     "bf16.bf16_master_weights_and_grads": (False,),
     "bf16.bf16_optimizer_states": (False,),
     "fp16.fp16_master_weights_and_grads": (False,),

@@ -114,6 +114,13 @@ class RunConfig:
         return int(self._deepspeed.get("zero_optimization", {}).get("stage", 0))
 
     @property
+    def nvme_paths(self) -> dict[str, Path]:
+        """Directories of the offload blocks whose device is "nvme", by the block's name."""
+        zero = self._deepspeed.get("zero_optimization", {})
+        blocks = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
+        return {name: Path(block["nvme_path"]) for name, block in blocks.items() if block.get("device") == "nvme"}
+
+    @property
     def dtype(self) -> str:
         """ "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
         return dtype(self._deepspeed)

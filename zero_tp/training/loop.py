@@ -23,6 +23,7 @@ from zero_tp.planning.hardware import device_peak_flops
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine, check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
+from zero_tp.training.nvme import check_nvme
 from zero_tp.training.processes import Place
 from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
@@ -74,6 +75,7 @@ def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, t
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
+    check_nvme(config)
     without_shared_memory_collectives()
     # On one machine, what no process holds is abandoned; several may share the folder.
     clear_abandoned_locks(0.0 if place.local_world == place.world else OTHER_MACHINE_SECONDS)
