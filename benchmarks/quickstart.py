@@ -10,20 +10,18 @@ first steps of a run are left out. Prints the ratio of the medians and its sprea
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
+
+from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside this script
 
 from zero_tp.config import RunConfig
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS, WARM_UP = 4, 5
 
 
@@ -73,29 +71,23 @@ def main() -> None:
             rates[name].append(tokens / statistics.median(seconds))
         print(f"round {turn + 1}: " + ", ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in rates.items()))
     ratios = [a / b for a, b in zip(rates["zero_tp"], rates["plain"], strict=True)]
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "config": f"{options.config.name}, 4 CPU ranks over gloo, glibc tunables "
-        + ("set" if "GLIBC_TUNABLES" in os.environ else "not set"),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
-        "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
-        "model": config.zero_tp.model,
-        "global_batch": f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens",
-        "zero_tp": "TP 2 × DP 2, SP, ZeRO-2",
-        "plain": "transformers GPT2LMHeadModel, DeepSpeed ZeRO-2, DP 4",
-        "tokens_per_second": rates,
-        "ratio_of_each_round": ratios,
-        "ratio_median": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-    }
-    print(f"zero_tp / plain: median {result['ratio_median']:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    median = statistics.median(ratios)
+    print(f"zero_tp / plain: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        path = options.output / f"{result['date']}-quickstart.json"
-        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        print(f"wrote {path}")
+        result = {
+            "config": f"{options.config.name}, 4 CPU ranks over gloo, glibc tunables "
+            + ("set" if "GLIBC_TUNABLES" in os.environ else "not set"),
+            "model": config.zero_tp.model,
+            "global_batch": f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens",
+            "zero_tp": "TP 2 × DP 2, SP, ZeRO-2",
+            "plain": "transformers GPT2LMHeadModel, DeepSpeed ZeRO-2, DP 4",
+            "tokens_per_second": rates,
+            "ratio_of_each_round": ratios,
+            "ratio_median": median,
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+        write_result(options.output, "quickstart", result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -23,10 +22,11 @@ from zero_tp.config.schema import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of, whole_shape
+from zero_tp.parallel.layout import GradientHooks, audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.clipping import clip_gradients, gradient_norm
+from zero_tp.training.guards import check_hooks, check_replicas
 
 
 def run_dtype(config: dict[str, Any]) -> torch.dtype:
@@ -45,28 +45,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-@torch.no_grad()
-def check_replicas(model: nn.Module, topology: Topology) -> None:
-    """Replicated parameters must be equal, bit for bit, over TP. One small all-gather a parameter.
-
-    Under ZeRO-3 each DP rank compares its own partition, which TP ranks cut alike.
-
-    Raises:
-        RuntimeError: names the first parameter that differs.
-    """
-    if topology.tensor == 1:
-        return
-    for name, parameter in model.named_parameters():
-        if not isinstance(layout_of(parameter), Replicated):
-            continue
-        local = getattr(parameter, "ds_tensor", parameter).detach().float().flatten()
-        low, high = local.clone(), local.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=topology.tensor_group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=topology.tensor_group)
-        if not torch.equal(low, high):
-            raise RuntimeError(f"parameter {name} differs between tensor parallel ranks by {(high - low).abs().max()}")
 
 
 class TrainingEngine:
@@ -171,14 +149,6 @@ class TrainingEngine:
         if found != self.topology.data:
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
 
-    def _check_hooks(self) -> None:
-        silent = [name for name, fired in self.hooks.fired.items() if not fired]
-        if silent:
-            raise RuntimeError(
-                f"the gradient of {silent[0]} was not summed over tensor parallel ranks: its hook did not fire"
-            )
-        self._hooks_checked = True
-
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
@@ -204,7 +174,8 @@ class TrainingEngine:
                 self._before_step()
             self.engine.step()
         if not self._hooks_checked:
-            self._check_hooks()
+            check_hooks(self.hooks)
+            self._hooks_checked = True
         mean = all_reduce(total / len(micro_batches), self.topology.data_group).item() / self.topology.data
         self._after_step()
         return float(mean)

@@ -173,7 +173,7 @@ class _Loop:
                 last = step == self.steps
                 with self.meter.paused():
                     if step % self.settings.training.guard_interval == 0:
-                        check_replicas(self.engine.model, self.topology)
+                        check_replicas(self.engine.model, self.topology, step)
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
                         reporter.validation(step, self._validation_loss(self.run.validation))
                     if last or _due(step, self.settings.checkpoint.interval):
