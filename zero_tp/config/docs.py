@@ -61,7 +61,7 @@ def page() -> str:
             "",
             *_table(("key", "type", "default", "meaning"), _rows(ZeroTP, "")),
             "",
-            "`recompute` as an object (not built yet):",
+            "`recompute` as an object ([memory.md](memory.md) says what each choice keeps):",
             "",
             *_table(("key", "type", "default", "meaning"), _rows(RecomputePolicy, "recompute.", mark=False)),
             "",

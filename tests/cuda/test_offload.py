@@ -1,0 +1,65 @@
+"""Checkpoints in host memory on a CUDA device: `pytest -m cuda tests/cuda`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from zero_tp.activations.contiguous import ContiguousBuffer
+from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.offload import Host
+from zero_tp.config.schema import RecomputePolicy
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+pytestmark = pytest.mark.cuda
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_tensors_come_back_bit_for_bit_while_their_memory_is_used_again(contiguous: bool) -> None:
+    store = Host(ContiguousBuffer(8, torch.device("cpu"), pinned=True) if contiguous else None)
+    for _ in range(3):
+        generator = torch.Generator(DEVICE).manual_seed(1)
+        made = [torch.randn(1 << 22, device=DEVICE, generator=generator) for _ in range(8)]
+        expected = [tensor.double().sum() for tensor in made]
+        tokens = []
+        while made:
+            tokens.append(store.put(made.pop(0)))
+            torch.full((1 << 22,), 7.0, device=DEVICE)  # takes the memory that was just given back
+        assert all(token.host.is_pinned() for token in tokens)
+        for token, value in zip(reversed(tokens), reversed(expected), strict=True):
+            assert torch.equal(store.take(token).double().sum(), value)
+        del tokens, token
+
+
+def gradients(cpu_checkpointing: bool, recompute: RecomputePolicy) -> tuple[list[Tensor], int]:
+    """Every gradient of one step, and the peak bytes of forward and backward above what was there."""
+    config = GPT2Config(n_layer=12, n_embd=1024, n_head=16, n_positions=1024, vocab_size=1000, bos_token_id=0)
+    config.eos_token_id = 0
+    model = ZeroTPForCausalLM(config, seed=1, dtype=torch.bfloat16, device=DEVICE).train()
+    ActivationMemory(model, recompute, {"cpu_checkpointing": cpu_checkpointing}, DEVICE)
+    tokens = torch.randint(0, 1000, (8, 1024), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    for _ in range(2):  # the first call also makes workspaces
+        model.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(tokens, labels=tokens).loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None for gradient in found)
+    return [gradient for gradient in found if gradient is not None], torch.cuda.max_memory_allocated() - before
+
+
+def test_recomputing_from_the_host_changes_nothing_and_takes_less() -> None:
+    """Dropout is on: the second call draws other masks than the first, the same in every variant."""
+    none, most = gradients(False, RecomputePolicy(mode="none"))
+    full, less = gradients(False, RecomputePolicy(mode="full"))
+    host, least = gradients(True, RecomputePolicy(mode="full"))
+    for plain, recomputed, offloaded in zip(none, full, host, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=2e-2, atol=1e-3 * float(plain.abs().max()))
+        torch.testing.assert_close(offloaded, recomputed, rtol=0, atol=1e-3 * float(plain.abs().max()))
+    checkpoints = 11 * 8 * 1024 * 1024 * 2  # 2sbh of the layers that wait on the host, but for two on their way
+    assert most > less > least
+    assert less - least > 0.7 * checkpoints
