@@ -46,7 +46,9 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
 @pytest.mark.parametrize("blocks", [["offload_optimizer"], ["offload_param"], ["offload_optimizer", "offload_param"]])
 def test_nvme_trains_as_the_cpu_does(ranks: Pools, tmp_path: Path, blocks: list[str], dtype: str) -> None:
     on_cpu = {"offload_optimizer": {"device": "cpu"}}
-    on_nvme = on_cpu | {block: {"device": "nvme", "nvme_path": str(tmp_path)} for block in blocks}
+    on_nvme: dict[str, dict[str, Any]] = on_cpu | {
+        block: {"device": "nvme", "nvme_path": str(tmp_path)} for block in blocks
+    }
     if "offload_param" in on_nvme:
         on_nvme["offload_param"]["buffer_size"] = 1_000_000  # five such buffers a rank; by default 2 GB in fp32
     expected = ranks(4).run(train, on_cpu, dtype)
