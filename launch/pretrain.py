@@ -33,6 +33,12 @@ def arguments() -> argparse.Namespace:
         metavar="KEY=VALUE",
         help="override a key, such as zero_tp.training.steps=100 (VALUE is JSON, else a string); may be repeated",
     )
+    parser.add_argument(
+        "--resume-from",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="resume from this checkpoint instead of the run's newest, such as RUN/checkpoints/step_00000500",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
     return parser.parse_args()
@@ -57,7 +63,7 @@ def pretrain(options: argparse.Namespace, place: Place) -> None:
 
     run = Run(config, output)
     complete_environment(place)
-    train(run, place, verbose=options.verbose)
+    train(run, place, verbose=options.verbose, resume_from=options.resume_from)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from zero_tp.topology import Topology
 
 def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, gradient norm) of each step, and this rank's fp32 masters."""
-    from zero_tp.checkpoint.masters import master_fragments
+    from zero_tp.checkpoint.states import MASTER, OptimizerStates
     from zero_tp.training.engine import TrainingEngine
 
     # DeepSpeed keeps what is smaller than its I/O alignment in memory: these matrices are swapped.
@@ -38,7 +38,8 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
         windows = torch.randint(0, 1001, (8, 17), generator=generator).chunk(2)[topology.data_rank].chunk(2)
         loss = engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows])
         steps.append((loss, engine.gradient_norm))
-    return steps, {name: fragment.clone() for name, _, fragment in master_fragments(engine)}
+    states = OptimizerStates(engine)
+    return steps, {run.name: states.get(run, MASTER).clone() for run in states.held}
 
 
 @pytest.mark.nvme

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
-from zero_tp.checkpoint.masters import MasterReader
+from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
-from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -39,14 +37,6 @@ def _tokenizer(given: Path | None, recorded: str | None) -> Path | None:
     return given or (Path(recorded) if recorded else None)
 
 
-def _layout(described: dict[str, Any]) -> tuple[Layout, tuple[int, ...]]:
-    """A parameter's layout and shard shape from its manifest entry."""
-    shard_shape = tuple(described["shard_shape"])
-    if described["layout"] == "Sharded":
-        return Sharded(described["dim"], tuple(described["parts"]), described["padded"]), shard_shape
-    return Replicated(described["gradient"]), shard_shape
-
-
 def to_huggingface(
     source: Path,
     output: Path,
@@ -70,9 +60,9 @@ def to_huggingface(
     fields = dict(manifest["model"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     architecture = architecture_of(config)
-    layouts = {name: _layout(described) for name, described in manifest["parameters"].items()}
-    reader = MasterReader(checkpoint, manifest["tensor"], manifest["data"])
-    tensors = reader.native(architecture.each_weight(architecture.spec(config)), layouts)
+    reader = CheckpointReader(checkpoint, manifest)
+    weights = architecture.each_weight(architecture.spec(config))
+    tensors = {weight.theirs: weight.convert(reader.whole(weight.ours)) for weight in weights}
     write_native(
         output,
         config,

@@ -16,12 +16,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from zero_tp.checkpoint.files import Written, hash_file
 from zero_tp.errors import UserError
 
 CONFIG, LOCK = "config.json", ".lock"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
-FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"step_(\d{8,})")
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is not as it was written.
+
+    Attributes:
+        file: which one; `checkpoint`: the directory of the checkpoint.
+    """
+
+    def __init__(self, file: Path, problem: str):
+        super().__init__(f"{file}: {problem}; the checkpoint is damaged")
+        self.file, self.problem, self.checkpoint = file, problem, file.parent
 
 
 def first_config(run: Path) -> dict[str, Any] | None:
@@ -92,7 +105,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The manifest, its files' presence and sizes checked.
 
     Raises:
-        UserError: it is not a checkpoint, of another format, or a file is missing or has another size.
+        Damaged: a file is missing or has another size, or the manifest can't be read.
+        UserError: it is not a checkpoint, or of another format.
     """
     path = checkpoint / MANIFEST
     try:
@@ -100,20 +114,33 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
     except (ValueError, OSError) as error:
-        raise UserError(
-            f"{path}: not valid JSON ({error}); the checkpoint is damaged: remove {checkpoint} to use the one before"
-        ) from error
+        raise Damaged(path, f"not valid JSON ({error})") from error
     if not isinstance(manifest, dict):
-        raise UserError(f"{path}: not a manifest; the checkpoint is damaged: remove {checkpoint} to use the one before")
+        raise Damaged(path, "not a manifest")
     if manifest.get("format") != FORMAT:
         raise UserError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
-    for name, size in manifest["files"].items():
+    for name, written in manifest["files"].items():
         file = checkpoint / name
         found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise UserError(f"{file}: {state}; the checkpoint is damaged: remove {checkpoint} to use the one before")
+        if found is None:
+            raise Damaged(file, "is missing")
+        if found != written["bytes"]:
+            raise Damaged(file, f"has {found} bytes, not {written['bytes']}")
     return manifest
+
+
+def check_file(checkpoint: Path, name: str, written: dict[str, Any]) -> None:
+    """Read one of the manifest's files from end to end.
+
+    Raises:
+        Damaged: its SHA-256 is another one.
+    """
+    try:
+        found = hash_file(checkpoint / name)
+    except OSError as error:
+        raise Damaged(checkpoint / name, f"cannot be read ({error.strerror})") from error
+    if found.sha256 != written["sha256"]:
+        raise Damaged(checkpoint / name, f"SHA-256 is {found.sha256[:12]}…, not {written['sha256'][:12]}…")
 
 
 def _sync(path: Path) -> None:
@@ -124,11 +151,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def file_sizes(directory: Path) -> dict[str, int]:
-    """Relative path → bytes of every file below."""
-    return {str(p.relative_to(directory)): p.stat().st_size for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
 def begin(run: Path) -> Path:
     """A fresh temporary directory for the ranks to write into; leftovers of a killed save go. One rank calls it."""
     temporary = checkpoints_of(run) / TEMPORARY
@@ -137,12 +159,23 @@ def begin(run: Path) -> Path:
     return temporary
 
 
-def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any]) -> Path:
-    """Give the written files their name. One rank calls it, when all have written."""
-    manifest = {"format": FORMAT, "step": step, **manifest, "files": file_sizes(temporary)}
-    for name in manifest["files"]:
-        _sync(temporary / name)
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], files: dict[str, Written]) -> Path:
+    """Give the written files their name. One rank calls it, when all have written.
+
+    Args:
+        files: every file that the ranks wrote and flushed.
+
+    Raises:
+        RuntimeError: a file is not there as it was written.
+        OSError: the disk is full or gone.
+    """
+    for name, written in files.items():
+        path = temporary / name
+        if not path.is_file() or path.stat().st_size != written.size:
+            raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
+    listed = {name: {"bytes": written.size, "sha256": written.sha256} for name, written in files.items()}
+    text = json.dumps({"format": FORMAT, "step": step, **manifest, "files": listed}, indent=1)
+    (temporary / MANIFEST).write_text(text)
     _sync(temporary / MANIFEST)
     _sync(temporary)
     final = step_directory(run, step)
@@ -157,6 +190,11 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any]) -> P
     return final
 
 
+def abandon(run: Path) -> None:
+    """Give back the space of a save that failed."""
+    shutil.rmtree(checkpoints_of(run) / TEMPORARY, ignore_errors=True)
+
+
 def _remove(checkpoint: Path) -> None:
     """The manifest goes first: what a kill leaves of the rest does not count as complete."""
     with contextlib.suppress(FileNotFoundError):
@@ -164,10 +202,41 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
-def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
+@contextlib.contextmanager
+def in_use(checkpoint: Path) -> Iterator[None]:
+    """Keep `prune`, in this process or another on this machine, from removing a checkpoint that is being read.
+
+    Raises:
+        UserError: it is no checkpoint any more.
+    """
+    try:
+        manifest = (checkpoint / MANIFEST).open()
+    except FileNotFoundError:
+        raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
+    with manifest:
+        fcntl.flock(manifest, fcntl.LOCK_SH)
+        yield
+
+
+def prune(run: Path, keep: int, keep_every: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints, those at multiples of `keep_every`, and those in use."""
     for step in complete_steps(run)[:-keep]:
-        _remove(step_directory(run, step))
+        if keep_every is not None and step % keep_every == 0:
+            continue
+        with contextlib.suppress(FileNotFoundError), (step_directory(run, step) / MANIFEST).open() as manifest:
+            try:
+                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            _remove(step_directory(run, step))
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is no candidate any more and nothing is lost. Its new path."""
+    aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(checkpoint, aside)
+    return aside
 
 
 def find_checkpoint(path: Path) -> Path:

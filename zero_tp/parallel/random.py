@@ -27,6 +27,10 @@ class RandomStreams:
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
+        self.reseed(topology, seed)
+
+    def reseed(self, topology: Topology, seed: int) -> None:
+        """Start both streams anew."""
         self._states = {
             name: self._seeded(topology.seed(seed, per_rank=name == PER_RANK)) for name in (SHARED, PER_RANK)
         }

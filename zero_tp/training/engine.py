@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.checkpoint.masters import unpartitioned_masters
+from zero_tp.checkpoint.states import unpartitioned_masters
 from zero_tp.config.schema import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
@@ -142,7 +142,8 @@ class TrainingEngine:
         parameters = list(self.model.parameters())
         masters = unpartitioned_masters(self.optimizer, parameters)
         for parameter in parameters:
-            masters[id(parameter)].copy_(parameter)
+            flat, offset = masters[id(parameter)]
+            flat.view(-1).narrow(0, offset, parameter.numel()).copy_(parameter.flatten())
 
     def _check_world(self) -> None:
         found = self.engine.dp_world_size

@@ -6,14 +6,16 @@ import math
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import run_directory, write_config
-from zero_tp.checkpoint.state import check_resumable, resume, save
+from zero_tp.checkpoint.directory import read_manifest, run_directory, step_directory, write_config
+from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, verified
+from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
@@ -21,7 +23,8 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.hardware import device_peak_flops
 from zero_tp.topology import Topology
-from zero_tp.training.engine import TrainingEngine, check_replicas
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
 from zero_tp.training.nvme import check_nvme
 from zero_tp.training.processes import Place
@@ -90,21 +93,29 @@ def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, t
     return Topology(parallel.tensor, parallel.sequence, timeout=timeout), device
 
 
-def train(run: Run, place: Place, *, verbose: bool) -> None:
+def train(run: Run, place: Place, *, verbose: bool, resume_from: Path | None = None) -> None:
     """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
+
+    Args:
+        resume_from: the checkpoint to start from, instead of the newest.
 
     Raises:
         UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
             `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     with run_directory(run.directory) if place.rank == 0 else nullcontext():
-        _train(run, place, verbose)
+        _train(run, place, verbose, resume_from)
 
 
-def _train(run: Run, place: Place, verbose: bool) -> None:
+def _train(run: Run, place: Place, verbose: bool, resume_from: Path | None) -> None:
     config, directory = run.config, run.directory
-    step = check_resumable(directory, config) or 0
+    checkpoint = find_resumable(directory, config, resume_from)
     topology, device = connect(config, place, verbose)
+    notes: list[str] = []
+    if checkpoint is not None:
+        checkpoint, notes = verified(checkpoint, directory, config, resume_from)
+    manifest = read_manifest(checkpoint) if checkpoint is not None else None
+    step = manifest["step"] if manifest is not None else 0
     first = topology.rank == 0
     steps = config.zero_tp.training.steps
     if first and step < steps:
@@ -118,15 +129,17 @@ def _train(run: Run, place: Place, verbose: bool) -> None:
             device=device,
             recompute=config.zero_tp.recompute_policy,
         )
-        if step:
-            resume(engine, directory, step)
+        if checkpoint is not None:
+            resume(engine, checkpoint, config)
     if first:
-        _announce(run, engine, step)
+        for note in notes:
+            print(note)
+        _announce(run, engine, manifest)
     if step < steps:
         _Loop(run, engine, device, step).train()
 
 
-def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
+def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
     config, steps = run.config, run.config.zero_tp.training.steps
     parameters = sum(torch.Size(whole_shape(parameter)).numel() for parameter in engine.model.parameters())
     print(
@@ -136,11 +149,13 @@ def _announce(run: Run, engine: TrainingEngine, step: int) -> None:
     )
     for note in engine.activations.notes:
         print(note)
+    step = manifest["step"] if manifest is not None else 0
     if step >= steps:
         print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
         return
-    if step:
-        print(f"resuming after step {step}")
+    if manifest is not None:
+        before, now = describe_place(manifest), describe_place(place_of(config))
+        print(f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}"))
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
     if schedule is not None and schedule < steps:
         print(f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum")
@@ -164,6 +179,7 @@ class _Loop:
             run.directory, self.topology.rank == 0, self.steps, self.settings.logging.interval, start_step=done
         )
         self.skips_in_a_row = 0
+        self.saver = Saver(engine, self.config, run.directory, run.tokenizer)
 
     def train(self) -> None:
         with self.reporter as reporter:
@@ -172,6 +188,7 @@ class _Loop:
                 self._step(step)
                 last = step == self.steps
                 with self.meter.paused():
+                    self._tell_saved()
                     if step % self.settings.training.guard_interval == 0:
                         check_replicas(self.engine.model, self.topology, step)
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
@@ -184,8 +201,30 @@ class _Loop:
             # Its weights may be what makes the loss non-finite; saving it would push good checkpoints out.
             self.reporter.say(f"step {step} is not saved: the last {self.skips_in_a_row} steps were skipped")
             return
-        saved = save(self.engine, self.config, self.run.directory, step, self.run.tokenizer)
-        self.reporter.say(f"saved {saved}")
+        self.saver.wait()
+        self._tell_saved()  # of the one before
+        self.saver.save(step)
+        if step == self.steps:
+            self.saver.wait()
+        self._tell_saved(last=step == self.steps)
+
+    def _tell_saved(self, *, last: bool = False) -> None:
+        """Says how a save that has ended went. One that fails costs no training: the checkpoints before it stay.
+
+        Raises:
+            UserError: it was the run's last.
+        """
+        ended = self.saver.outcome()
+        if ended is None:
+            return
+        step, problem = ended
+        if not problem:
+            self.reporter.say(f"saved {step_directory(self.run.directory, step)}")
+            return
+        told = f"step {step} was not saved: {problem}; the checkpoints before it are intact"
+        if last:
+            raise UserError(f"{told}: make room, and start the same command again to go on from there")
+        self.reporter.say(f"{told}, training goes on")
 
     def _step(self, step: int) -> None:
         windows = self.run.samples.rank_batches(

@@ -1,0 +1,137 @@
+"""Reads a checkpoint of any topology: a piece of a parameter's master or moments, cut as another topology wants it.
+
+The layouts, written in the manifest, say how each parameter was split; one parameter is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from zero_tp.checkpoint.states import MASTER
+from zero_tp.errors import UserError
+from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
+
+STARTS = "starts"
+
+
+def states_file(tensor_rank: int, data_rank: int) -> str:
+    """The file that a rank writes. Its metadata `starts` holds each parameter's first element in the TP shard."""
+    return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
+
+
+def tensor_name(parameter: str, kind: str) -> str:
+    return f"{parameter}/{kind}"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A parameter's layout and whole shape, as the manifest has them."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Described:
+        return cls(layout_of(parameter), whole_shape(parameter))
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Described:
+        shape = tuple(entry["shape"])
+        if entry["layout"] == "Sharded":
+            return cls(Sharded(entry["dim"], tuple(entry["parts"]), entry["padded"]), shape)
+        return cls(Replicated(entry["gradient"]), shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"layout": type(self.layout).__name__, **vars(self.layout), "shape": list(self.shape)}
+
+    def same_split(self, other: Described) -> bool:
+        """Whether both give every TP rank of one size the same elements."""
+        both_replicated = isinstance(self.layout, Replicated) and isinstance(other.layout, Replicated)
+        return both_replicated or self.layout == other.layout
+
+
+class CheckpointReader:
+    """The tensors of one checkpoint.
+
+    Attributes:
+        parameters: every parameter by name.
+        tensor, data: the sizes that saved it.
+    """
+
+    def __init__(self, directory: Path, manifest: dict[str, Any]):
+        """
+        Raises:
+            UserError: a file is missing or not readable.
+        """
+        self.directory = directory
+        self.tensor, self.data = int(manifest["tensor"]), int(manifest["data"])
+        self.parameters = {name: Described.from_json(entry) for name, entry in manifest["parameters"].items()}
+        self._files = [
+            [self._open(states_file(tensor_rank, data_rank)) for data_rank in range(self.data)]
+            for tensor_rank in range(self.tensor)
+        ]
+
+    def _open(self, name: str) -> tuple[Any, dict[str, int]]:
+        path = self.directory / name
+        try:
+            file = safe_open(path, framework="pt")
+            return file, json.loads(file.metadata()[STARTS])
+        except Exception as error:
+            raise UserError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
+
+    def piece(
+        self, name: str, kind: str, wanted: Described, rank: int, size: int, start: int = 0, numel: int | None = None
+    ) -> Tensor:
+        """Elements [start, start + numel) of the flattened shard that `rank` of `size` TP ranks holds. fp32 [numel].
+
+        Args:
+            wanted: how the parameter lies there; its whole shape is the same.
+            numel: by default all from `start` on.
+
+        Raises:
+            UserError: elements are missing.
+        """
+        if numel is None:
+            numel = torch.Size(wanted.layout.local_shape(wanted.shape, size)).numel() - start
+        saved = self.parameters[name]
+        if saved.same_split(wanted) and (size == self.tensor or isinstance(saved.layout, Replicated)):
+            return self._elements(name, kind, rank if size == self.tensor else 0, start, numel)
+        shard = wanted.layout.shard(self.whole(name, kind), rank, size)
+        return shard.flatten()[start : start + numel]
+
+    def whole(self, name: str, kind: str = MASTER) -> Tensor:
+        """The whole parameter's master or state, without padding, fp32."""
+        saved = self.parameters[name]
+        if isinstance(saved.layout, Replicated):
+            return self._shard(name, kind, 0)
+        return saved.layout.unshard([self._shard(name, kind, rank) for rank in range(self.tensor)])
+
+    def _shard(self, name: str, kind: str, tensor_rank: int) -> Tensor:
+        saved = self.parameters[name]
+        shape = saved.layout.local_shape(saved.shape, self.tensor)
+        return self._elements(name, kind, tensor_rank, 0, torch.Size(shape).numel()).view(shape)
+
+    def _elements(self, name: str, kind: str, tensor_rank: int, start: int, numel: int) -> Tensor:
+        """Elements of a saved shard, from whichever data-parallel ranks had them."""
+        pieces, stop, at = [], start + numel, start
+        holders = [(starts[name], file) for file, starts in self._files[tensor_rank] if name in starts]
+        for first, file in sorted(holders, key=lambda holder: holder[0]):
+            key = tensor_name(name, kind)
+            held = file.get_slice(key)
+            last = first + held.get_shape()[0]
+            if first <= at < min(last, stop):
+                whole = at == first and stop >= last
+                pieces.append(file.get_tensor(key) if whole else held[at - first : min(last, stop) - first])
+                at = min(last, stop)
+        if at != stop:
+            raise UserError(
+                f"{self.directory}: {name} ({kind}) ends at element {at}, not {stop}; the checkpoint is damaged"
+            )
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
