@@ -49,6 +49,9 @@ def place_of(config: RunConfig) -> dict[str, Any]:
 def fixed_of(config: RunConfig) -> dict[str, Any]:
     """What a run is: the keys that cannot change when it is resumed."""
     block = config.zero_tp
+    optimizer = config.deepspeed_config()["optimizer"]
+    # Which implementation steps is a choice of the place, as offload is.
+    parameters = {key: value for key, value in optimizer.get("params", {}).items() if key != "torch_adam"}
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
@@ -56,7 +59,7 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
         "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "train_batch_size": config.global_batch,
-        "optimizer": config.deepspeed_config().get("optimizer"),
+        "optimizer": {**optimizer, "params": parameters},
     }
 
 
@@ -172,7 +175,7 @@ class Saver:
         for run, _, part in self._runs(states):
             for kind in kinds:
                 read = partial(_part, states, run, kind, part)
-                yield Entry(tensor_name(run.name, kind), (part.stop - part.start,), torch.float32, read)
+                yield Entry(tensor_name(run.name, kind), (part.stop - part.start,), read().dtype, read)
         for name, state in self.engine.model.streams.state_dict().items():
             yield Entry(f"random/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
 
