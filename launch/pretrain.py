@@ -5,6 +5,7 @@
     python launch/pretrain.py --check ds_configs/quickstart.json --world-size 4
 
 Starting the same command again on a run directory resumes it. torchrun starts it too, and alone it is one rank.
+SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and goes on: kill -USR1 $(cat RUN/rank0.pid).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from zero_tp import cli
 from zero_tp.training.lifecycle import run_rank
 from zero_tp.training.processes import Place
 from zero_tp.training.quiet import quiet_libraries
+from zero_tp.training.requests import Requests
 
 
 def arguments() -> argparse.Namespace:
@@ -50,7 +52,7 @@ def check(options: argparse.Namespace) -> None:
     print(describe(RunConfig.load(options.check, options.set, options.world_size)))
 
 
-def pretrain(options: argparse.Namespace, place: Place) -> None:
+def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> None:
     from zero_tp.checkpoint.directory import first_config
     from zero_tp.config import RunConfig
 
@@ -63,7 +65,7 @@ def pretrain(options: argparse.Namespace, place: Place) -> None:
 
     run = Run(config, output)
     complete_environment(place)
-    train(run, place, verbose=options.verbose, resume_from=options.resume_from)
+    train(run, place, requests, verbose=options.verbose, resume_from=options.resume_from)
 
 
 def main() -> None:
@@ -71,8 +73,8 @@ def main() -> None:
     quiet_libraries(verbose)
     if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
         cli.run(lambda: check(arguments()))
-    place = Place.of_this_process()
-    run_rank(lambda: pretrain(arguments(), place), verbose)
+    place, requests = Place.of_this_process(), Requests()
+    run_rank(lambda: pretrain(arguments(), place, requests), verbose, requests)
 
 
 if __name__ == "__main__":

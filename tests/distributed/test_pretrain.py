@@ -6,12 +6,7 @@ A launch costs about ten seconds, so each one is asked several questions.
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +14,9 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.launched import metrics_of, pretrain, said, script
 from tests.mistakes import MISTAKES, Mistake
-from zero_tp.training.report import METRICS_FILE
 
-ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")
 METRICS = {
     "step",
     "consumed_samples",
@@ -36,74 +29,6 @@ METRICS = {
     "memory_gib",
     "seconds",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run(command: Sequence[str], directory: Path, limit: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project in `directory`."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=limit)
-
-
-def pretrain(world: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)]
-    runner += ["--master_port", str(free_port()), str(ROOT / "launch" / "pretrain.py")]
-    return run([*runner, *arguments], directory)
-
-
-def script(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, str(ROOT / name), *arguments], directory)
-
-
-def said(output: str) -> list[str]:
-    """The lines that are not the launcher's."""
-    return [line for line in output.splitlines() if line.strip() and not LAUNCHER_LINE.match(line)]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a prepared corpus and a small config; two of its runs are made by the first test."""
-    directory = tmp_path_factory.mktemp("workplace")
-    (directory / "tests").symlink_to(ROOT / "tests")
-    corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
-    prepared = script(
-        "launch/prepare_data.py", directory, "--input", str(corpus), "--tokenizer", "bpe:512", "--output", "data"
-    )
-    assert prepared.returncode == 0, prepared.stderr
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
-        "zero_optimization": {"stage": 2},
-        "csv_monitor": {"enabled": True, "output_path": "csv/", "job_name": "small"},
-        "zero_tp": {
-            "model": {
-                "model_type": "gpt2",
-                "n_layer": 2,
-                "n_embd": 64,
-                "n_head": 4,
-                "n_positions": 64,
-                "vocab_size": 512,
-            },
-            "parallel": {"tensor": 2},
-            "data": {"train": "data/train", "validation": "data/validation", "sequence_length": 64},
-            "training": {"steps": 8},
-            "checkpoint": {"interval": 3, "keep": 2},
-            "evaluation": {"interval": 4, "batches": 2},
-        },
-    }
-    (directory / "small.json").write_text(json.dumps(config))
-    return directory
-
-
-def metrics_of(run_directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_directory / METRICS_FILE).read_text().splitlines()]
 
 
 def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from zero_tp.checkpoint.files import Written, hash_file
 from zero_tp.errors import UserError
 
-CONFIG, LOCK = "config.json", ".lock"
+CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
 FORMAT = 2
 _STEP = re.compile(r"step_(\d{8,})")
@@ -57,7 +57,8 @@ def first_config(run: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def run_directory(run: Path) -> Iterator[None]:
-    """Make a run's directory and hold it while the block runs. One rank enters it, before any is connected.
+    """Make a run's directory and hold it while the block runs; `rank0.pid` there names this process, for signals. One
+    rank enters it, before any is connected.
 
     Raises:
         UserError: it is a file, nothing can be written there, or another run holds it.
@@ -67,6 +68,8 @@ def run_directory(run: Path) -> Iterator[None]:
             checkpoints_of(run).mkdir(parents=True, exist_ok=True)
             lock = held.enter_context((run / LOCK).open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (run / PROCESS).write_text(f"{os.getpid()}\n")
+            held.callback((run / PROCESS).unlink, missing_ok=True)
         except BlockingIOError:
             raise UserError(f"{run}: another run is writing there; wait for it, or give another --output-dir") from None
         except OSError as error:

@@ -6,8 +6,11 @@
 - Any other error ends with the failing rank's own traceback as the last text that isn't the launcher's, its last line
   `rank R failed: Type: message`. Ranks that fail only because that one is gone are silent. A rank that was killed is
   named by a survivor in one line.
-- SIGTERM and Ctrl-C end a rank promptly, also while it waits inside a collective; ranks end when a launcher above them
-  is gone (measured: within 1.1 s). SIGTERM to the `deepspeed` command reaches no one else, so this is what ends them.
+- Ctrl-C ends a rank promptly, also while it waits inside a collective. SIGTERM does too, except while training listens
+  (see requests.py): then the first one only asks for a save and an end at the next step boundary, unless it comes
+  because another rank has failed; a second one ends the rank at once. SIGUSR1 asks for a save.
+- Ranks end when a launcher above them is gone (measured: within 1.1 s). SIGTERM to the `deepspeed` command reaches no
+  one else, so this is what ends them.
 - The process groups are destroyed on the way out (a process that leaves them can abort with status 250), for a
   bounded time.
 
@@ -36,6 +39,7 @@ from typing import NoReturn
 from zero_tp.errors import UserError
 from zero_tp.training.first_word import FirstWord, write_stderr
 from zero_tp.training.processes import Place, Siblings, describe_end, is_launch
+from zero_tp.training.requests import Requests
 
 FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -53,7 +57,7 @@ _BROKEN_PEER = re.compile(
 )
 
 
-def run_rank(main: Callable[[], int | None], verbose: bool) -> NoReturn:
+def run_rank(main: Callable[[], int | None], verbose: bool, requests: Requests | None = None) -> NoReturn:
     """Run `main` as the whole life of this process and exit with its status (None means 0).
 
     Call it first thing in the main thread, before torch is imported: `main` imports what it needs.
@@ -61,15 +65,17 @@ def run_rank(main: Callable[[], int | None], verbose: bool) -> NoReturn:
     Args:
         main: the work; raises `UserError` for what a person can mend.
         verbose: also print tracebacks of wrong input and of the ranks that failed second.
+        requests: where SIGTERM and SIGUSR1 raise flags while `main` has it accept them.
 
     Exit status: main's own; 2 wrong input; 1 an error, a lost peer or a lost launcher; 130 Ctrl-C; 143 SIGTERM.
     """
-    _Rank(Place.of_this_process(), verbose).run(main)
+    _Rank(Place.of_this_process(), verbose, requests or Requests()).run(main)
 
 
 class _Rank:
-    def __init__(self, place: Place, verbose: bool) -> None:
+    def __init__(self, place: Place, verbose: bool, requests: Requests) -> None:
         self.place = place
+        self.requests = requests
         self.verbose = verbose
         self.first_word = FirstWord(place.job, time.time())
         self.siblings = Siblings(place)
@@ -166,7 +172,7 @@ class _Rank:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
                 signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=_default_signals)
@@ -186,8 +192,17 @@ class _Rank:
                 continue  # bounded already, and with the right status
             if signal.SIGINT in numbers:
                 self._end_interrupted()
-            if signal.SIGTERM in numbers:
+            if signal.SIGTERM in numbers and not self._stops_at_the_next_step():
                 self._end_terminated()
+            if signal.SIGUSR1 in numbers and self.requests.accepted:
+                self.requests.save = True
+
+    def _stops_at_the_next_step(self) -> bool:
+        """Take SIGTERM as a request, if it is the first, and not the launcher's after another rank's end."""
+        if not self.requests.accepted or self.requests.stop or self.first_word.said() or self.siblings.gone():
+            return False
+        self.requests.stop = True
+        return True
 
     def _end_interrupted(self) -> NoReturn:
         self._arm(INTERRUPTED, LEAVE_SECONDS[False])
@@ -221,6 +236,8 @@ class _Rank:
                     self._exit_now(FAILED)
             if not self.siblings.complete:
                 self.siblings.observe()
+            if self.requests.stop and not self.leaving and self.siblings.gone():
+                self._end_terminated()  # no step boundary will come
             time.sleep(POLL_SECONDS)
 
     # --- the way out ------------------------------------------------------------------------------------------------
@@ -264,8 +281,9 @@ class _Rank:
 def _default_signals() -> None:
     """A forked child (a data worker) must not report its signals as its parent's."""
     signal.set_wakeup_fd(-1)
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        signal.signal(number, handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _die_with_parent() -> None:

@@ -30,6 +30,7 @@ from zero_tp.training.nvme import check_nvme
 from zero_tp.training.processes import Place
 from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
+from zero_tp.training.requests import Requests, accepting
 
 SKIPS_IN_A_ROW = 10
 
@@ -93,10 +94,13 @@ def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, t
     return Topology(parallel.tensor, parallel.sequence, timeout=timeout), device
 
 
-def train(run: Run, place: Place, *, verbose: bool, resume_from: Path | None = None) -> None:
+def train(
+    run: Run, place: Place, requests: Requests | None = None, *, verbose: bool, resume_from: Path | None = None
+) -> None:
     """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
 
     Args:
+        requests: raised by signals: to save, or to save and stop.
         resume_from: the checkpoint to start from, instead of the newest.
 
     Raises:
@@ -104,10 +108,10 @@ def train(run: Run, place: Place, *, verbose: bool, resume_from: Path | None = N
             `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     with run_directory(run.directory) if place.rank == 0 else nullcontext():
-        _train(run, place, verbose, resume_from)
+        _train(run, place, requests or Requests(), verbose, resume_from)
 
 
-def _train(run: Run, place: Place, verbose: bool, resume_from: Path | None) -> None:
+def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_from: Path | None) -> None:
     config, directory = run.config, run.directory
     checkpoint = find_resumable(directory, config, resume_from)
     topology, device = connect(config, place, verbose)
@@ -136,7 +140,7 @@ def _train(run: Run, place: Place, verbose: bool, resume_from: Path | None) -> N
             print(note)
         _announce(run, engine, manifest)
     if step < steps:
-        _Loop(run, engine, device, step).train()
+        _Loop(run, engine, device, step, requests).train()
 
 
 def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
@@ -162,8 +166,8 @@ def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None)
 
 
 class _Loop:
-    def __init__(self, run: Run, engine: TrainingEngine, device: torch.device, done: int):
-        self.run, self.engine, self.device, self.done = run, engine, device, done
+    def __init__(self, run: Run, engine: TrainingEngine, device: torch.device, done: int, requests: Requests):
+        self.run, self.engine, self.device, self.done, self.requests = run, engine, device, done, requests
         self.config, self.settings = run.config, run.config.zero_tp
         self.topology = engine.topology
         self.steps = self.settings.training.steps
@@ -182,7 +186,7 @@ class _Loop:
         self.saver = Saver(engine, self.config, run.directory, run.tokenizer)
 
     def train(self) -> None:
-        with self.reporter as reporter:
+        with self.reporter as reporter, accepting(self.requests):
             self.meter.start()
             for step in range(self.done + 1, self.steps + 1):
                 self._step(step)
@@ -193,10 +197,17 @@ class _Loop:
                         check_replicas(self.engine.model, self.topology, step)
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
                         reporter.validation(step, self._validation_loss(self.run.validation))
-                    if last or _due(step, self.settings.checkpoint.interval):
-                        self._save(step)
+                    stop, save = self.requests.agreed(self.device)
+                    last |= stop
+                    if last or save or _due(step, self.settings.checkpoint.interval):
+                        self._save(step, last=last)
+                    if stop:
+                        reporter.say(
+                            f"stopped after step {step}, as a signal asked; the same command goes on from there"
+                        )
+                        return
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, last: bool) -> None:
         if self.skips_in_a_row:
             # Its weights may be what makes the loss non-finite; saving it would push good checkpoints out.
             self.reporter.say(f"step {step} is not saved: the last {self.skips_in_a_row} steps were skipped")
@@ -204,9 +215,9 @@ class _Loop:
         self.saver.wait()
         self._tell_saved()  # of the one before
         self.saver.save(step)
-        if step == self.steps:
+        if last:
             self.saver.wait()
-        self._tell_saved(last=step == self.steps)
+        self._tell_saved(last=last)
 
     def _tell_saved(self, *, last: bool = False) -> None:
         """Says how a save that has ended went. One that fails costs no training: the checkpoints before it stay.

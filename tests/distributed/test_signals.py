@@ -1,0 +1,142 @@
+"""Signals to a run: save and go on, save and stop, whoever is told. Each case is a real launch of two ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launched import environment, launch, metrics_of, pretrain, said
+from zero_tp.checkpoint.directory import PROCESS, complete_steps, read_manifest, step_directory
+
+LIMIT = 90.0
+
+
+def wait_for(what: str, test: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not test():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+class Running:
+    """A launched run in `directory`/runs/NAME, long enough to be told something."""
+
+    def __init__(self, workplace: Path, name: str, launcher: str):
+        self.run = workplace / "runs" / name
+        self.log = workplace / f"{name}.log"
+        words = ["--deepspeed_config", "small.json", "--output-dir", str(self.run)]
+        words += ["--set", "zero_tp.training.steps=100000", "--set", "zero_tp.checkpoint.interval=null"]
+        words += ["--set", "scheduler.params.total_num_steps=1000", "--set", "zero_tp.evaluation.interval=null"]
+        with self.log.open("w") as stream:
+            self.launcher = subprocess.Popen(
+                [*launch(2, launcher), *words], cwd=workplace, env=environment(), stdout=stream, stderr=stream
+            )
+        wait_for("the first steps", lambda: self.steps() >= 2)
+
+    def steps(self) -> int:
+        try:
+            return len([line for line in metrics_of(self.run) if "loss" in line])
+        except (FileNotFoundError, ValueError):  # not there, or a line half written
+            return 0
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.launcher.pid).children(recursive=True)
+
+    def rank(self, number: int) -> psutil.Process:
+        ranks = [process for process in self.processes() if process.environ().get("RANK") == str(number)]
+        return next(process for process in ranks if "pretrain.py" in " ".join(process.cmdline()))
+
+    def output(self) -> list[str]:
+        return said(self.log.read_text())
+
+
+@contextmanager
+def running(workplace: Path, name: str, launcher: str = "deepspeed") -> Iterator[Running]:
+    run = Running(workplace, name, launcher)
+    processes = run.processes()
+    try:
+        yield run
+        run.launcher.wait(LIMIT)
+        _, alive = psutil.wait_procs(processes, timeout=10)
+        assert not alive, f"left behind: {alive}"
+    finally:
+        for process in processes:
+            if process.is_running():
+                process.kill()
+        run.launcher.kill()
+        run.launcher.wait()
+
+
+def stopped_after(run: Running) -> int:
+    """The step after which the run says that it stopped, and has saved."""
+    line = next(line for line in run.output() if line.startswith("stopped after step "))
+    step = int(line.split()[3].rstrip(","))
+    assert complete_steps(run.run)[-1] == step
+    read_manifest(step_directory(run.run, step))
+    assert not (run.run / PROCESS).exists()
+    return step
+
+
+def test_one_rank_is_told_to_save_and_another_to_stop(workplace: Path) -> None:
+    with running(workplace, "told") as run:
+        os.kill(int((run.run / PROCESS).read_text()), signal.SIGUSR1)
+        wait_for("the checkpoint", lambda: len(complete_steps(run.run)) == 1)
+        before = run.steps()
+        wait_for("training to go on", lambda: run.steps() > before + 1)
+        run.rank(1).send_signal(signal.SIGTERM)
+    assert run.launcher.returncode == 0, run.output()
+    step = stopped_after(run)
+    assert len(complete_steps(run.run)) == 2
+    longer = ["--set", f"zero_tp.training.steps={step + 1}", "--set", "scheduler.params.total_num_steps=1000"]
+    again = pretrain(2, workplace, "--deepspeed_config", "small.json", "--output-dir", str(run.run), *longer)
+    assert again.returncode == 0, again.stderr
+    assert f"resuming step {step}" in said(again.stdout)
+
+
+def test_launch_py_tells_one_rank_after_another(workplace: Path) -> None:
+    """DeepSpeed's launch.py tells its first rank, and the next when that one has gone; its own status is 1."""
+    with running(workplace, "launch_py") as run:
+        node = next(process for process in run.processes() if "deepspeed.launcher.launch" in process.cmdline())
+        node.send_signal(signal.SIGTERM)
+    stopped_after(run)
+
+
+def test_torchrun_tells_all_ranks(workplace: Path) -> None:
+    with running(workplace, "torchrun", "torchrun") as run:
+        run.launcher.send_signal(signal.SIGTERM)
+    stopped_after(run)
+
+
+def test_a_second_sigterm_ends_a_rank_that_waits_for_a_stopped_peer(workplace: Path) -> None:
+    with running(workplace, "twice") as run:
+        run.rank(1).suspend()
+        first = run.rank(0)
+        first.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert first.is_running() and first.status() != psutil.STATUS_ZOMBIE, "the first one waits for a step boundary"
+        first.send_signal(signal.SIGTERM)
+        first.wait(10)
+        for process in run.processes():
+            if process.status() == psutil.STATUS_STOPPED:
+                process.kill()
+    assert run.launcher.returncode != 0
+    assert not complete_steps(run.run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=["SIGKILL", "SIGSEGV"])
+def test_a_rank_that_dies_is_no_request(workplace: Path, number: signal.Signals) -> None:
+    with running(workplace, f"killed_{number.name}") as run:
+        started = time.monotonic()
+        run.rank(1).send_signal(number)
+        run.launcher.wait(LIMIT)
+        assert time.monotonic() - started < 25, "the survivors do not wait for a step boundary"
+    assert run.launcher.returncode != 0
+    assert any("rank 1 ended without a word" in line for line in run.output()), run.output()
