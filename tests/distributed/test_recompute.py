@@ -53,8 +53,8 @@ def run(
         attn_pdrop=dropout,
         bos_token_id=0,
         eos_token_id=0,
-        attn_implementation=attention,
     )
+    config._attn_implementation = attention
     topology = Topology(tensor, sequence)
     found = {}
     for name in names:
