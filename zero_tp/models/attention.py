@@ -88,9 +88,8 @@ class EagerCore(AttentionCore):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape
         added = mask.expand(batch, heads, length, length).flatten(0, 1)  # no copy unless rows are padded differently
-        query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        scores = torch.baddbmm(added, query, key.transpose(1, 2), alpha=self.scale)
-        return (self.dropout(scores.softmax(-1)) @ value).unflatten(0, (batch, heads))
+        scores = torch.baddbmm(added, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
+        return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
 
 
 CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
