@@ -18,29 +18,51 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
 
 
-def attention_mask(padding: Tensor | None, length: int) -> Tensor | None:
-    """The boolean mask [b, 1, s, s] of causal attention with padding [b, s] (1 = a token, 0 = padding).
+def visible(padding: Tensor, length: int) -> Tensor:
+    """Who attends to whom, boolean [b, 1, s, s]: causal, with padding [b, s] (1 = a token, 0 = padding).
 
-    None when nothing is padded: causal attention needs no mask tensor. A position that sees no token at all (padding on
-    the left) attends to itself, so that its softmax is defined; nobody reads its output.
+    A position that sees no token at all (padding on the left) attends to itself, so that its softmax is defined; nobody
+    reads its output.
     """
-    if padding is None:
-        return None
     causal = torch.ones(length, length, dtype=torch.bool, device=padding.device).tril()
-    visible = causal & padding.bool()[:, None, None, :]
+    seen = causal & padding.bool()[:, None, None, :]
     itself = torch.eye(length, dtype=torch.bool, device=padding.device)
-    return visible | (itself & ~visible.any(-1, keepdim=True))
+    return seen | (itself & ~seen.any(-1, keepdim=True))
 
 
-class SDPACore(nn.Module):
-    """softmax(QKᵀ/√d)V through `scaled_dot_product_attention`, dropout included.
+class AttentionCore(nn.Module):
+    """softmax(QKᵀ/√d)V with dropout on the softmax. Q, K, V [b, a/t, s, d] → [b, a/t, s, d].
 
-    Q, K, V [b, a/t, s, d] → [b, a/t, s, d]. Dropout draws from the per-rank stream: heads differ over TP.
+    Dropout draws from the per-rank stream: heads differ over TP.
     """
 
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
         super().__init__()
         self.p, self.streams = spec.dropouts.attention, streams
+
+    @staticmethod
+    def mask(padding: Tensor | None, length: int, like: Tensor) -> Tensor | None:
+        """What is added to the scores, [b, 1, s, s] or [1, 1, s, s]: 0, or -∞ where nothing is seen. Made once for all
+        layers; None where the core needs no mask.
+
+        Args:
+            padding: [b, s], 1 for a token and 0 for padding; None when nothing is padded.
+            length: s.
+            like: of the dtype and on the device of the activations.
+        """
+        seen = visible(torch.ones(1, length, device=like.device) if padding is None else padding, length)
+        return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+
+
+class SDPACore(AttentionCore):
+    """Through `scaled_dot_product_attention`, which needs no mask where nothing is padded.
+
+    It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward.
+    """
+
+    @staticmethod
+    def mask(padding: Tensor | None, length: int, like: Tensor) -> Tensor | None:
+        return None if padding is None else AttentionCore.mask(padding, length, like)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         causal = mask is None
@@ -50,25 +72,27 @@ class SDPACore(nn.Module):
             return F.scaled_dot_product_attention(query, key, value, mask, self.p, causal)
 
 
-class EagerCore(nn.Module):
-    """The same in separate operations: scores, fp32 softmax, dropout, attention over V."""
+class EagerCore(AttentionCore):
+    """The same in separate operations: scores, softmax, dropout, attention over V.
+
+    Backward keeps what the papers count and no more: Q, K, V, the softmax's output, a dropout mask of one byte an
+    element and the dropout's output. Scale and mask are part of the product that makes the scores, so they keep
+    nothing; the softmax computes in fp32 inside and rounds once, its output keeps the dtype of Q.
+    """
 
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
-        super().__init__()
+        super().__init__(spec, streams)
         self.scale = spec.head_size**-0.5
-        self.dropout = Dropout(spec.dropouts.attention, streams, PER_RANK)
+        self.dropout = Dropout(self.p, streams, PER_RANK)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        length = query.shape[2]
-        if mask is None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        scores = (query @ key.transpose(-2, -1)) * self.scale
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        return self.dropout(weights) @ value
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, length, _ = query.shape
+        added = mask.expand(batch, heads, length, length).flatten(0, 1)  # no copy unless rows are padded differently
+        scores = torch.baddbmm(added, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
+        return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
 
 
-CORES = {"sdpa": SDPACore, "eager": EagerCore}
+CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
 
 
 class Attention(nn.Module):

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from zero_tp.models.attention import Attention, attention_mask
+from zero_tp.models.attention import CORES, Attention
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS
@@ -72,6 +72,7 @@ class Transformer(nn.Module):
         super().__init__()
         # Under SP a rank drops its own positions; without it TP ranks repeat the residual stream and must agree.
         stream = PER_RANK if make.topology.sequence else SHARED
+        self.mask = CORES[spec.attention].mask
         self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
         self.layers = nn.ModuleList(
             TransformerLayer(
@@ -83,8 +84,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, padding: Tensor | None = None, *, sequence: bool) -> Tensor:
         """`padding` [b, s]: 1 for a token, 0 for padding; None when nothing is padded."""
-        mask = attention_mask(padding, tokens.shape[0])
         stream = self.embedding(tokens, sequence=sequence)
+        mask = self.mask(padding, tokens.shape[0], stream)
         for layer in self.layers:
             stream = layer(stream, mask, sequence=sequence)
         return self.final_norm(stream, sequence=sequence)
