@@ -1,0 +1,184 @@
+"""Does a test notice when the library is broken? `python -m tests.mutations [NAME …] [--list]`, minutes, on demand.
+
+Each mutant of tests/mutants.py is put into a copy of the repository, and the tests that it names are run there. They
+must pass before and fail with it: by a failed assertion or an error of the library's own, in the test itself. A mutant
+that doesn't even run (a syntax error, a missing name) and one that hangs prove nothing about the tests.
+
+Exit status: 0 when every mutant was caught, 1 when one survived or proved nothing, 2 when the table or the library as
+it is doesn't fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants import MUTANTS, Mutant
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+LIMIT = 300.0  # seconds for one mutant's tests; a pool of ranks gives up after 120
+
+# Broken code, not a wrong result.
+NOT_A_RESULT = re.compile(
+    r"\b(SyntaxError|IndentationError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError|AttributeError"
+    r"|TypeError)\b"
+)
+
+
+class Unfit(Exception):
+    """A mutant that doesn't apply, or tests that fail without one."""
+
+
+@dataclass
+class Outcome:
+    """`caught`: by `test`, whose error's line is `line`; otherwise `line` says what happened instead."""
+
+    caught: bool
+    line: str
+    test: str = ""
+
+
+def copy_of_the_repository(target: Path) -> None:
+    """What git has or would take, as it is in the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        source = REPOSITORY / name
+        if source.is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target / name)
+
+
+def environment(copy: Path) -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": str(copy),  # before the installed package, on the ranks too
+        "PYTHONDONTWRITEBYTECODE": "1",  # a .pyc file is recognised by size and second
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1"),
+    }
+
+
+def check_that_the_copy_is_used(copy: Path) -> None:
+    command = [sys.executable, "-c", "import zero_tp, tests; print(zero_tp.__file__); print(tests.__file__)"]
+    printed = subprocess.run(command, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True)
+    for file in printed.stdout.split():
+        if not Path(file).resolve().is_relative_to(copy.resolve()):
+            raise Unfit(f"{file} would be tested, which is not in {copy}")
+
+
+def run_tests(copy: Path, tests: list[str], limit: float) -> Outcome:
+    """`caught` by the first test that fails."""
+    report = copy / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment(copy), timeout=limit, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return Outcome(False, f"hung: no end after {limit:.0f} s")
+    if not report.exists():
+        raise Unfit(f"pytest ended with {done.returncode} and no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    for case in cases:
+        # A failure is one of the test's own call; collection, set-up and teardown give errors.
+        for kind in ("failure", "error"):
+            found = case.find(kind)
+            if found is None:
+                continue
+            line = error_line(found.get("message") or "")
+            proves = kind == "failure" and not NOT_A_RESULT.search(line)
+            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
+            return Outcome(proves, line if proves else f"proves nothing: {line} ({kind} in {name})", name)
+    if not cases or done.returncode != 0:
+        raise Unfit(f"pytest ended with {done.returncode}, {len(cases)} tests ran:\n{done.stdout[-2000:]}")
+    return Outcome(False, "SURVIVED")
+
+
+def error_line(message: str) -> str:
+    """The line of a report that names the error: on a rank the last of its traceback's that starts with a name."""
+    text, _, _ = message.partition("\n--- printed by rank")
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception|Warning|Interrupt)\b", line)]
+    remote = "Traceback (most recent call last)" in text
+    return (named[-1] if remote and named else lines[0] if lines else "no message").strip()[:200]
+
+
+def run_mutant(copy: Path, mutant: Mutant) -> Outcome:
+    file = copy / mutant.file
+    right = file.read_text()
+    file.write_text(right.replace(mutant.old, mutant.new))
+    try:
+        return run_tests(copy, list(mutant.tests), LIMIT)
+    finally:
+        file.write_text(right)
+
+
+def check_the_table(names: list[str]) -> None:
+    for name in names:
+        mutant = MUTANTS[name]
+        found = (REPOSITORY / mutant.file).read_text().count(mutant.old)
+        if found != 1:
+            raise Unfit(f"{name}: its text occurs {found} times in {mutant.file}; write the mutant anew:\n{mutant.old}")
+
+
+def try_all(names: list[str]) -> list[str]:
+    """Runs them, prints an outcome a line; returns those that weren't caught."""
+    check_the_table(names)
+    tests = list(dict.fromkeys(test for name in names for test in MUTANTS[name].tests))
+    with tempfile.TemporaryDirectory(prefix="zero_tp_mutations_") as folder:
+        copy = Path(folder)
+        copy_of_the_repository(copy)
+        check_that_the_copy_is_used(copy)
+        begin = time.monotonic()
+        right = run_tests(copy, tests, 4 * LIMIT)
+        if right.line != "SURVIVED":
+            raise Unfit(f"{right.test} fails without a mutant: {right.line}")
+        print(f"{len(tests)} tests pass without a mutant ({time.monotonic() - begin:.0f} s)", flush=True)
+        uncaught = []
+        for name in names:
+            begin = time.monotonic()
+            outcome = run_mutant(copy, MUTANTS[name])
+            print(f"{'caught' if outcome.caught else 'NOT CAUGHT'}: {name} ({time.monotonic() - begin:.0f} s)")
+            print(f"    {outcome.test}: {outcome.line}" if outcome.caught else f"    {outcome.line}", flush=True)
+            if not outcome.caught:
+                uncaught.append(name)
+    print(f"{len(names) - len(uncaught)} of {len(names)} mutants caught")
+    return uncaught
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; all by default")
+    parser.add_argument("--list", action="store_true", help="print the mutants and what they imitate")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name not in MUTANTS]
+    if unknown:
+        parser.error(f"no mutant {unknown[0]!r}; --list prints them")
+    names = arguments.names or list(MUTANTS)
+    if arguments.list:
+        for name in names:
+            print(f"{name}: {MUTANTS[name].imitates}")
+        return 0
+    try:
+        return 1 if try_all(names) else 0
+    except Unfit as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
