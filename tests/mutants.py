@@ -24,6 +24,8 @@ ROW_SP = LAYERS + "test_linear_layers_equal_torch[row-parts2-True-2-True]"
 ROW_TP = LAYERS + "test_linear_layers_equal_torch[row-parts2-True-2-False]"
 RECOMPUTE_TP = RECOMPUTE + "test_recomputing_changes_no_bit[2-False-1]"
 RECOMPUTE_SP = RECOMPUTE + "test_recomputing_changes_no_bit[2-True-1]"
+EVALUATION = ENGINE + "test_validation_is_the_mean_over_all_labels[1]"
+RESUME = "tests/distributed/test_checkpoint.py::test_a_resumed_run_is_the_run_that_never_stopped[4-2-1-fp32-none]"
 STEP = ENGINE + "test_loss_and_gradient_norm_of_a_step"
 
 
@@ -33,6 +35,7 @@ class Mutant:
     Attributes:
         imitates: the silent failure, in a sentence.
         tests: pytest node ids, of which at least one must fail.
+        guard: words of the library's own check that stops a run of this mutant.
     """
 
     imitates: str
@@ -40,6 +43,7 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    guard: str = ""
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -293,6 +297,7 @@ MUTANTS: dict[str, Mutant] = {
         "data_parallel_group=self.topology.data_group,\n",
         "",
         (STEP + "[True-3]",),
+        guard="differs between tensor parallel ranks",
     ),
     "norms-decay": Mutant(
         "Weight decay takes norms and biases too.",
@@ -311,8 +316,43 @@ MUTANTS: dict[str, Mutant] = {
     "first-step-kept": Mutant(
         "DeepSpeed's step on zero gradients stays: masters decayed once, Adam's bias correction one step ahead.",
         "zero_tp/training/engine.py",
-        "if self.stage == 0:\n            self._undo_first_step()\n",
-        "",
+        "self._undo_first_step()\n",
+        "pass\n",
         (ENGINE + "test_no_step_is_taken_before_the_first",),
+    ),
+    "validation-of-one-data-rank": Mutant(
+        "Validation reports the loss of each DP rank's own samples.",
+        "zero_tp/training/engine.py",
+        "total, count = all_reduce(sums, self.topology.data_group).tolist()",
+        "total, count = sums.tolist()",
+        (EVALUATION,),
+    ),
+    "validation-with-dropout": Mutant(
+        "Validation leaves dropout on.",
+        "zero_tp/training/engine.py",
+        "self.engine.eval()\n",
+        "pass\n",
+        (EVALUATION,),
+    ),
+    "no-dropout-after-validation": Mutant(
+        "After the first validation the run goes on in evaluation mode; the next train_step alone would mend it.",
+        "zero_tp/training/engine.py",
+        "        self.engine.train()\n        total = torch.zeros(",
+        "        total = torch.zeros(",
+        (EVALUATION,),
+    ),
+    "streams-not-resumed": Mutant(
+        "A resumed run draws the dropout masks of its first steps again.",
+        "zero_tp/checkpoint/state.py",
+        "engine.model.streams.load_state_dict(load_file(checkpoint / _random_file(engine.topology.rank)))",
+        "load_file(checkpoint / _random_file(engine.topology.rank))",
+        (RESUME,),
+    ),
+    "streams-of-rank-zero-resumed": Mutant(
+        "Every rank resumes with rank 0's dropout streams.",
+        "zero_tp/checkpoint/state.py",
+        "load_file(checkpoint / _random_file(engine.topology.rank))",
+        "load_file(checkpoint / _random_file(0))",
+        (RESUME,),
     ),
 }

@@ -1,8 +1,8 @@
 """Does a test notice when the library is broken? `python -m tests.mutations [NAME …] [--list]`, minutes, on demand.
 
 Each mutant of tests/mutants.py is put into a copy of the repository, and the tests that it names are run there. They
-must pass before and fail with it: by a failed assertion or an error of the library's own, in the test itself. A mutant
-that doesn't even run (a syntax error, a missing name) and one that hangs prove nothing about the tests.
+must pass before and fail with it, in the test's own call: by an assertion, or by the check of the library's own that
+the mutant names. A mutant that doesn't even run (a syntax error, a wrong shape) and one that hangs prove nothing.
 
 Exit status: 0 when every mutant was caught, 1 when one survived or proved nothing, 2 when the table or the library as
 it is doesn't fit.
@@ -11,27 +11,25 @@ it is doesn't fit.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.first_failure import VARIABLE
 from tests.mutants import MUTANTS, Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+PASSED = "survived"
 LIMIT = 300.0  # seconds for one mutant's tests; a pool of ranks gives up after 120
 
-# Broken code, not a wrong result.
-NOT_A_RESULT = re.compile(
-    r"\b(SyntaxError|IndentationError|ImportError|ModuleNotFoundError|NameError|UnboundLocalError|AttributeError"
-    r"|TypeError)\b"
-)
+# What pytest.raises and pytest-timeout raise is called Failed.
+A_TESTS_OWN = ("AssertionError", "Failed")
 
 
 class Unfit(Exception):
@@ -40,7 +38,7 @@ class Unfit(Exception):
 
 @dataclass
 class Outcome:
-    """`caught`: by `test`, whose error's line is `line`; otherwise `line` says what happened instead."""
+    """`caught` by `test`, with its error in `line`; otherwise `line` says what happened instead."""
 
     caught: bool
     line: str
@@ -73,48 +71,35 @@ def environment(copy: Path) -> dict[str, str]:
     }
 
 
-def check_that_the_copy_is_used(copy: Path) -> None:
-    command = [sys.executable, "-c", "import zero_tp, tests; print(zero_tp.__file__); print(tests.__file__)"]
-    printed = subprocess.run(command, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True)
-    for file in printed.stdout.split():
-        if not Path(file).resolve().is_relative_to(copy.resolve()):
-            raise Unfit(f"{file} would be tested, which is not in {copy}")
-
-
-def run_tests(copy: Path, tests: list[str], limit: float) -> Outcome:
-    """`caught` by the first test that fails."""
-    report = copy / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Outcome:
+    """`caught` by the first test that fails, if it does so by an assertion or by the library's error `guard`."""
+    file = copy / "first_failure.json"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.first_failure", "-p", "no:cacheprovider"]
     try:
-        done = subprocess.run(command, cwd=copy, env=environment(copy), timeout=limit, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, *tests],
+            cwd=copy,
+            env=environment(copy) | {VARIABLE: str(file)},
+            timeout=limit,
+            capture_output=True,
+            text=True,
+        )
     except subprocess.TimeoutExpired:
         return Outcome(False, f"hung: no end after {limit:.0f} s")
-    if not report.exists():
-        raise Unfit(f"pytest ended with {done.returncode} and no report:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    cases = list(ElementTree.parse(report).iter("testcase"))
-    for case in cases:
-        # A failure is one of the test's own call; collection, set-up and teardown give errors.
-        for kind in ("failure", "error"):
-            found = case.find(kind)
-            if found is None:
-                continue
-            line = error_line(found.get("message") or "")
-            proves = kind == "failure" and not NOT_A_RESULT.search(line)
-            name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
-            return Outcome(proves, line if proves else f"proves nothing: {line} ({kind} in {name})", name)
-    if not cases or done.returncode != 0:
-        raise Unfit(f"pytest ended with {done.returncode}, {len(cases)} tests ran:\n{done.stdout[-2000:]}")
-    return Outcome(False, "SURVIVED")
-
-
-def error_line(message: str) -> str:
-    """The line of a report that names the error: on a rank the last of its traceback's that starts with a name."""
-    text, _, _ = message.partition("\n--- printed by rank")
-    lines = [line for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception|Warning|Interrupt)\b", line)]
-    remote = "Traceback (most recent call last)" in text
-    return (named[-1] if remote and named else lines[0] if lines else "no message").strip()[:200]
+    output = f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    if not file.exists():
+        return Outcome(False, f"proves nothing: {output}")
+    report = json.loads(file.read_text())
+    file.unlink()
+    if not Path(report["library"]).resolve().is_relative_to(copy.resolve()):
+        raise Unfit(f"{report['library']} was tested, which is not in {copy}")
+    failure = report["failure"]
+    if failure is None:
+        return Outcome(False, PASSED if done.returncode == 0 else f"proves nothing: {output}")
+    line = f"{failure['kind']}: {failure['message']}".splitlines()[0][:200]
+    expected = failure["kind"] in A_TESTS_OWN or bool(guard and guard in failure["message"])
+    proves = failure["phase"] == "call" and expected
+    return Outcome(proves, line if proves else f"proves nothing: {line} (in {failure['phase']})", failure["test"])
 
 
 def run_mutant(copy: Path, mutant: Mutant) -> Outcome:
@@ -122,7 +107,7 @@ def run_mutant(copy: Path, mutant: Mutant) -> Outcome:
     right = file.read_text()
     file.write_text(right.replace(mutant.old, mutant.new))
     try:
-        return run_tests(copy, list(mutant.tests), LIMIT)
+        return run_tests(copy, list(mutant.tests), LIMIT, mutant.guard)
     finally:
         file.write_text(right)
 
@@ -142,10 +127,9 @@ def try_all(names: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="zero_tp_mutations_") as folder:
         copy = Path(folder)
         copy_of_the_repository(copy)
-        check_that_the_copy_is_used(copy)
         begin = time.monotonic()
         right = run_tests(copy, tests, 4 * LIMIT)
-        if right.line != "SURVIVED":
+        if right.line != PASSED:
             raise Unfit(f"{right.test} fails without a mutant: {right.line}")
         print(f"{len(tests)} tests pass without a mutant ({time.monotonic() - begin:.0f} s)", flush=True)
         uncaught = []

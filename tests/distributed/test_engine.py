@@ -19,11 +19,14 @@ from zero_tp.training.clipping import clip_gradients, gradient_norm
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
 
 
-def build(topology: Any, stage: int, **changes: Any) -> Any:
+DROPOUT: dict[str, Any] = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
+
+
+def build(topology: Any, stage: int, *, dropout: bool = False, **changes: Any) -> Any:
     """An engine that starts with the reference's weights."""
     from zero_tp.training.engine import TrainingEngine
 
-    reference = reference_model()
+    reference = reference_model(**DROPOUT if dropout else {})
     plain = parallel_model(reference, grid(1, False))
     weights = {weight.ours: weight for weight in plain.architecture.each_weight(plain.spec)}
     settings = {
@@ -70,6 +73,38 @@ def test_loss_and_gradient_norm_of_a_step(ranks: Pools, sequence: bool, stage: i
             assert torch.equal(tensor, model.state_dict()[name]), name
         assert loss == pytest.approx(expected_loss.item(), rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def labels_of_the_step() -> Tensor:
+    """Ignored in part, and more on one DP rank than on the other: a mean of means would be another number."""
+    labels = shifted(tokens_of_the_step())
+    labels[: BATCH // 2, 3:] = -100
+    return labels
+
+
+def validated(stage: int) -> tuple[float, float, bool]:
+    """Validation losses before and after a step with a learning rate of zero, and whether that step had dropout."""
+    topology = grid(2, True)
+    still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+    engine = build(topology, stage, dropout=True, optimizer=still)
+    modes: list[bool] = []
+    engine.model.transformer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    own = [whole.chunk(topology.data)[topology.data_rank] for whole in (tokens_of_the_step(), labels_of_the_step())]
+    batches = list(zip(*(part.chunk(ACCUMULATION) for part in own), strict=True))
+    before = engine.evaluate(batches)
+    modes.clear()
+    engine.train_step(batches)
+    dropped = all(modes)
+    return before, engine.evaluate(batches), dropped
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_validation_is_the_mean_over_all_labels(ranks: Pools, stage: int) -> None:
+    logits = reference_model()(tokens_of_the_step()).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of_the_step().flatten()).item()
+    for before, after, dropped in ranks(4).run(validated, stage):
+        assert before == after == pytest.approx(expected, rel=1e-5)
+        assert dropped, "a step after a validation has no dropout"
 
 
 def clipped(world: int, limit: float) -> None:
