@@ -334,11 +334,11 @@ MUTANTS: dict[str, Mutant] = {
         "pass\n",
         (EVALUATION,),
     ),
-    "no-dropout-after-validation": Mutant(
-        "After the first validation the run goes on in evaluation mode; the next train_step alone would mend it.",
+    "training-without-dropout": Mutant(
+        "The run trains in evaluation mode.",
         "zero_tp/training/engine.py",
-        "        self.engine.train()\n        total = torch.zeros(",
-        "        total = torch.zeros(",
+        "self.engine.train()\n        total = torch.zeros(",
+        "self.engine.eval()\n        total = torch.zeros(",
         (EVALUATION,),
     ),
     "streams-not-resumed": Mutant(
