@@ -30,10 +30,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
         error = call.excinfo.value
         kind, message = type(error).__name__, str(error)
         if isinstance(error, RankError) and error.kind is not None:
-            kind, message = error.kind, error.message
+            kind, message = error.kind, error.message or _assertion(str(error))
         failure = {"test": item.nodeid, "phase": report.when, "kind": kind, "message": message}
         _write({"library": zero_tp.__file__, "failure": failure})
     return report
+
+
+def _assertion(text: str) -> str:
+    """The line of the rank's traceback that asserts; on ranks pytest doesn't write out what was compared."""
+    traceback = text.partition("\n--- printed by rank")[0]
+    return next((line.strip() for line in reversed(traceback.splitlines()) if line.strip().startswith("assert ")), "")
 
 
 def _write(report: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Does a test notice when the library is broken? `python -m tests.mutations [NAME …] [--list]`, minutes, on demand.
 
-Each mutant of tests/mutants.py is put into a copy of the repository, and the tests that it names are run there. They
+Each mutant of tests/mutants is put into a copy of the repository, and the tests that it names are run there. They
 must pass before and fail with it, in the test's own call: by an assertion, or by the check of the library's own that
 the mutant names. A mutant that doesn't even run (a syntax error, a wrong shape) and one that hangs prove nothing.
 
@@ -113,11 +113,24 @@ def run_mutant(copy: Path, mutant: Mutant) -> Outcome:
 
 
 def check_the_table(names: list[str]) -> None:
+    """
+    Raises:
+        Unfit: a mutant's text isn't where it was, or its code isn't Python, or a test that it names isn't there.
+    """
     for name in names:
         mutant = MUTANTS[name]
-        found = (REPOSITORY / mutant.file).read_text().count(mutant.old)
+        right = (REPOSITORY / mutant.file).read_text()
+        found = right.count(mutant.old)
         if found != 1:
             raise Unfit(f"{name}: its text occurs {found} times in {mutant.file}; write the mutant anew:\n{mutant.old}")
+        try:
+            compile(right.replace(mutant.old, mutant.new), mutant.file, "exec")
+        except SyntaxError as error:
+            raise Unfit(f"{name}: {error}") from error
+        for test in mutant.tests:
+            file, _, function = test.partition("[")[0].partition("::")
+            if not (REPOSITORY / file).is_file() or f"def {function}(" not in (REPOSITORY / file).read_text():
+                raise Unfit(f"{name}: there is no {test}")
 
 
 def try_all(names: list[str]) -> list[str]:
