@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,18 +76,24 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
     """`caught` by the first test that fails, if it does so by an assertion or by the library's error `guard`."""
     file = copy / "first_failure.json"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.first_failure", "-p", "no:cacheprovider"]
-    try:
-        done = subprocess.run(
-            [*command, *tests],
-            cwd=copy,
-            env=environment(copy) | {VARIABLE: str(file)},
-            timeout=limit,
-            capture_output=True,
-            text=True,
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(False, f"hung: no end after {limit:.0f} s")
-    output = f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    with subprocess.Popen(
+        [*command, *tests],
+        cwd=copy,
+        env=environment(copy) | {VARIABLE: str(file)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # pytest, and what it has started in its own group
+            return Outcome(False, f"hung: no end after {limit:.0f} s")
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    output = f"pytest ended with {process.returncode}:\n{printed[-2000:]}"
     if not file.exists():
         return Outcome(False, f"proves nothing: {output}")
     report = json.loads(file.read_text())
@@ -95,7 +102,7 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
         raise Unfit(f"{report['library']} was tested, which is not in {copy}")
     failure = report["failure"]
     if failure is None:
-        return Outcome(False, PASSED if done.returncode == 0 else f"proves nothing: {output}")
+        return Outcome(False, PASSED if process.returncode == 0 else f"proves nothing: {output}")
     line = f"{failure['kind']}: {failure['message']}".splitlines()[0][:200]
     expected = failure["kind"] in A_TESTS_OWN or bool(guard and guard in failure["message"])
     proves = failure["phase"] == "call" and expected
