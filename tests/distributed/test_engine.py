@@ -1,0 +1,170 @@
+"""One step of the engine against GPT2LMHeadModel: the first minute of what test_parity.py proves at length."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.compare import check_close, grid, whole_gradient
+from tests.distributed.test_model import SIZES, Native, batch, parallel_model, reference_model
+from tests.pools import Pools
+from zero_tp.models.wrapper import shifted
+from zero_tp.parallel.layout import GradientHooks
+from zero_tp.training.clipping import clip_gradients, gradient_norm
+
+LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
+
+
+DROPOUT: dict[str, Any] = {"embd_pdrop": 0.5, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
+
+
+def build(topology: Any, stage: int, *, dropout: bool = False, **changes: Any) -> Any:
+    """An engine that starts with the reference's weights."""
+    from zero_tp.training.engine import TrainingEngine
+
+    reference = reference_model(**DROPOUT if dropout else {})
+    plain = parallel_model(reference, grid(1, False))
+    weights = {weight.ours: weight for weight in plain.architecture.each_weight(plain.spec)}
+    settings = {
+        "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True},
+        },
+        "zero_optimization": {"stage": stage},
+        **changes,
+    }
+    source = Native(reference, weights)
+    return TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=source)
+
+
+def tokens_of_the_step() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
+
+
+def one_step(tensor: int, sequence: bool, stage: int) -> tuple[float, float, dict[str, Tensor]]:
+    """Loss, gradient norm, and the weights that the engine started with."""
+    from zero_tp.weights.export import native_tensors
+
+    topology = grid(tensor, sequence)
+    engine = build(topology, stage)
+    weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
+    own = tokens_of_the_step().chunk(topology.data)[topology.data_rank]
+    loss = engine.train_step([(tokens, shifted(tokens)) for tokens in own.chunk(ACCUMULATION)])
+    return loss, engine.gradient_norm, weights
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_loss_and_gradient_norm_of_a_step(ranks: Pools, sequence: bool, stage: int) -> None:
+    model = reference_model()
+    tokens = tokens_of_the_step()
+    expected_loss = model(tokens, labels=tokens).loss
+    expected_loss.backward()
+    expected_norm = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters()) ** 0.5
+    for loss, norm, weights in ranks(4).run(one_step, 2, sequence, stage):
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+        assert loss == pytest.approx(expected_loss.item(), rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+def labels_of_the_step() -> Tensor:
+    """Ignored in part, and more on one DP rank than on the other: a mean of means would be another number."""
+    labels = shifted(tokens_of_the_step())
+    labels[: BATCH // 2, 3:] = -100
+    return labels
+
+
+def validated(stage: int) -> tuple[float, float, bool]:
+    """Validation losses before and after a step with a learning rate of zero, and whether that step had dropout."""
+    topology = grid(2, True)
+    still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+    engine = build(topology, stage, dropout=True, optimizer=still)
+    modes: list[bool] = []
+    engine.model.transformer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    own = [whole.chunk(topology.data)[topology.data_rank] for whole in (tokens_of_the_step(), labels_of_the_step())]
+    batches = list(zip(*(part.chunk(ACCUMULATION) for part in own), strict=True))
+    before = engine.evaluate(batches)
+    modes.clear()
+    engine.train_step(batches)
+    dropped = all(modes)
+    return before, engine.evaluate(batches), dropped
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_validation_is_the_mean_over_all_labels(ranks: Pools, stage: int) -> None:
+    logits = reference_model()(tokens_of_the_step()).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of_the_step().flatten()).item()
+    for before, after, dropped in ranks(4).run(validated, stage):
+        assert before == after == pytest.approx(expected, rel=1e-5)
+        assert dropped, "a step after a validation has no dropout"
+
+
+def clipped(world: int, limit: float) -> None:
+    """The functions of ZeRO-0 on gradients that differ over TP, against torch's."""
+    topology = grid(world, True)
+    reference = reference_model()
+    model = parallel_model(reference, topology).train()
+    GradientHooks(model, topology.tensor_group)
+    inputs = batch(SIZES["vocab_size"], "")
+    reference(**inputs).loss.backward()
+    model(**inputs).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.double().parameters(), limit)
+    norm = gradient_norm(model.parameters(), topology)
+    assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    clip_gradients(model.parameters(), norm, limit)
+    theirs, ours = dict(reference.named_parameters()), dict(model.named_parameters())
+    weights = list(model.architecture.each_weight(model.spec))
+    check_close(
+        {weight.ours: whole_gradient(ours[weight.ours], topology.tensor_group) for weight in weights},
+        {weight.ours: weight.convert(theirs[weight.theirs].grad) for weight in weights},
+    )
+
+
+@pytest.mark.parametrize("limit", [0.1, 100.0])
+def test_norm_and_clipping_without_zero(ranks: Pools, limit: float) -> None:
+    ranks(2).run(clipped, 2, limit)
+
+
+def decayed(stage: int) -> dict[str, float]:
+    """Each parameter's weight decay, asked for as the engine does."""
+    from zero_tp.training.engine import parameter_groups
+
+    model = build(grid(2, True), stage).model
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, DECAY)
+    return {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norms_and_biases_do_not_decay(ranks: Pools, stage: int) -> None:
+    """Under ZeRO-3 every parameter that the module shows has one dimension."""
+    found = ranks(2).run(decayed, stage)[0]
+    assert len(found) == 12 * SIZES["n_layer"] + 4
+    for name, decay in found.items():
+        assert decay == (0.0 if "norm" in name or name.endswith("bias") else DECAY), name
+
+
+def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    from zero_tp.checkpoint.masters import unpartitioned_masters
+
+    engine = build(grid(2, True), 0, bf16={"enabled": True})
+    parameters = list(engine.model.parameters())
+    masters = unpartitioned_masters(engine.optimizer, parameters)
+    steps = [state["step"] for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    return [masters[id(p)].clone() for p in parameters], [p.detach().clone() for p in parameters], steps
+
+
+def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:
+    """DeepSpeed's 16-bit optimizers without ZeRO take one to allocate their states."""
+    for masters, weights, steps in ranks(2).run(masters_at_the_start):
+        assert not steps
+        for master, weight in zip(masters, weights, strict=True):
+            assert master.dtype == torch.float32 and torch.equal(master, weight.float())

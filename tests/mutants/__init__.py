@@ -1,0 +1,13 @@
+"""Ways to break the library that no exception, and often no loss curve, tells of; tests/mutations.py tries them.
+
+Each is a mistake of the kind that this field makes: the code still runs and trains.
+"""
+
+from __future__ import annotations
+
+from tests.mutants import layers, runs
+from tests.mutants.mutant import Mutant
+
+MUTANTS: dict[str, Mutant] = {**layers.MUTANTS, **runs.MUTANTS}
+
+__all__ = ["MUTANTS", "Mutant"]

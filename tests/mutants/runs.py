@@ -1,0 +1,192 @@
+"""Random streams, activation memory, the loss, the engine, checkpoints."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+LOSS = "tests/distributed/test_loss.py::"
+RANDOM = "tests/distributed/test_random.py::"
+MASKS = "tests/distributed/test_dropout_masks.py::"
+RECOMPUTE = "tests/distributed/test_recompute.py::"
+ENGINE = "tests/distributed/test_engine.py::"
+RECOMPUTE_TP = RECOMPUTE + "test_recomputing_changes_no_bit[2-False-1]"
+RECOMPUTE_SP = RECOMPUTE + "test_recomputing_changes_no_bit[2-True-1]"
+EVALUATION = ENGINE + "test_validation_is_the_mean_over_all_labels[1]"
+RESUME = "tests/distributed/test_checkpoint.py::test_a_resumed_run_is_the_run_that_never_stopped[4-2-1-fp32-none]"
+STEP = ENGINE + "test_loss_and_gradient_norm_of_a_step"
+
+MUTANTS: dict[str, Mutant] = {
+    # ---- random streams --------------------------------------------------------------------------------------------
+    "one-stream-for-all-ranks": Mutant(
+        "The per-rank stream has the same seed on every TP rank: each rank's heads drop the same elements.",
+        "zero_tp/topology.py",
+        "self.tensor_rank if per_rank else 'shared'",
+        "'shared'",
+        (RANDOM + "test_masks_over_a_grid[False]",),
+    ),
+    "data-ranks-drop-alike": Mutant(
+        "DP ranks draw the same masks for different samples.",
+        "zero_tp/topology.py",
+        'f"{base}/{self.data_rank}/',
+        'f"{base}/0/',
+        (RANDOM + "test_masks_over_a_grid[False]",),
+    ),
+    "residual-masks-differ": Mutant(
+        "Without SP each TP rank drops other elements of the residual stream that all should repeat.",
+        "zero_tp/models/transformer.py",
+        "stream = PER_RANK if make.topology.sequence else SHARED",
+        "stream = PER_RANK",
+        (RANDOM + "test_masks_over_a_grid[False]",),
+    ),
+    "sequence-shards-drop-alike": Mutant(
+        "Under SP every rank drops the same elements of its shard.",
+        "zero_tp/models/transformer.py",
+        "stream = PER_RANK if make.topology.sequence else SHARED",
+        "stream = SHARED",
+        (RANDOM + "test_masks_over_a_grid[True]",),
+    ),
+    # ---- activation memory -----------------------------------------------------------------------------------------
+    "checkpoints-partitioned-under-sp": Mutant(
+        "P_a slices and gathers sequence shards as if every rank held the same checkpoint.",
+        "zero_tp/activations/memory.py",
+        "if topology.sequence or topology.tensor == 1:",
+        "if topology.tensor == 1:",
+        (RECOMPUTE_SP,),
+    ),
+    "dropout-not-replayed": Mutant(
+        "Recomputation draws new masks, and gradients belong to another network than the loss.",
+        "zero_tp/activations/recompute.py",
+        "with torch.enable_grad(), ctx.streams.replaying(ctx.states):",
+        "with torch.enable_grad():",
+        (MASKS + "test_recomputation_replays_the_masks[full-sdpa-True]",),
+    ),
+    "streams-left-rewound": Mutant(
+        "Recomputation replays its masks and leaves the streams there: the next micro-batch draws them again.",
+        "zero_tp/parallel/random.py",
+        "self._states = now\n",
+        "assert now\n",
+        (MASKS + "test_recomputation_replays_the_masks[full-sdpa-True]",),
+    ),
+    "remade-from-the-output": Mutant(
+        "A dropped activation is made again from itself: norm(norm(x)), gelu(gelu(x)).",
+        "zero_tp/activations/recompute.py",
+        "kept, needs_gradient = source.detach(), source.requires_grad",
+        "kept, needs_gradient = output.detach().clone(), source.requires_grad",
+        (RECOMPUTE_TP,),
+    ),
+    "slot-handed-out-twice": Mutant(
+        "The contiguous buffer gives the same place to two checkpoints, and the later one overwrites the earlier.",
+        "zero_tp/activations/contiguous.py",
+        "_Slot(self._free.pop(), tensor.shape)",
+        "_Slot(self._free[-1], tensor.shape)",
+        (RECOMPUTE_TP,),
+    ),
+    # ---- loss ------------------------------------------------------------------------------------------------------
+    "padding-gets-probability": Mutant(
+        "Rows that pad the vocabulary have a logit of zero and take part in the softmax.",
+        "zero_tp/parallel/loss.py",
+        "logits[:, valid:] = torch.finfo(torch.float32).min",
+        "logits[:, valid:] = 0.0",
+        (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
+    ),
+    "ignored-labels-counted": Mutant(
+        "The mean is over all labels, ignored ones too.",
+        "zero_tp/parallel/loss.py",
+        "count = counted.sum().float()",
+        "count = torch.tensor(float(labels.numel()))",
+        (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
+    ),
+    "upstream-gradient-ignored": Mutant(
+        "The loss forms its gradient in forward and forgets the factor that accumulation and loss scaling bring.",
+        "zero_tp/parallel/loss.py",
+        "scale = gradient.float() / count.clamp(min=1.0)",
+        "scale = 1.0 / count.clamp(min=1.0)",
+        (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
+    ),
+    "last-micro-batch-for-all": Mutant(
+        "The reported loss is that of the last micro-batch.",
+        "zero_tp/training/engine.py",
+        "total += loss.detach()",
+        "total = loss.detach().double() * len(micro_batches)",
+        (STEP + "[True-1]",),
+    ),
+    # ---- engine ----------------------------------------------------------------------------------------------------
+    "norm-of-rank-zero": Mutant(
+        "Without ZeRO the gradient norm counts the shards of TP rank 0 only, and clipping changes.",
+        "zero_tp/training/clipping.py",
+        "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
+        "topology.tensor_rank == 0",
+        (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),
+    ),
+    "replicas-counted-on-every-rank": Mutant(
+        "Without ZeRO the gradient norm counts replicated parameters t times.",
+        "zero_tp/training/clipping.py",
+        "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
+        "True",
+        (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),
+    ),
+    "zero-init-with-mpu-alone": Mutant(
+        "zero.Init ignores its mpu's DP group and overwrites the other TP ranks' shards with rank 0's.",
+        "zero_tp/training/engine.py",
+        "data_parallel_group=self.topology.data_group,\n",
+        "",
+        (STEP + "[True-3]",),
+        guard="differs between tensor parallel ranks",
+    ),
+    "norms-decay": Mutant(
+        "Weight decay takes norms and biases too.",
+        "zero_tp/training/engine.py",
+        '{"params": flat, "weight_decay": 0.0}',
+        '{"params": flat, "weight_decay": weight_decay}',
+        (ENGINE + "test_norms_and_biases_do_not_decay[1]",),
+    ),
+    "partitions-taken-for-biases": Mutant(
+        "Under ZeRO-3 the shape that the module shows is its partition's, and nothing decays.",
+        "zero_tp/training/engine.py",
+        "matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]",
+        "flat, matrices = [p for _, p in named if p.ndim < 2], [p for _, p in named if p.ndim >= 2]",
+        (ENGINE + "test_norms_and_biases_do_not_decay[3]",),
+    ),
+    "first-step-kept": Mutant(
+        "DeepSpeed's step on zero gradients stays: masters decayed once, Adam's bias correction one step ahead.",
+        "zero_tp/training/engine.py",
+        "self._undo_first_step()\n",
+        "pass\n",
+        (ENGINE + "test_no_step_is_taken_before_the_first",),
+    ),
+    "validation-of-one-data-rank": Mutant(
+        "Validation reports the loss of each DP rank's own samples.",
+        "zero_tp/training/engine.py",
+        "total, count = all_reduce(sums, self.topology.data_group).tolist()",
+        "total, count = sums.tolist()",
+        (EVALUATION,),
+    ),
+    "validation-with-dropout": Mutant(
+        "Validation leaves dropout on.",
+        "zero_tp/training/engine.py",
+        "self.engine.eval()\n",
+        "pass\n",
+        (EVALUATION,),
+    ),
+    "training-without-dropout": Mutant(
+        "The run trains in evaluation mode.",
+        "zero_tp/training/engine.py",
+        "self.engine.train()\n        total = torch.zeros(",
+        "self.engine.eval()\n        total = torch.zeros(",
+        (EVALUATION,),
+    ),
+    "streams-not-resumed": Mutant(
+        "A resumed run draws the dropout masks of its first steps again.",
+        "zero_tp/checkpoint/state.py",
+        "engine.model.streams.load_state_dict(load_file(checkpoint / _random_file(engine.topology.rank)))",
+        "load_file(checkpoint / _random_file(engine.topology.rank))",
+        (RESUME,),
+    ),
+    "streams-of-rank-zero-resumed": Mutant(
+        "Every rank resumes with rank 0's dropout streams.",
+        "zero_tp/checkpoint/state.py",
+        "load_file(checkpoint / _random_file(engine.topology.rank))",
+        "load_file(checkpoint / _random_file(0))",
+        (RESUME,),
+    ),
+}
