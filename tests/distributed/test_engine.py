@@ -153,13 +153,13 @@ def test_norms_and_biases_do_not_decay(ranks: Pools, stage: int) -> None:
 
 
 def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
-    from zero_tp.checkpoint.masters import unpartitioned_masters
+    from zero_tp.checkpoint.states import MASTER, OptimizerStates
 
     engine = build(grid(2, True), 0, bf16={"enabled": True})
-    parameters = list(engine.model.parameters())
-    masters = unpartitioned_masters(engine.optimizer, parameters)
-    steps = [state["step"] for state in engine.optimizer.optimizer.state.values() if "step" in state]
-    return [masters[id(p)].clone() for p in parameters], [p.detach().clone() for p in parameters], steps
+    states = OptimizerStates(engine)
+    steps = [state["step"] for state in states.optimizer.state.values() if "step" in state]
+    weights = [engine.model.get_parameter(run.name).detach().flatten().clone() for run in states.held]
+    return [states.get(run, MASTER).clone() for run in states.held], weights, steps
 
 
 def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:

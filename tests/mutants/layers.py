@@ -56,16 +56,15 @@ MUTANTS: dict[str, Mutant] = {
     "row-bias-forgotten": Mutant(
         "The bias after the reduction is left out; biases start at zero, so the first loss is right.",
         "zero_tp/parallel/linear.py",
-        "return whole if self.bias is None else whole + self.bias",
-        "return whole if self.bias is None else whole + 0 * self.bias",
+        "return whole if bias is None else whole.add_(bias)",
+        "return whole if bias is None else whole.add_(0 * bias)",
         (ROW_TP,),
     ),
     "row-bias-on-every-rank": Mutant(
         "The bias is added before the reduction, t times.",
         "zero_tp/parallel/linear.py",
-        "whole = reduce_from_tensor_region(F.linear(tensor, self.weight), self.group)\n"
-        "        return whole if self.bias is None else whole + self.bias",
-        "return reduce_from_tensor_region(F.linear(tensor, self.weight, self.bias), self.group)",
+        "partial = F.linear(matrix, weight).unflatten(0, rows)",
+        "partial, bias = F.linear(matrix, weight, bias).unflatten(0, rows), None",
         (ROW_TP,),
     ),
     "row-bias-gradient-of-the-shard": Mutant(
@@ -77,16 +76,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "reduced-forward-and-backward": Mutant(
         "f̄ sums in backward too, so that gradients before it count t times (Adam hides the factor).",
-        "zero_tp/parallel/collectives.py",
-        "return all_reduce(tensor.contiguous().clone(), group)\n\n"
-        "    @staticmethod\n"
-        "    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:\n"
-        "        return gradient, None",
-        "ctx.group = group\n"
-        "        return all_reduce(tensor.contiguous().clone(), group)\n\n"
-        "    @staticmethod\n"
-        "    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:\n"
-        "        return all_reduce(gradient.contiguous().clone(), ctx.group), None",
+        "zero_tp/parallel/linear.py",
+        "whole = all_gather(gradient, ctx.group) if ctx.sequence else gradient",
+        "whole = (all_gather if ctx.sequence else all_reduce)(gradient.clone(), ctx.group)",
         (LAYERS + "test_operators_do_what_they_are_defined_to_do[2]", ROW_TP),
     ),
     "input-gradient-reduced-twice": Mutant(

@@ -177,16 +177,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "streams-not-resumed": Mutant(
         "A resumed run draws the dropout masks of its first steps again.",
-        "zero_tp/checkpoint/state.py",
-        "engine.model.streams.load_state_dict(load_file(checkpoint / _random_file(engine.topology.rank)))",
-        "load_file(checkpoint / _random_file(engine.topology.rank))",
+        "zero_tp/checkpoint/resume.py",
+        "streams.load_state_dict({name.removeprefix",
+        "dict({name.removeprefix",
         (RESUME,),
     ),
     "streams-of-rank-zero-resumed": Mutant(
         "Every rank resumes with rank 0's dropout streams.",
-        "zero_tp/checkpoint/state.py",
-        "load_file(checkpoint / _random_file(engine.topology.rank))",
-        "load_file(checkpoint / _random_file(0))",
+        "zero_tp/checkpoint/resume.py",
+        "states_file(topology.tensor_rank, topology.data_rank)",
+        "states_file(0, 0)",
         (RESUME,),
     ),
 }
