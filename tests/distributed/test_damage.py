@@ -1,0 +1,231 @@
+"""Damaged checkpoints are found before training and named; disks that fill up cost no training; saves in the
+background hold the step they were asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_checkpoint import build, steps_of, straight, write_config
+from tests.pools import Pools
+from zero_tp.checkpoint.directory import (
+    MANIFEST,
+    TEMPORARY,
+    check_file,
+    checkpoints_of,
+    complete_steps,
+    read_manifest,
+    step_directory,
+)
+from zero_tp.checkpoint.reader import CheckpointReader, states_file
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def break_manifest(file: Path) -> None:
+    (file.parent / MANIFEST).write_text("{")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "flipped bit": (flip_a_bit, r"states_tp00_dp0001\.safetensors: SHA-256 is [0-9a-f]{12}…, not [0-9a-f]{12}…"),
+    "truncated": (truncate, r"states_tp00_dp0001\.safetensors: has \d+ bytes, not \d+"),
+    "missing": (Path.unlink, r"states_tp00_dp0001\.safetensors: is missing"),
+    "manifest": (break_manifest, r"manifest\.json: not valid JSON .*"),
+}
+
+
+def changed(path: Path, **checkpoint: Any) -> Path:
+    config = json.loads(path.read_text())
+    config["zero_tp"]["checkpoint"] |= {key.rstrip("_"): value for key, value in checkpoint.items()}
+    changed = path.with_name("changed.json")
+    changed.write_text(json.dumps(config))
+    return changed
+
+
+def start(path: str, run: str, given: str | None = None) -> tuple[str, list[str]]:
+    """(the checkpoint that a start takes, or its error; what it says of others)."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint.resume import find_resumable, verified
+    from zero_tp.config import RunConfig
+    from zero_tp.errors import UserError
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    chosen = Path(given) if given else None
+    try:
+        found = find_resumable(Path(run), config, chosen)
+        assert found is not None
+        checkpoint, notes = verified(found, Path(run), config, chosen)
+    except UserError as error:
+        return f"error: {error}", []
+    return str(checkpoint), notes
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with checkpoints of the steps 1 and 2."""
+    directory = tmp_path_factory.mktemp("saved")
+    path = write_config(directory / "run.json", 1, "fp32", 1)
+    ranks(2).run(straight, str(path), str(directory / "run"), [1, 2], 2)
+    return directory
+
+
+def copy_of(saved: Path, directory: Path) -> tuple[Path, Path]:
+    shutil.copytree(saved, directory, dirs_exist_ok=True)
+    return directory / "run.json", directory / "run"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_is_offered(
+    ranks: Pools, saved: Path, tmp_path: Path, damage: str
+) -> None:
+    path, run = copy_of(saved, tmp_path)
+    hurt, words = DAMAGES[damage]
+    hurt(step_directory(run, 2) / states_file(0, 1))
+    before = step_directory(run, 1)
+    for said, _ in ranks(2).run(start, str(path), str(run)):
+        pattern = (
+            rf"error: .*{words}; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
+        )
+        assert re.match(pattern, said), said
+    assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
+    tolerant = changed(path, on_corrupt="previous")
+    for found, _ in ranks(2).run(start, str(tolerant), str(run)):
+        assert found == str(before)
+    for found, _ in ranks(2).run(start, str(tolerant), str(run)):  # again, with the damaged one set aside or not
+        assert found == str(before)
+
+
+def test_a_set_aside_checkpoint_is_said_and_kept(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    flip_a_bit(step_directory(run, 2) / states_file(0, 0))
+    for _, notes in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+        assert len(notes) == 1 and "set aside" in notes[0] and "states_tp00_dp0000" in notes[0]
+    assert complete_steps(run) == [1]
+    assert (checkpoints_of(run) / "damaged_step_00000002" / states_file(0, 0)).is_file()
+
+
+def test_the_only_checkpoint_damaged_stops_whatever_is_set(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    for step in (1, 2):
+        truncate(step_directory(run, step) / states_file(0, 0))
+    for said, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+        assert said.startswith("error: ") and "there is none before it: give another --output-dir" in said
+
+
+def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
+    """Outcomes of three saves, in the second of which a rank may write only 10 kB a file."""
+    from zero_tp.checkpoint.save import Saver
+
+    engine, config = build(path)
+    saver = Saver(engine, config, Path(run))
+    outcomes = []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (1, 2, 3):
+        steps_of(engine, step, step)
+        if step == 2 and engine.topology.rank == broken:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+        try:
+            saver.save(step)
+            saver.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        outcomes.append(saver.outcome())
+    return outcomes
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: int, background: bool) -> None:
+    path = changed(write_config(tmp_path / "run.json", 2, "bf16", 1), async_=background)
+    run = tmp_path / "run"
+    for first, second, third in ranks(2).run(full_disk, str(path), str(run), broken):
+        assert first == (1, "") and third == (3, "")
+        assert second is not None and second[0] == 2
+        assert second[1].startswith(f"rank {broken}: File too large"), second[1]
+    assert complete_steps(run) == [1, 3]
+    assert not (checkpoints_of(run) / TEMPORARY).exists()
+    for step in (1, 3):
+        manifest = read_manifest(step_directory(run, step))
+        for name, written in manifest["files"].items():
+            check_file(step_directory(run, step), name, written)
+
+
+def in_the_background(path: str, run: str) -> dict[str, Any]:
+    """Save step 1 while a slow disk lets two more steps pass."""
+    import threading
+
+    from zero_tp.checkpoint import save
+    from zero_tp.checkpoint.states import MASTER, OptimizerStates
+
+    engine, config = build(path)
+    saver = save.Saver(engine, config, Path(run))
+    go_on, write = threading.Event(), save.write_tensors
+
+    def slowly(*arguments: Any) -> Any:
+        assert go_on.wait(60)
+        return write(*arguments)
+
+    save.write_tensors = slowly  # type: ignore[assignment]
+    try:
+        steps_of(engine, 1, 1)
+        states = OptimizerStates(engine)
+        then = {run.name: states.get(run, MASTER).clone() for run in states.held}
+        saver.save(1)
+        steps_of(engine, 2, 3)
+        early = saver.outcome()
+        go_on.set()
+        saver.wait()
+    finally:
+        save.write_tensors = write
+    return {
+        "early": early,
+        "late": saver.outcome(),
+        "again": saver.outcome(),
+        "masters": then,
+        "rank": engine.topology.rank,
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_save_in_the_background_holds_its_own_step(ranks: Pools, tmp_path: Path, stage: int) -> None:
+    path = changed(write_config(tmp_path / "run.json", stage, "fp32", 1), async_=True)
+    results = ranks(2).run(in_the_background, str(path), str(tmp_path / "run"))
+    for result in results:
+        assert result["early"] is None and result["late"] == (1, "") and result["again"] is None
+    checkpoint = step_directory(tmp_path / "run", 1)
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    for name in reader.parameters:
+        pieces = [result["masters"][name] for result in results if name in result["masters"]]
+        held = pieces[0] if stage == 0 else torch.cat(pieces)
+        assert torch.equal(reader.whole(name).flatten(), held), name
+
+
+def test_milestones_and_checkpoints_in_use_stay(ranks: Pools, tmp_path: Path) -> None:
+    from zero_tp.checkpoint.directory import in_use, prune
+
+    path = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1, keep_every=2)
+    run = tmp_path / "run"
+    ranks(2).run(straight, str(path), str(run), [1, 2, 3], 3)
+    assert complete_steps(run) == [2, 3], "2 is a milestone"
+    with in_use(step_directory(run, 2)):
+        prune(run, 1)
+        assert complete_steps(run) == [2, 3]
+    prune(run, 1)
+    assert complete_steps(run) == [3]
