@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+"""Saving and loading against plain writing and reading of the same bytes on the same disk, in turns.
+
+    python benchmarks/checkpoint.py --output benchmarks/results/
+
+One process holds a model's masters and moments. Saving (hashed, flushed to the disk) is compared with writing one file
+of the same bytes and flushing it; verifying plus loading with reading that file. Files are dropped from the page cache
+before each reading where the system allows it. Also: how long training stands still for a save in the background, and
+the memory that resharding and exporting take on a checkpoint of a billion parameters (--memory, 12 GB of disk).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from dated import write_result  # type: ignore[import-not-found]  # beside this script
+
+from zero_tp.checkpoint import directory
+from zero_tp.checkpoint.files import CHUNK
+from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.checkpoint.resume import resume, verify
+from zero_tp.checkpoint.save import Saver
+from zero_tp.config import RunConfig
+from zero_tp.topology import Topology
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.ops import without_shared_memory_collectives
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "zero_tp": {
+        "model": {"model_type": "gpt2", "n_layer": 8, "n_embd": 768, "n_head": 12, "n_positions": 64},
+        "data": {"train": "nowhere/train", "sequence_length": 64},
+        "training": {"steps": 10},
+    },
+}
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def write_plainly(path: Path, chunk: memoryview, size: int) -> None:
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size, len(chunk)):
+            file.write(chunk[: min(len(chunk), size - start)])
+        os.fsync(file.fileno())
+
+
+def read_plainly(path: Path) -> None:
+    buffer = bytearray(CHUNK)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def forget(folder: Path) -> None:
+    """Drop a folder's files from the page cache."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
+    import json
+
+    path = folder / "run.json"
+    CONFIG["zero_tp"]["checkpoint"] = {"async": background}
+    path.write_text(json.dumps(CONFIG))
+    config = RunConfig.load(path, world_size=1)
+    engine = TrainingEngine(config.hf_config(), Topology(), config.deepspeed_config(), seed=1)
+    tokens = torch.randint(0, 50257, (1, 65))
+    engine.train_step([(tokens[:, :-1], tokens[:, 1:])])
+    return engine, config
+
+
+def speeds(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of saving, plain writing, loading and plain reading, in turns."""
+    engine, config = build(folder, False)
+    saver, run, plain = Saver(engine, config, folder / "run"), folder / "run", folder / "plain"
+    random = memoryview(torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy())
+    times: dict[str, list[float]] = {"save": [], "write": [], "load": [], "read": []}
+    size = 0
+    for turn in range(rounds + 1):
+        taken = {"save": timed(partial(saver.save, turn + 1))}
+        assert saver.outcome() == (turn + 1, "")
+        checkpoint = directory.step_directory(run, turn + 1)
+        size = sum(file["bytes"] for file in directory.read_manifest(checkpoint)["files"].values())
+        taken["write"] = timed(partial(write_plainly, plain, random, size))
+
+        def load(checkpoint: Path = checkpoint) -> None:
+            verify(checkpoint)
+            resume(engine, checkpoint, config)
+
+        forget(checkpoint)
+        taken["load"] = timed(load)
+        forget(plain)
+        taken["read"] = timed(lambda: read_plainly(plain))
+        if turn:
+            for name, seconds in taken.items():
+                times[name].append(seconds)
+    saving = [b / a for a, b in zip(times["save"], times["write"], strict=True)]
+    loading = [b / a for a, b in zip(times["load"], times["read"], strict=True)]
+    gigabytes = size / 1e9
+    print(f"{gigabytes:.2f} GB, rates in GB/s (median of {rounds} rounds)")
+    for name, seconds in times.items():
+        print(f"  {name:>5}: {gigabytes / statistics.median(seconds):.2f}")
+    print(f"saving / plain writing: {statistics.median(saving):.2f} ({min(saving):.2f} to {max(saving):.2f})")
+    print(f"loading / plain reading: {statistics.median(loading):.2f} ({min(loading):.2f} to {max(loading):.2f})")
+    return {"bytes": size, "seconds": times, "saving_to_writing": saving, "loading_to_reading": loading}
+
+
+def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds that training waits for a save in the background, against the copy to host memory and the whole save."""
+    engine, config = build(folder, True)
+    saver = Saver(engine, config, folder / "background")
+    waits: list[float] = []
+    wholes: list[float] = []
+    copies: list[float] = []
+    for step in range(1, rounds + 1):
+        begin = time.perf_counter()
+        saver.save(step)
+        waits.append(time.perf_counter() - begin)
+        saver.wait()
+        wholes.append(time.perf_counter() - begin)
+        assert saver.outcome() == (step, "")
+        held = [tensor for state in engine.optimizer.optimizer.state.values() for tensor in state.values()]
+        held += list(engine.optimizer.single_partition_of_fp32_groups)
+        begin = time.perf_counter()
+        copied = [tensor.detach().clone() for tensor in held]
+        copies.append(time.perf_counter() - begin)
+        del copied
+    wait, whole, copy = (statistics.median(values) for values in (waits, wholes, copies))
+    print(f"a save in the background: training waits {wait:.3f} s, of {whole:.3f} s; copying alone takes {copy:.3f} s")
+    return {"wait_seconds": waits, "whole_seconds": wholes, "copy_seconds": copies}
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    sys.exit("RssAnon: not told by this system")
+
+
+def resharding_memory(folder: Path) -> dict[str, Any]:
+    """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3 ranks would."""
+    import json
+
+    from zero_tp.checkpoint.files import Entry, write_tensors
+    from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
+    from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+    model = {"model_type": "gpt2", "n_layer": 18, "n_embd": 2048, "n_head": 16, "n_positions": 1024}
+    CONFIG["zero_tp"]["model"] = model
+    (folder / "big.json").write_text(json.dumps(CONFIG))
+    config = RunConfig.load(folder / "big.json", world_size=1).hf_config()
+    whole = ZeroTPForCausalLM(config, Topology(), device="meta")
+    described = {name: Described.of(parameter) for name, parameter in whole.named_parameters()}
+    kinds, big = ["master", "exp_avg", "exp_avg_sq"], folder / "big"
+    big.mkdir()
+    for tensor_rank in range(2):
+        for data_rank in range(2):
+            entries, starts = [], {}
+            for name, parameter in described.items():
+                numel = torch.Size(parameter.layout.local_shape(parameter.shape, 2)).numel()
+                share = -(-numel // 2)
+                starts[name] = data_rank * share
+                length = min(numel, starts[name] + share) - starts[name]
+                for kind in kinds:
+                    entries.append(
+                        Entry(tensor_name(name, kind), (length,), torch.float32, partial(torch.rand, length))
+                    )
+            write_tensors(big / states_file(tensor_rank, data_rank), entries, {STARTS: json.dumps(starts)})
+    manifest = {"tensor": 2, "data": 2, "parameters": {name: each.to_json() for name, each in described.items()}}
+    largest = max(torch.Size(parameter.shape).numel() for parameter in described.values())
+    parameters = sum(torch.Size(parameter.shape).numel() for parameter in described.values())
+    allowed = 2 * 12 * largest + 200 * 10**6
+    before, peak = anonymous_bytes(), 0
+    reader = CheckpointReader(big, manifest)
+    begin = time.perf_counter()
+    for name, parameter in described.items():
+        for kind in kinds:
+            piece = reader.piece(name, kind, parameter, 3, 4)
+            peak = max(peak, anonymous_bytes() - before)
+            del piece
+    seconds = time.perf_counter() - begin
+    print(
+        f"resharding {parameters / 1e9:.2f} B parameters for one of 4 TP ranks: {peak / 1e6:.0f} MB of anonymous "
+        f"memory (allowed: {allowed / 1e6:.0f}), {seconds:.1f} s"
+    )
+    return {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="times that each is measured (default: 5)")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
+    parser.add_argument("--memory", action="store_true", help="also measure a checkpoint of a billion parameters")
+    parser.add_argument("--output", type=Path, help="directory for the dated result")
+    options = parser.parse_args()
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+    os.environ.setdefault("MASTER_PORT", "29712")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    without_shared_memory_collectives()
+    deepspeed.init_distributed("gloo", verbose=False)
+    try:
+        with tempfile.TemporaryDirectory(dir=options.folder) as name:
+            folder = Path(name)
+            result: dict[str, Any] = {
+                "speeds": speeds(folder, options.rounds),
+                "background": standing_still(folder, options.rounds),
+            }
+            if options.memory:
+                result["memory"] = resharding_memory(folder)
+    finally:
+        dist.destroy_process_group()
+    if options.output:
+        write_result(options.output, "checkpoint", result)
+
+
+if __name__ == "__main__":
+    main()
