@@ -28,7 +28,7 @@ import torch.distributed as dist
 from dated import write_result  # type: ignore[import-not-found]  # beside this script
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.files import CHUNK
+from zero_tp.checkpoint.files import PART
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.resume import resume, verify
 from zero_tp.checkpoint.save import Saver
@@ -63,7 +63,7 @@ def write_plainly(path: Path, chunk: memoryview, size: int) -> None:
 
 
 def read_plainly(path: Path) -> None:
-    buffer = bytearray(CHUNK)
+    buffer = bytearray(PART)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
@@ -95,8 +95,8 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
     saver, run, plain = Saver(engine, config, folder / "run"), folder / "run", folder / "plain"
-    random = memoryview(torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy())
-    times: dict[str, list[float]] = {"save": [], "write": [], "load": [], "read": []}
+    random = torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy().data
+    times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     size = 0
     for turn in range(rounds + 1):
         taken = {"save": timed(partial(saver.save, turn + 1))}
@@ -114,8 +114,8 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         forget(plain)
         taken["read"] = timed(lambda: read_plainly(plain))
         if turn:
-            for name, seconds in taken.items():
-                times[name].append(seconds)
+            for name, value in taken.items():
+                times[name].append(value)
     saving = [b / a for a, b in zip(times["save"], times["write"], strict=True)]
     loading = [b / a for a, b in zip(times["load"], times["read"], strict=True)]
     gigabytes = size / 1e9

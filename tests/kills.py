@@ -25,7 +25,14 @@ from pathlib import Path
 import psutil
 
 from tests.launched import environment, furnish, launch, metrics_of
-from zero_tp.checkpoint.directory import TEMPORARY, checkpoints_of, complete_steps, read_manifest, step_directory
+from zero_tp.checkpoint.directory import (
+    TEMPORARY,
+    check_file,
+    checkpoints_of,
+    complete_steps,
+    read_manifest,
+    step_directory,
+)
 
 WORLD, STEPS_BETWEEN, TARGETS = 4, 3, ("rank", "launch.py", "machine")
 LIMIT = 180.0
@@ -100,8 +107,8 @@ def contents(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint, read anew and held against the manifest."""
     found = {}
     for name, written in read_manifest(checkpoint)["files"].items():
+        check_file(checkpoint, name, written)
         found[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-        assert found[name] == written["sha256"], f"{checkpoint / name} is damaged"
     return found
 
 

@@ -1,0 +1,62 @@
+"""Files of a checkpoint: what safetensors reads is what was written, and one changed bit is another hash."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from zero_tp.checkpoint import files
+from zero_tp.checkpoint.files import Entry, hash_file, write_tensors
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def entries_of(tensors: dict[str, Tensor]) -> list[Entry]:
+    return [Entry(name, tuple(tensor.shape), tensor.dtype, tensor.clone) for name, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize("part", [64, 1000, 2**20])
+def test_safetensors_reads_what_was_written(
+    tmp_path: Path, seed: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PART", part)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for index in range(12):
+        shape = tuple(torch.randint(0, 9, (index % 4,), generator=generator).tolist())
+        values = torch.randint(0, 200, shape, generator=generator)
+        tensors[f"tensor {index}"] = values.to(DTYPES[index % len(DTYPES)])
+    tensors["transposed"] = torch.arange(12.0).view(3, 4).t()
+    written = write_tensors(tmp_path / "file", entries_of(tensors), {"starts": "{}"})
+    content = (tmp_path / "file").read_bytes()
+    assert written.size == len(content)
+    digests = [hashlib.sha256(content[at : at + part]).digest() for at in range(0, len(content), part)]
+    assert written.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
+    assert hash_file(tmp_path / "file") == written
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert file.metadata() == {"starts": "{}"}
+        assert set(file.keys()) == set(tensors)
+        for name, tensor in tensors.items():
+            found = file.get_tensor(name)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+
+
+def test_every_changed_byte_is_another_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART", 128)
+    written = write_tensors(tmp_path / "file", entries_of({"a": torch.arange(100.0)}))
+    content = bytearray((tmp_path / "file").read_bytes())
+    for at in range(0, len(content), 7):
+        content[at] ^= 4
+        (tmp_path / "file").write_bytes(content)
+        assert hash_file(tmp_path / "file").sha256 != written.sha256, at
+        content[at] ^= 4
+
+
+def test_a_tensor_that_is_not_as_it_said_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not as long as it said"):
+        write_tensors(tmp_path / "file", [Entry("a", (4,), torch.float32, lambda: torch.zeros(5))])
