@@ -1,4 +1,4 @@
-"""How far a parallel run may be from the plain one. Distances are given in units of what is allowed: above 1 is too far.
+"""How far a parallel run may be from the plain one. Distances are in units of what is allowed: above 1 is too far.
 
 fp32: ‖Δ‖ ≤ 1e-5·‖reference‖ + 1e-7·(norm of all of the kind) for every gradient, weight and first moment. The second
 moment is a mean of squares: (g + δ)² - g² ≈ 2gδ, so it may be off by twice as much. Losses and norms: 1e-5 relative.
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from tests.compare import OF_GLOBAL, RELATIVE, norm
-from tests.distributed.plain_run import CLIP, Trace, plain
+from tests.distributed.plain_run import CLIP, STEPS, Trace, plain
 
 Tensors = dict[str, Tensor]
 
 KINDS = {"gradients": 1.0, "weights": 1.0, "first": 1.0, "second": 2.0}
 BF16 = torch.bfloat16
 FACTOR = 1.5
-FLOOR = 0.0
+# The distance of a small tensor is the sum of few roundings. Measured: a norm's weight has been 2.3 times as far as in
+# the plain runs in its second moment, with whole vectors at 1.2 times.
+FLOOR = 0.05
 # Equally plain runs: Hugging Face's own ways to compute the same function, which round differently.
 KERNELS: tuple[dict[str, str], ...] = (
     {},
@@ -30,7 +32,7 @@ KERNELS: tuple[dict[str, str], ...] = (
     {"activation_function": "gelu_pytorch_tanh"},
     {"attn_implementation": "eager", "activation_function": "gelu_pytorch_tanh"},
 )
-OTHER_MODELS = 8
+OTHER_MODELS = 24
 
 
 def difference(found: Tensors, expected: Tensors, name: str) -> float:
@@ -49,11 +51,12 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def of_fp32(found: Trace, seed: int, more_steps: int = 0) -> dict[str, float]:
-    """Distances of a fp32 run, by what is compared."""
+    """Distances of a fp32 run, by what is compared. The losses of `more_steps` are not."""
     expected = plain(seed, more_steps=more_steps)
-    steps = len(expected.norms) - more_steps
-    far = {f"loss of step {step}": relative([found.losses[step]], [expected.losses[step]]) / RELATIVE for step in range(steps)}
-    far |= {f"norm of step {step}": relative([found.norms[step]], [expected.norms[step]]) / RELATIVE for step in range(steps)}
+    far = {}
+    for step in range(STEPS):
+        far[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE
+        far[f"norm of step {step + 1}"] = relative([found.norms[step]], [expected.norms[step]]) / RELATIVE
     far["norm after clipping"] = clipped_difference(found) / RELATIVE
     for kind, times in KINDS.items():
         ours, theirs = getattr(found, kind), getattr(expected, kind)
@@ -70,10 +73,18 @@ def clipped_difference(found: Trace) -> float:
     return abs(found.clipped / min(found.norms[0], CLIP) - 1)
 
 
-def of_bf16(found: Trace, seed: int, stage: int) -> dict[str, float]:
-    """Distances of a bf16 run, by what is compared."""
+def of_bf16(found: Trace, seed: int, stage: int, micro_batches: int) -> dict[str, float]:
+    """Distances of a bf16 run, by what is compared.
+
+    Args:
+        micro_batches: of a step, over all ranks, whose gradients are added in bf16.
+    """
     truth = plain(seed, start=BF16)
-    runs = [plain(seed, start=BF16, dtype=BF16, **kernels) for kernels in KERNELS]
+    runs = [
+        plain(seed, start=BF16, dtype=BF16, micro_batches=count, **kernels)
+        for kernels in KERNELS
+        for count in {1, micro_batches}
+    ]
     losses, norms = few_numbers(seed)
     far = {
         "losses": relative(found.losses, truth.losses) / (FACTOR * losses),
@@ -93,7 +104,10 @@ def of_bf16(found: Trace, seed: int, stage: int) -> dict[str, float]:
 
 @cache
 def few_numbers(seed: int) -> tuple[float, float]:
-    """How far plain bf16 runs are in their losses and norms: the farthest of several models."""
+    """How far plain bf16 runs are in their losses and norms: the farthest of several models.
+
+    Each is 4 numbers whose errors are means of thousands of roundings: a lucky model is 7 times as near as another.
+    """
     losses, norms = [], []
     runs = [(seed, kernels) for kernels in KERNELS]
     runs += [(seed + other, KERNELS[other % len(KERNELS)]) for other in range(1, OTHER_MODELS + 1)]

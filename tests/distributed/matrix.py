@@ -27,6 +27,7 @@ from tests.distributed.plain_run import (
     model_sizes,
 )
 from zero_tp.config import ConfigError, RunConfig
+from zero_tp.config.deepspeed import deepspeed_models
 from zero_tp.config.model import check_model
 from zero_tp.config.schema import ZeroTP
 
@@ -125,8 +126,8 @@ def write_config(cell: Cell, folder: Path, seed: int = 0) -> Path:
     return path
 
 
-def once_each(check: Callable[[ZeroTP], Any]) -> Callable[[ZeroTP], Any]:
-    """`check_model`, called once for all cells that agree on what it reads: it is most of the time of a load."""
+def once_for_equals(check: Callable[[ZeroTP], Any]) -> Callable[[ZeroTP], Any]:
+    """`check_model`, called once for all cells that agree on what it reads."""
     known: dict[str, Any] = {}
 
     def checked(block: ZeroTP) -> Any:
@@ -142,7 +143,12 @@ def once_each(check: Callable[[ZeroTP], Any]) -> Callable[[ZeroTP], Any]:
 def judged() -> tuple[tuple[Cell, ...], dict[Cell, ConfigError]]:
     """The cells of the full product that RunConfig accepts, and its error for each other one."""
     accepted, refused = [], {}
-    with tempfile.TemporaryDirectory() as folder, patch("zero_tp.config.run_config.check_model", once_each(check_model)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        # Each makes a pydantic class at every load, which is most of its time: 2.3 ms, 0.4 ms without (measured).
+        patch("zero_tp.config.run_config.check_model", once_for_equals(check_model)),
+        patch("zero_tp.config.deepspeed.deepspeed_models", cache(deepspeed_models)),
+    ):
         for cell in itertools.product(*FACTORS.values()):
             try:
                 RunConfig.load(write_config(cell, Path(folder)), world_size=WORLD)
@@ -159,7 +165,7 @@ def idle(cell: Cell) -> set[Setting]:
     """
     settings = dict(zip(FACTORS, cell, strict=True))
     found = set()
-    if settings["tensor"] == "TP 1":
+    if settings["tensor"] == "TP 1" and settings["sequence"] == "SP":
         found.add(("sequence", "SP"))
     partitions = FACTORS["recompute"][settings["recompute"]].keys() >= P_A.keys()
     if partitions and (settings["tensor"] == "TP 1" or settings["sequence"] == "SP"):
@@ -174,9 +180,7 @@ def proofs(size: int) -> dict[Cell, frozenset[tuple[Setting, ...]]]:
     A group with an idle setting counts only if there is no accepted cell in which all of it acts.
     """
     accepted, _ = judged()
-    groups = {
-        cell: set(itertools.combinations(zip(FACTORS, cell, strict=True), size)) for cell in accepted
-    }
+    groups = {cell: set(itertools.combinations(zip(FACTORS, cell, strict=True), size)) for cell in accepted}
     acting = {cell: {group for group in groups[cell] if not idle(cell) & set(group)} for cell in accepted}
     somewhere = set().union(*acting.values())
     return {cell: frozenset(acting[cell] | (groups[cell] - somewhere)) for cell in accepted}

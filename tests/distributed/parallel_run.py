@@ -108,7 +108,5 @@ def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
     from zero_tp.weights.export import native_tensors
 
     return [
-        name
-        for name, tensor in native_tensors(engine.model)
-        if not torch.equal(tensor, masters[name].to(tensor.dtype))
+        name for name, tensor in native_tensors(engine.model) if not torch.equal(tensor, masters[name].to(tensor.dtype))
     ]

@@ -84,7 +84,7 @@ class Trace:
     stale: list[str] = field(default_factory=list)
 
 
-def initial_model(seed: int, start: torch.dtype, **kernels: str) -> GPT2LMHeadModel:
+def initial_model(seed: int, start: torch.dtype, **kernels: Any) -> GPT2LMHeadModel:
     """Hugging Face's fp32 model with the weights that a run of this seed and dtype starts with.
 
     Args:
@@ -110,20 +110,21 @@ def plain(
     *,
     start: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
+    micro_batches: int = 1,
     more_steps: int = 0,
-    **kernels: str,
+    **kernels: Any,
 ) -> Trace:
-    """The run, with fp32 weights for the optimizer and the whole batch at once.
+    """The run, with fp32 weights for the optimizer.
 
     Args:
         start: dtype of the weights that the run starts with.
-        dtype: that the model computes in.
+        dtype: that the model computes in, and sums the gradients of a step's micro-batches in.
         more_steps: at the default eps, whose losses are added.
         kernels: see `initial_model`.
     """
     model = initial_model(seed, start, **kernels)
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
-    model.to(dtype)
+    nn.Module.to(model, dtype)
     named = dict(model.named_parameters())
     matrices = [weight for weight in masters.values() if weight.ndim > 1]
     flat = [weight for weight in masters.values() if weight.ndim == 1]
@@ -140,10 +141,13 @@ def plain(
                 group["eps"] = DEFAULT_EPS
         windows = batch_of(seed, step, model.config.vocab_size)
         model.zero_grad()
-        loss = F.cross_entropy(model(windows[:, :-1]).logits.float().flatten(0, 1), windows[:, 1:].flatten())
-        loss.backward()
+        losses = []
+        for part in windows.chunk(micro_batches):
+            logits = model(part[:, :-1]).logits.float()
+            losses.append(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / micro_batches)
+            losses[-1].backward()
         gradients = {name: gradient_of(weight).float() for name, weight in named.items()}
-        trace.losses.append(loss.item())
+        trace.losses.append(sum(loss.item() for loss in losses))
         trace.norms.append(norm(*gradients.values()))
         for name, master in masters.items():
             master.grad = gradients[name] * min(1.0, CLIP / (trace.norms[step] + 1e-6))
