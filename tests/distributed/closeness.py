@@ -25,8 +25,8 @@ KINDS = {"gradients": 1.0, "weights": 1.0, "first": 1.0, "second": 2.0}
 BF16 = torch.bfloat16
 FACTOR = 1.5
 # A share of the whole distance that one tensor may be off besides: few roundings make the distance of a small tensor.
-# Measured over 24 models, with whole vectors at 1.25 times the plain runs' distance: single tensors were at 1.8 times, and
-# would have needed a share of 0.04.
+# Measured over 24 models, with whole vectors at 1.25 times the plain runs' distance: single tensors were at 1.8 times,
+# and would have needed a share of 0.04.
 FLOOR = 0.1
 # Equally plain runs: Hugging Face's own ways to compute the same function, which round differently.
 KERNELS: tuple[dict[str, str], ...] = (
