@@ -1,12 +1,23 @@
-"""`workplace`: where launched commands run."""
+"""Fixtures: `run_seed`, one fresh seed for the proofs of parity; `workplace`, where launched commands run."""
 
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.launched import furnish
+
+
+@pytest.fixture(scope="session")
+def run_seed() -> int:
+    """One fresh seed for all proofs of parity (or ZERO_TP_TEST_SEED), so that the plain runs are computed once."""
+    given = os.environ.get("ZERO_TP_TEST_SEED")
+    seed = int(given) if given else random.SystemRandom().randrange(10**6)
+    print(f"repeat with ZERO_TP_TEST_SEED={seed}")
+    return seed
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,112 @@
+"""A parallel run, from its JSON config through `RunConfig` to `TrainingEngine` as launch/pretrain.py makes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.compare import grid, norm
+from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of
+from zero_tp.config import RunConfig
+
+
+def train(path: Path, more_steps: int = 0) -> Trace:
+    """The run of a config file on this pool's ranks,. On every rank; only rank 0's trace has tensors.
+
+    Args:
+        more_steps: at the default eps, whose losses are added.
+    """
+    import torch.distributed as dist
+    from deepspeed.utils import safe_get_full_grad
+
+    from zero_tp.training.engine import TrainingEngine
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    topology = grid(config.zero_tp.parallel.tensor, config.zero_tp.parallel.sequence)
+    seed = config.zero_tp.training.seed
+    engine = TrainingEngine(
+        config.hf_config(),
+        topology,
+        config.deepspeed_config(),
+        seed=seed,
+        device=torch.device("cpu"),
+        recompute=config.zero_tp.recompute_policy,
+    )
+    named = dict(engine.model.named_parameters())
+    trace = Trace()
+    before_step = engine._before_step
+
+    def record_gradients_first() -> None:
+        # Gradients are whole and unclipped between the last backward and the step.
+        trace.gradients = whole_tensors(engine, {name: safe_get_full_grad(weight) for name, weight in named.items()})
+        engine._before_step = before_step  # type: ignore[method-assign]
+        before_step()
+
+    engine._before_step = record_gradients_first  # type: ignore[method-assign]
+    for step in range(STEPS + more_steps):
+        if step == STEPS:
+            for group in engine.optimizer.param_groups:
+                group["eps"] = DEFAULT_EPS
+        own = batch_of(seed, step, engine.model.config.vocab_size).chunk(topology.data)[topology.data_rank]
+        micro = own.chunk(config.accumulation)
+        assert all(len(windows) == config.micro_batch for windows in micro)
+        trace.losses.append(engine.train_step([(windows[:, :-1], windows[:, 1:]) for windows in micro]))
+        trace.norms.append(engine.gradient_norm)
+        if step == 0:
+            trace.clipped = norm(*optimizer_tensors(engine, "exp_avg").values()) / (1 - BETAS[0])
+        if step == STEPS - 1:
+            trace.weights = optimizer_tensors(engine)
+            trace.first, trace.second = (optimizer_tensors(engine, key) for key in MOMENTS)
+            trace.stale = stale_weights(engine, trace.weights)
+    if topology.rank > 0:
+        return Trace(trace.losses, trace.norms, trace.clipped, stale=trace.stale)
+    return trace
+
+
+def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """TP-local tensors by our names → whole fp32 copies by Hugging Face's. Collective over the TP group."""
+    from zero_tp.parallel.collectives import all_gather
+    from zero_tp.parallel.layout import layout_of
+
+    named = dict(engine.model.named_parameters())
+    found = {}
+    for weight in engine.model.architecture.each_weight(engine.model.spec):
+        tensor = local[weight.ours].detach().float()
+        shards = all_gather(tensor.unsqueeze(0), engine.topology.tensor_group)
+        found[weight.theirs] = weight.convert(layout_of(named[weight.ours]).unshard(list(shards))).clone()
+    return found
+
+
+def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
+    """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from zero_tp.checkpoint.masters import unpartitioned_masters
+
+    named = dict(engine.model.named_parameters())
+    if engine.stage == 0:
+        masters = unpartitioned_masters(engine.optimizer, list(named.values()))
+        states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
+        held = {name: masters[id(weight)] for name, weight in named.items()}
+        local = held if key is None else {name: states[master][key] for name, master in held.items()}
+    elif key is None:
+        local = {name: safe_get_full_fp32_param(weight) for name, weight in named.items()}
+    else:
+        if engine.stage < 3:
+            # ZeRO-1 and 2 step group by group, and link parameters to their states after the first group's step only.
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        local = {name: safe_get_full_optimizer_state(weight, key) for name, weight in named.items()}
+    return whole_tensors(engine, local)
+
+
+def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
+    """Names of the module's weights that differ from the fp32 weights in its dtype. Collective."""
+    from zero_tp.weights.export import native_tensors
+
+    return [
+        name for name, tensor in native_tensors(engine.model) if not torch.equal(tensor, masters[name].to(tensor.dtype))
+    ]

@@ -1,0 +1,175 @@
+"""The run that a parallel one is compared with: GPT2LMHeadModel with torch's AdamW in one process.
+
+Both start with the weights that zero_tp draws from the seed, and see the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.compare import norm
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.topology import Topology
+
+STEPS, MORE_STEPS = 4, 10
+# The gradients of these models have norms from 0.2 to 1, so that every step is clipped.
+CLIP = 0.1
+# Key biases have a gradient of exactly zero: at the default eps Adam would blow its rounding noise up.
+EPS, DEFAULT_EPS = 1e-3, 1e-8
+# A higher rate amplifies the rounding of bf16: at 1e-2, 3e-3 and 1e-3 the first moments of equally plain runs are after
+# 4 steps up to 1.7, 1.3 and 1.2 times as far from fp32 as one another.
+LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-3, 0.1, (0.9, 0.95)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+GLOBAL_BATCH, SEQUENCE = 24, 24
+
+
+def model_sizes(seed: int) -> dict[str, Any]:
+    """`zero_tp.model` of a small GPT-2, its sizes drawn from the seed.
+
+    12 heads divide by every TP size here, the vocabulary by none; every other one of 3 layers is not all of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    return {
+        "model_type": "gpt2",
+        "n_layer": 3,
+        "n_embd": 12 * pick(2, 6),
+        "n_head": 12,
+        "n_inner": 12 * pick(4, 12),
+        "vocab_size": 12 * pick(7, 12) + (1, 2, 5, 7, 10, 11)[pick(0, 6)],
+        "n_positions": SEQUENCE + pick(0, 4),
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def batch_of(seed: int, step: int, vocabulary: int) -> Tensor:
+    """The global batch of a step: int64 [GLOBAL_BATCH, SEQUENCE + 1]."""
+    generator = torch.Generator().manual_seed(seed * 1000 + step)
+    return torch.randint(0, vocabulary, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+
+
+@dataclass
+class Trace:
+    """What one run did. Tensors are whole, fp32 and under Hugging Face's names.
+
+    Attributes:
+        losses, norms: of every step; norms before clipping.
+        clipped: norm of what the optimizer got at the first step, read from its first moment.
+        gradients: of the first step, before clipping.
+        weights, first, second: fp32 weights and Adam's two moments after STEPS steps.
+        stale: names of the module's weights that are not those fp32 weights in its dtype.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    clipped: float = float("nan")
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    second: dict[str, Tensor] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
+
+
+def initial_model(seed: int, start: torch.dtype, **kernels: Any) -> GPT2LMHeadModel:
+    """Hugging Face's fp32 model with the weights that a run of this seed and dtype starts with.
+
+    Args:
+        kernels: fields of the config that choose how Hugging Face computes the same function.
+    """
+    sizes = {name: value for name, value in model_sizes(seed).items() if name != "model_type"}
+    config = GPT2Config(**sizes)
+    ours = ZeroTPForCausalLM(config, Topology(world=1), seed=seed, dtype=start)
+    parameters = dict(ours.named_parameters())
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **kernels))
+    named = dict(model.named_parameters())
+    weights = list(ours.architecture.each_weight(ours.spec))
+    assert {weight.theirs for weight in weights} == named.keys()
+    with torch.no_grad():
+        for weight in weights:
+            named[weight.theirs].copy_(weight.convert(parameters[weight.ours]))
+    return model
+
+
+@cache
+def plain(
+    seed: int,
+    *,
+    start: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    micro_batches: int = 1,
+    more_steps: int = 0,
+    **kernels: Any,
+) -> Trace:
+    """The run, with fp32 weights for the optimizer.
+
+    Args:
+        start: dtype of the weights that the run starts with.
+        dtype: that the model computes in, and sums the gradients of a step's micro-batches in.
+        more_steps: at the default eps, whose losses are added.
+        kernels: see `initial_model`.
+    """
+    model = initial_model(seed, start, **kernels)
+    masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
+    nn.Module.to(model, dtype)
+    named = dict(model.named_parameters())
+    matrices = [weight for weight in masters.values() if weight.ndim > 1]
+    flat = [weight for weight in masters.values() if weight.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": flat, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        eps=EPS,
+        betas=BETAS,
+    )
+    trace = Trace()
+    for step in range(STEPS + more_steps):
+        if step == STEPS:
+            for group in optimizer.param_groups:
+                group["eps"] = DEFAULT_EPS
+        windows = batch_of(seed, step, model.config.vocab_size)
+        model.zero_grad()
+        losses = []
+        for part in windows.chunk(micro_batches):
+            logits = model(part[:, :-1]).logits.float()
+            losses.append(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / micro_batches)
+            losses[-1].backward()
+        gradients = {name: gradient_of(weight).float() for name, weight in named.items()}
+        trace.losses.append(sum(loss.item() for loss in losses))
+        trace.norms.append(norm(*gradients.values()))
+        for name, master in masters.items():
+            master.grad = gradients[name] * min(1.0, CLIP / (trace.norms[step] + 1e-6))
+        optimizer.step()
+        with torch.no_grad():
+            for name, weight in named.items():
+                weight.copy_(masters[name])
+        moments = {key: {name: optimizer.state[master][key] for name, master in masters.items()} for key in MOMENTS}
+        if step == 0:
+            trace.gradients = copied(gradients)
+            trace.clipped = norm(*moments["exp_avg"].values()) / (1 - BETAS[0])
+        if step == STEPS - 1:
+            trace.weights = copied(masters)
+            trace.first, trace.second = (copied(moments[key]) for key in MOMENTS)
+    return trace
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

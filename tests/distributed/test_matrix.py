@@ -1,0 +1,59 @@
+"""The promise: whatever settings the config accepts, the parallel run trains the Hugging Face model.
+
+Every cell of the covering array (matrix.py) is trained on 4 ranks and compared with GPT2LMHeadModel and torch's AdamW
+in one process (closeness.py): losses and norms of 4 steps, every gradient of the first, the norm after clipping, all
+fp32 weights and both of Adam's moments after the last. `-s` shows the cells and how far off each was.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.closeness import of_bf16, of_fp32
+from tests.distributed.matrix import FACTORS, WORLD, Cell, covering_array, describe, write_config
+from tests.distributed.parallel_run import train
+from tests.distributed.plain_run import CLIP, Trace
+from tests.pools import Pools, RankError
+
+
+@pytest.mark.parametrize("sequence", FACTORS["sequence"])
+@pytest.mark.parametrize("tensor", FACTORS["tensor"])
+def test_every_cell_trains_the_plain_model(
+    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str
+) -> None:
+    cells = [cell for cell in covering_array() if cell[:2] == (tensor, sequence)]
+    assert cells
+    failures = []
+    for cell in cells:
+        try:
+            traces = ranks(WORLD).run(train, write_config(cell, tmp_path, run_seed))
+        except RankError as error:
+            failures.append(f"{describe(cell)}: {error}")
+            continue
+        far = distances(cell, traces, run_seed)
+        farthest = max(far, key=lambda name: far[name])
+        print(f"\n{describe(cell)}: {farthest} {far[farthest]:.2f} × what is allowed", end="")
+        # Written so that nan is too far.
+        off = [f"{name} {distance:.2f}" for name, distance in far.items() if not distance <= 1]
+        if off:
+            failures.append(f"{describe(cell)}: × what is allowed: {', '.join(off)}")
+    assert not failures, f"{len(failures)} of {len(cells)} cells:\n" + "\n".join(failures)
+
+
+def distances(cell: Cell, traces: list[Trace], seed: int) -> dict[str, float]:
+    """What is compared: how far off it is, in units of what is allowed."""
+    named = dict(zip(FACTORS, cell, strict=True))
+    first = traces[0]
+    wrong = [f"the module's {name} on rank {rank}" for rank, trace in enumerate(traces) for name in trace.stale]
+    wrong += [f"losses of rank {rank}" for rank, trace in enumerate(traces) if trace.losses != first.losses]
+    wrong += [f"norms of rank {rank}" for rank, trace in enumerate(traces) if trace.norms != first.norms]
+    wrong += ["nothing was clipped"] * (min(first.norms) <= CLIP)
+    far = dict.fromkeys(wrong, math.inf)
+    if named["dtype"] == "fp32":
+        return far | of_fp32(first, seed)
+    data, accumulation = WORLD // int(named["tensor"][3:]), int(named["accumulation"][2:])
+    summed_in_bf16 = data * accumulation if named["dtype"] == "bf16" else 1
+    return far | of_bf16(first, seed, int(named["stage"][5:]), summed_in_bf16)
