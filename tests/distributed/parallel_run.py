@@ -82,24 +82,16 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from zero_tp.checkpoint.states import MASTER, OptimizerStates
+    from zero_tp.parallel.collectives import all_reduce
+    from zero_tp.parallel.layout import local_shape
 
-    from zero_tp.checkpoint.masters import unpartitioned_masters
-
-    named = dict(engine.model.named_parameters())
-    if engine.stage == 0:
-        masters = unpartitioned_masters(engine.optimizer, list(named.values()))
-        states = getattr(engine.optimizer, "optimizer", engine.optimizer).state
-        held = {name: masters[id(weight)] for name, weight in named.items()}
-        local = held if key is None else {name: states[master][key] for name, master in held.items()}
-    elif key is None:
-        local = {name: safe_get_full_fp32_param(weight) for name, weight in named.items()}
-    else:
-        if engine.stage < 3:
-            # ZeRO-1 and 2 step group by group, and link parameters to their states after the first group's step only.
-            engine.optimizer._hp_optimizer_states_linked = False
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
-        local = {name: safe_get_full_optimizer_state(weight, key) for name, weight in named.items()}
+    states = OptimizerStates(engine)
+    local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}
+    for run in states.held:
+        local[run.name].view(-1)[run.start : run.start + run.numel] = states.get(run, key or MASTER)
+    if engine.stage > 0:  # each data-parallel rank holds its own run
+        local = {name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()}
     return whole_tensors(engine, local)
 
 
