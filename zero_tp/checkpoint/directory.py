@@ -33,7 +33,7 @@ class Damaged(UserError):
     """
 
     def __init__(self, file: Path, problem: str):
-        super().__init__(f"{file}: {problem}; the checkpoint is damaged")
+        super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
         self.file, self.problem, self.checkpoint = file, problem, file.parent
 
 

@@ -137,7 +137,7 @@ def verified(
             if dist.get_rank() == 0:
                 directory.set_aside(found)
             dist.barrier()
-            notes.append(f"{error}: set aside, going back to the one before")
+            notes.append(f"{error.file}: {error.problem}; set aside, going back to the checkpoint before")
             found = find_resumable(run, config)
     return None, notes
 
