@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import read_manifest, run_directory, step_directory, write_config
+from zero_tp.checkpoint.directory import (
+    complete_steps,
+    read_manifest,
+    run_directory,
+    step_directory,
+    write_config,
+)
 from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, verified
 from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
@@ -30,6 +36,7 @@ from zero_tp.training.nvme import check_nvme
 from zero_tp.training.processes import Place
 from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
+from zero_tp.weights.load import PretrainedSource
 
 SKIPS_IN_A_ROW = 10
 
@@ -41,15 +48,27 @@ class Run:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.
     """
 
-    def __init__(self, config: RunConfig, directory: Path):
+    def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False):
+        """
+        Args:
+            allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
+        """
         block = config.zero_tp
-        self.config, self.directory = config, directory
+        self.config, self.directory, self.allow_pickle = config, directory, allow_pickle
         self.samples = PackedSamples(block.data.train, block.data.sequence_length, block.training.seed)
         self.validation = (
             ValidationSamples(block.data.validation, block.data.sequence_length) if block.data.validation else None
         )
         self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
+        if not complete_steps(directory):
+            self.pretrained()
+
+    def pretrained(self) -> PretrainedSource | None:
+        """Where the first weights come from; None: from the seed. Reads no tensor, but checks them all."""
+        if self.config.pretrained is None:
+            return None
+        return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
 
     def _model_config(self) -> PretrainedConfig:
         """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
@@ -127,6 +146,7 @@ def _train(run: Run, place: Place, verbose: bool, resume_from: Path | None) -> N
             config.deepspeed_config(),
             seed=config.zero_tp.training.seed,
             device=device,
+            source=run.pretrained() if checkpoint is None else None,
             recompute=config.zero_tp.recompute_policy,
         )
         if checkpoint is not None:
