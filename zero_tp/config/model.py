@@ -61,6 +61,9 @@ def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
             such directory.
     """
     model = zero_tp.model
+    if not {"model_type", FROM} & model.keys():
+        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
+        raise ConfigError(f"{KEY}.model_type", "required, but not given", remedy)
     config = written_config(model) if FROM not in model else _config_from(model)
     _check_split(config, zero_tp)
     return config
