@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.compare import grid
+from tests.distributed.test_checkpoint import OFFLOADS
 from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
 from tests.pools import Pools
@@ -36,21 +37,20 @@ def random_model(**changes: Any) -> Any:
     return model.eval()
 
 
-def config_file(path: Path, directory: str, *, tensor: int = 2, stage: int = 3, **changes: Any) -> Path:
+def config_file(path: Path, directory: str) -> Path:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
         # The first step's learning rate is 0.
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
         "zero_tp": {
             "model": {"from_pretrained": directory, **NO_DROPOUT},
-            "parallel": {"tensor": tensor},
+            "parallel": {"tensor": 2},
             "data": {"train": "data/train", "sequence_length": 32},
             "training": {"steps": 1},
         },
-        **changes,
     }
     path.write_text(json.dumps(config))
     return path
@@ -79,13 +79,23 @@ def weights_in_the_engine(path: str) -> tuple[dict[str, Tensor], float]:
     return weights, engine.evaluate([(tokens[:, :-1], tokens[:, 1:])])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_engine_starts_from_the_directory(ranks: Pools, tmp_path: Path, stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype", "offload"),
+    [*((stage, dtype, "none") for stage in range(4) for dtype in ("fp32", "bf16")), (3, "bf16", "parameters")],
+)
+def test_an_engine_starts_from_the_directory(
+    ranks: Pools, tmp_path: Path, stage: int, dtype: str, offload: str
+) -> None:
     reference = random_model()
     reference.save_pretrained(tmp_path / "model", max_shard_size="100KB")
-    changes = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    path = config_file(tmp_path / "run.json", str(tmp_path / "model"), stage=stage, **changes)
+    path = config_file(tmp_path / "run.json", str(tmp_path / "model"))
+    config = json.loads(path.read_text())
+    config["zero_optimization"] |= {"stage": stage, **OFFLOADS[offload]}
+    if offload != "none":
+        del config["optimizer"]["params"]["torch_adam"]
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    path.write_text(json.dumps(config))
     tokens = torch.arange(2 * 33).view(2, 33) % 509
     with torch.no_grad():
         logits = reference(tokens[:, :-1]).logits
@@ -119,6 +129,15 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before), "a step of size 0 changes no bit"
 
+    other = pretrained_fields(tmp_path / "model", n_layer=1)
+    changed = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
+    assert changed.returncode != 0
+    assert (
+        "error: zero_tp.model.from_pretrained: n_layer in model is 1, but the run was started with 2"
+        in changed.stdout + changed.stderr
+    )
+    (tmp_path / "model" / "config.json").write_text(other)
+
     (tmp_path / "model" / "model.safetensors").unlink()  # the checkpoint has them now
     again = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -126,6 +145,13 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     anew = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--output-dir", "runs/new")
     assert anew.returncode != 0
     assert "error: model: no model.safetensors" in anew.stdout + anew.stderr
+
+
+def pretrained_fields(directory: Path, **changes: Any) -> str:
+    """Change fields of the directory's config.json; what it held before."""
+    before = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(json.dumps(json.loads(before) | changes))
+    return before
 
 
 def there_and_back(directory: Path, tensor: int, output: Path) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from zero_tp.config.model import pretrained_config
+from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
+from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
@@ -158,6 +160,19 @@ def test_pickled_weights_are_read_where_that_is_allowed(directory: Path) -> None
     with pytest.raises(UserError, match=r"pickled \(pytorch_model\.bin\.index\.json\)"):
         load(directory)
     is_native(load(directory, allow_pickle=True), reference)
+
+
+def test_evaluation_reads_pickled_weights_where_that_is_allowed(tmp_path: Path) -> None:
+    reference = native(vocab_size=300)
+    reference.save_pretrained(tmp_path)
+    train_bpe(iter(["some text"]), 257).save_pretrained(tmp_path)
+    open_directory(tmp_path).load("float32", "cpu")
+    pickled(tmp_path, reference.state_dict())
+    with pytest.raises(UserError, match=r"pickled \(pytorch_model\.bin\).*--allow-pickle"):
+        open_directory(tmp_path)
+    opened = open_directory(tmp_path, allow_pickle=True).load("float32", "cpu")
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], tensor), name
 
 
 class Harmful:

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.resume import describe_place
 
 PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
 SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
@@ -96,17 +97,13 @@ def _header(path: Path) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The same for a person."""
-    model, place = found["model"], found["saved_at"]
+    model = found["model"]
     sizes = ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)
-    sequence = ", SP" if place["sequence"] else ""
     total = sum(entry["bytes"] for entry in found["files"].values())
     rows = [
         ("checkpoint", found["checkpoint"]),
         ("step", f"{found['step']:,}"),
-        (
-            "saved at",
-            f"TP {place['tensor']} × DP {place['data']}{sequence}, ZeRO-{place['zero_stage']}, {place['dtype']}",
-        ),
+        ("saved at", describe_place(found["saved_at"])),
         ("model", f"{model['model_type']}: {sizes}"),
         ("parameters", f"{found['parameters']:,}"),
         *((kind, _size(size)) for kind, size in found["bytes"].items()),

@@ -133,6 +133,25 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrai
     return config
 
 
+def check_unchanged(directory: Path, config: PreTrainedConfig, saved: dict[str, Any]) -> None:
+    """Whether a run that resumes still has the model it was started with.
+
+    Args:
+        directory: of `from_pretrained`; what it holds may have changed, where a written model is part of the file.
+        saved: the config of the checkpoint's model.
+
+    Raises:
+        ConfigError: names the first field that is another one.
+    """
+    unused = ARCHITECTURES[config.model_type].unused
+    for name in inspect.get_annotations(type(config)):
+        found, before = getattr(config, name), saved.get(name)
+        # The tokenizer beside the data decides the token ids.
+        if name not in TOKEN_IDS and not name.startswith(unused) and found != before:
+            problem = f"{name} in {directory} is {shown(found)}, but the run was started with {shown(before)}"
+            raise ConfigError(f"{KEY}.{FROM}", problem, "start it with that, or give another --output-dir")
+
+
 def _config_from(model: dict[str, Any]) -> PreTrainedConfig:
     """The config of `{"from_pretrained": DIR}`, with other dropout probabilities where they are given beside it."""
     directory, key = model[FROM], f"{KEY}.{FROM}"

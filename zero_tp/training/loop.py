@@ -23,6 +23,7 @@ from zero_tp.checkpoint.directory import (
 from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, verified
 from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
+from zero_tp.config.model import check_unchanged
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
@@ -134,6 +135,8 @@ def _train(run: Run, place: Place, verbose: bool, resume_from: Path | None) -> N
     if checkpoint is not None:
         checkpoint, notes = verified(checkpoint, directory, config, resume_from)
     manifest = read_manifest(checkpoint) if checkpoint is not None else None
+    if manifest is not None and config.pretrained is not None:
+        check_unchanged(config.pretrained, run.model_config, manifest["model"])
     step = manifest["step"] if manifest is not None else 0
     first = topology.rank == 0
     steps = config.zero_tp.training.steps
