@@ -19,6 +19,7 @@ from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
 from tests.pools import Pools
 from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.checkpoint.inspect import inspect
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import layout_of
 from zero_tp.topology import Topology
@@ -129,6 +130,11 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before), "a step of size 0 changes no bit"
 
+    found = inspect(tmp_path / "runs" / "run", verify=True)
+    assert (found["step"], found["saved_at"]["zero_stage"], found["tokenizer"]) == (1, 3, "data/tokenizer")
+    assert found["bytes"].keys() == {"master", "exp_avg", "exp_avg_sq", "random"}
+    assert found["parameters"] == sum(tensor.numel() for tensor in before.values())
+
     other = pretrained_fields(tmp_path / "model", n_layer=1)
     changed = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
     assert changed.returncode != 0
@@ -144,7 +150,7 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     assert "resuming step 1" in again.stdout
     anew = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--output-dir", "runs/new")
     assert anew.returncode != 0
-    assert "error: model: no model.safetensors" in anew.stdout + anew.stderr
+    assert "error: model: no weights in it: no model.safetensors" in anew.stdout + anew.stderr
 
 
 def pretrained_fields(directory: Path, **changes: Any) -> str:

@@ -50,7 +50,9 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
             f"{directory}: its weights are pickled ({name}), which can carry code; use a safetensors version of it, or "
             "--allow-pickle (in Python allow_pickle=True) to read it with torch's restricted unpickler"
         )
-    raise UserError(f"{directory}: no {SINGLE} nor {INDEX} there; give a Hugging Face directory of safetensors")
+    raise UserError(
+        f"{directory}: no weights in it: no {SINGLE} nor {INDEX}; give a Hugging Face directory of safetensors"
+    )
 
 
 def open_weights(directory: Path, allow_pickle: bool = False) -> TensorFiles:
