@@ -44,6 +44,11 @@ def main() -> None:
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
     )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read pickled weights (pytorch_model.bin) where there are no safetensors, if you trust their source",
+    )
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
     arguments = parser.parse_args()
 
@@ -58,6 +63,7 @@ def main() -> None:
         dtype=arguments.dtype,
         device=arguments.device,
         text_key=arguments.text_key,
+        allow_pickle=arguments.allow_pickle,
     )
     report = zero_shot.evaluate(arguments.model, tasks, data, settings)
     print(zero_shot.table(report))

@@ -41,6 +41,11 @@ def arguments() -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="resume from this checkpoint instead of the run's newest, such as RUN/checkpoints/step_00000500",
     )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="let zero_tp.model.from_pretrained read pickled weights (pytorch_model.bin), if you trust their source",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
     return parser.parse_args()
@@ -48,8 +53,12 @@ def arguments() -> argparse.Namespace:
 
 def check(options: argparse.Namespace) -> None:
     from zero_tp.config import RunConfig, describe
+    from zero_tp.weights.files import find_weights
 
-    print(describe(RunConfig.load(options.check, options.set, options.world_size)))
+    config = RunConfig.load(options.check, options.set, options.world_size)
+    if config.pretrained:
+        find_weights(config.pretrained, options.allow_pickle)
+    print(describe(config))
 
 
 def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> None:
@@ -61,9 +70,10 @@ def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> N
     config = RunConfig.load(options.deepspeed_config, options.set, place.world, first_config(output))
 
     from zero_tp.training.environment import complete_environment
-    from zero_tp.training.loop import Run, train
+    from zero_tp.training.loop import train
+    from zero_tp.training.run import Run
 
-    run = Run(config, output)
+    run = Run(config, output, allow_pickle=options.allow_pickle)
     complete_environment(place)
     train(run, place, requests, verbose=options.verbose, resume_from=options.resume_from)
 

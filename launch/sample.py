@@ -20,6 +20,9 @@ def main() -> int:
     if not (arguments.model / "config.json").is_file():
         print(f"sample: {arguments.model} is no Hugging Face model directory: it has no config.json", file=sys.stderr)
         return 2
+    if not any(arguments.model.glob("*.safetensors")):
+        print(f"sample: {arguments.model} holds no safetensors, and pickled weights are not read", file=sys.stderr)
+        return 2
     if not arguments.prompt:
         print("sample: --prompt is empty: give the text some words to begin with", file=sys.stderr)
         return 2
@@ -29,7 +32,7 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, use_safetensors=True)
     set_seed(arguments.seed)
     sampling = {"temperature": arguments.temperature, "top_k": arguments.top_k} if arguments.temperature > 0 else {}
     output = model.generate(

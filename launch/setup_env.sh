@@ -35,7 +35,7 @@ python=$environment/bin/python
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
 
-key=$({ cat constraints.txt setup.cfg pyproject.toml && "$python" --version && pwd; } | cksum)
+key=$({ cat constraints.txt setup.cfg pyproject.toml tests/packages.txt && "$python" --version && pwd; } | cksum)
 installed() { # any set of extras contains the bare package
     for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return 0; fi
@@ -53,6 +53,10 @@ if ! installed; then
     PIP_CONSTRAINT=$repository/constraints.txt PIP_BUILD_CONSTRAINT=$repository/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
         "$python" -m pip install -c constraints.txt -e ".${extras:+[$extras]}" >"$log" 2>&1 ||
         { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; }
+    case ,$extras, in *,dev,*)
+        PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --no-deps -r tests/packages.txt >>"$log" 2>&1 ||
+            { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; } ;;
+    esac
     write "$environment/installed-$extras" <<<"$key"
     echo "set-up: installed in $((SECONDS - begin)) s"
 fi

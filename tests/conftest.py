@@ -1,4 +1,5 @@
-"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `shared_file` (data beside the repository)."""
+"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `microformer` (a real checkpoint), `shared_file`
+(data beside the repository)."""
 
 # ruff: noqa: E402 - the environment comes first
 
@@ -15,6 +16,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 
+import importlib.metadata
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +53,16 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = int(given) if given else random.SystemRandom().randrange(2**31)
     request.node.add_report_section("setup", "seed", f"repeat with ZERO_TP_TEST_SEED={value}")
     return value
+
+
+@pytest.fixture(scope="session")
+def microformer() -> Path:
+    """The directory of a real, trained GPT2LMHeadModel: 8 layers, 8 heads, hidden 256, vocabulary 9669, pickled."""
+    try:
+        package = importlib.metadata.distribution("microformer-mgm")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.fail("run bash tests/run.sh, or pip install --no-deps -r tests/packages.txt first", pytrace=False)
+    return Path(str(package.locate_file("mgm/resources/general_model")))
 
 
 @pytest.fixture(scope="session")

@@ -184,4 +184,26 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.compile", ("not built yet", "use false"), value=True),
     mistake("zero_tp.model.model_type", ("not built yet", "gpt2"), value="llama"),
     mistake("zero_tp.model.scale_attn_weights", "always scales", value=False),
+    # Weights from a directory
+    Mistake(
+        {"zero_tp.model": {"from_pretrained": "models/nowhere"}},
+        "zero_tp.model.from_pretrained",
+        ("no directory models/nowhere", "Hugging Face model directory"),
+    ),
+    Mistake(
+        {"zero_tp.model": {"from_pretrained": 7}}, "zero_tp.model.from_pretrained", ("expected a string", "directory")
+    ),
+    Mistake(
+        {"zero_tp.model": {"from_pretrained": "/"}}, "zero_tp.model.from_pretrained", ("no config.json in /", "give")
+    ),
+    Mistake(
+        {"zero_tp.model": {"from_pretrained": "models/gpt2", "n_layer": 2}},
+        "zero_tp.model.n_layer",
+        ("models/gpt2 decides it", "leave it out", "attn_pdrop"),
+    ),
+    Mistake(
+        {"zero_tp.model": {"from_pretraind": "models/gpt2"}},
+        "zero_tp.model.model_type",
+        ("required", "from_pretrained"),
+    ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +44,30 @@ def test_a_failed_save_fails_on_every_rank(ranks: Pools, tmp_path: Path) -> None
         ranks(2).run(save, 2, tmp_path / "file" / "model", {}, timeout=30)
     # Either rank may report first: rank 0 what happened to it, the other what rank 0 said.
     assert caught.value.kind in ("FileExistsError", "NotADirectoryError", "UserError")
+
+
+def save_to_a_full_disk(directory: Path) -> None:
+    """Rank 0 fails at the second of several files, while the others wait for it in a gather."""
+    from zero_tp.weights import export
+
+    written: list[Path] = []
+    write = export.write_tensors
+
+    def full(path: Path, *rest: Any) -> Any:
+        if written:
+            raise OSError(28, "No space left on device", str(path))
+        written.append(path)
+        return write(path, *rest)
+
+    with patch.object(export, "write_tensors", full):
+        save(2, directory, {})
+
+
+def test_a_save_that_fails_half_way_fails_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="No space left on device") as caught:
+        ranks(2).run(save_to_a_full_disk, tmp_path / "model", timeout=30)
+    assert caught.value.kind in ("OSError", "UserError")
+    assert list(tmp_path.iterdir()) == []
 
 
 def load(world: int, directory: Path, dtype: torch.dtype | None) -> None:
@@ -91,7 +116,7 @@ def test_directories_without_a_model_are_refused(tmp_path: Path) -> None:
         ZeroTPForCausalLM.from_pretrained(tmp_path)
     reference_model().save_pretrained(tmp_path)
     GPT2Config(**{**SIZES, "vocab_size": 60}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"wte\.weight is \(61, 24\), the config gives \(60, 24\)"):
+    with pytest.raises(UserError, match=r"wte\.weight: expected shape \(60, 24\), found \(61, 24\)"):
         ZeroTPForCausalLM.from_pretrained(tmp_path)
     GPT2Config(**{**SIZES, "n_layer": 3}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no tensor transformer\.h\.2\.ln_1\.weight"):

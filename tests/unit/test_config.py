@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.mistakes import MISTAKES, RIGHT, Mistake
+from zero_tp.checkpoint.save import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
 from zero_tp.config.batch import data_parallel_size, resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP
@@ -75,6 +76,29 @@ def test_the_resolved_config_loads_again_as_the_same(tmp_path: Path) -> None:
     again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=4)
     assert again.resolved() == config.resolved()
     assert '"auto"' not in json.dumps(config.resolved())
+
+
+def test_a_model_from_a_directory(tmp_path: Path) -> None:
+    model = {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**model, "attn_pdrop": 0.2, "eos_token_id": 3}))
+    raw = changed(zero_tp__data__sequence_length=64)
+    raw["zero_tp"]["model"] = {"from_pretrained": str(tmp_path / "model"), "resid_pdrop": 0.0}
+    config = RunConfig.load(written(tmp_path, raw), world_size=4)
+    found = config.hf_config()
+    assert config.pretrained == tmp_path / "model"
+    assert (found.n_layer, found.vocab_size, found.eos_token_id, found.bos_token_id) == (3, 61, 3, None)
+    assert (found.attn_pdrop, found.resid_pdrop, found.embd_pdrop) == (0.2, 0.0, 0.1)
+    again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=4)
+    assert again.resolved() == config.resolved()
+    assert fixed_of(again) == fixed_of(config)
+    assert fixed_of(config)["zero_tp.model"] == raw["zero_tp"]["model"]
+    raw["zero_tp"]["data"]["sequence_length"] = 65
+    with pytest.raises(ConfigError, match=r"sequence_length: 65 tokens.*use another model"):
+        RunConfig.load(written(tmp_path, raw), world_size=4)
+    raw["zero_tp"]["model"]["attn_pdrop"] = 2.0
+    with pytest.raises(ConfigError, match=r"^zero_tp\.model\.attn_pdrop: 2\.0 is not a probability"):
+        RunConfig.load(written(tmp_path, raw), world_size=4)
 
 
 def test_a_longer_run_keeps_the_schedule_of_its_first_start(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def test_the_options_that_are_given_exist(script: str) -> None:
     rows = [line for line in README.splitlines() if f"/{script}.py" in line]
     options = set(re.findall(r"--[a-z_-]+", " ".join(rows))) - {"--num_accelerators"}
     path = next(ROOT.glob(f"*/{script}.py"))
-    words = ["to-hf", "--help"] if script == "convert" else ["--help"]
-    done = subprocess.run([sys.executable, str(path), *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert options and not [option for option in options if option not in done.stdout]
+    known = ""
+    for words in [["to-hf"], ["inspect"]] if script == "convert" else [[]]:
+        done = subprocess.run([sys.executable, str(path), *words, "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        known += done.stdout
+    assert options and not [option for option in options if option not in known]

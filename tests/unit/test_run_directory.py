@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zero_tp.checkpoint.directory import (
     run_directory,
     step_directory,
 )
+from zero_tp.checkpoint.files import Entry
 from zero_tp.errors import UserError
 from zero_tp.training.environment import complete_environment
 from zero_tp.training.ops import abandoned_locks
@@ -33,8 +35,12 @@ NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]
 
 def export(directory: Path, **options: Any) -> None:
     model = GPT2LMHeadModel(TINY)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    write_native(directory, TINY, tensors, dtype=torch.float32, **options)
+    entries = [
+        Entry(name, tuple(tensor.shape), tensor.dtype, partial(torch.clone, tensor))
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    ]
+    write_native(directory, TINY, entries, dtype=torch.float32, **options)
 
 
 @pytest.mark.parametrize("content", NOT_JSON)

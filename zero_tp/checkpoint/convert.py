@@ -1,4 +1,5 @@
-"""A checkpoint as a native Hugging Face directory. One process, no ranks, no DeepSpeed."""
+"""A checkpoint as a native Hugging Face directory. One process, no ranks, no DeepSpeed, one parameter in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
 
-from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
+from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.files import Entry
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import architecture_of
+from zero_tp.models.architectures import Weight, architecture_of
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -55,21 +58,40 @@ def to_huggingface(
         UserError: no complete checkpoint there, a damaged one, no tokenizer where it should be, or `output` exists.
     """
     checkpoint = find_checkpoint(source)
-    manifest = read_manifest(checkpoint)
-    found_tokenizer = _tokenizer(tokenizer, manifest["tokenizer"])
-    fields = dict(manifest["model"])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with in_use(checkpoint):
+        manifest = read_manifest(checkpoint)
+        found_tokenizer = _tokenizer(tokenizer, manifest["tokenizer"])
+        fields = dict(manifest["model"])
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
+        write_native(
+            output,
+            config,
+            entries,
+            dtype=dtype,
+            tokenizer=found_tokenizer,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+        )
+    parameters = sum(torch.Size(entry.shape).numel() for entry in entries)
+    return Converted(checkpoint, parameters, found_tokenizer)
+
+
+def checkpoint_entries(reader: CheckpointReader, config: PretrainedConfig, dtype: torch.dtype) -> list[Entry]:
+    """Every parameter's fp32 master under its Hugging Face name.
+
+    Raises:
+        UserError: the checkpoint lacks a parameter of the config's model.
+    """
     architecture = architecture_of(config)
-    reader = CheckpointReader(checkpoint, manifest)
-    weights = architecture.each_weight(architecture.spec(config))
-    tensors = {weight.theirs: weight.convert(reader.whole(weight.ours)) for weight in weights}
-    write_native(
-        output,
-        config,
-        tensors,
-        dtype=dtype,
-        tokenizer=found_tokenizer,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-    )
-    return Converted(checkpoint, sum(tensor.numel() for tensor in tensors.values()), found_tokenizer)
+    entries = []
+    for weight in architecture.each_weight(architecture.spec(config)):
+        if weight.ours not in reader.parameters:
+            raise UserError(f"{reader.directory}: its manifest has no parameter {weight.ours}")
+        shape = weight.convert_shape(reader.parameters[weight.ours].shape)
+
+        def read(weight: Weight = weight) -> Tensor:
+            return weight.convert(reader.whole(weight.ours))
+
+        entries.append(Entry(weight.theirs, shape, dtype, read))
+    return entries

@@ -63,13 +63,12 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
 
 def offer(error: Damaged, run: Path) -> str:
     """The error with what a person can do: resume from the checkpoint before."""
+    told = f"{error.file}: {error.problem}; the checkpoint is damaged"
     steps = [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < error.checkpoint]
     if not steps:
-        return f"{error}, and there is none before it: give another --output-dir to start anew"
+        return f"{told}, and there is none before it: give another --output-dir to start anew"
     before = directory.step_directory(run, steps[-1])
-    return (
-        f'{error}: use the one before with --resume-from {before}, or set zero_tp.checkpoint.on_corrupt to "previous"'
-    )
+    return f'{told}: use the one before with --resume-from {before}, or set zero_tp.checkpoint.on_corrupt to "previous"'
 
 
 def _check_same_run(checkpoint: Path, manifest: dict[str, Any], config: RunConfig) -> None:

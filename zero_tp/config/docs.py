@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from zero_tp.config.auto import AUTO, BATCH_KEYS
 from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
-from zero_tp.config.model import ARCHITECTURES
+from zero_tp.config.model import ARCHITECTURES, DROPOUTS
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, ZeroTP
@@ -120,7 +120,7 @@ def page() -> str:
                 ),
             ),
             "",
-            f"`zero_tp.model.model_type` other than {_listed(ARCHITECTURES)}, and `zero_tp.model.from_pretrained`.",
+            f"`zero_tp.model.model_type` other than {_listed(ARCHITECTURES)}.",
             "",
             "### Removed from DeepSpeed, or renamed",
             "",
@@ -185,6 +185,13 @@ def _models() -> Iterator[str]:
         for field, (value, reason) in architecture.fixed.items():
             yield f"- `{field}` stays `{shown(value)}`: {reason}"
         yield f"- `{architecture.unused}*` belong to a head that is not trained"
+    yield ""
+    yield (
+        '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
+        f" working directory; the same rules hold for its `config.json`. Beside it only {_listed(DROPOUTS)} can be"
+        " given. Each rank reads its slices of the weights. A run that resumes takes its weights from the checkpoint,"
+        " and still reads DIR's `config.json`."
+    )
 
 
 def _block(name: str) -> str:

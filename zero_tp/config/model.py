@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, create_model
 
 from zero_tp.config.errors import ConfigError
+from zero_tp.config.pretrained import read_config_json
 from zero_tp.config.schema import Block, ZeroTP
 from zero_tp.config.suggest import did_you_mean, shown
 from zero_tp.config.validation import validate
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 KEY = "zero_tp.model"
+FROM = "from_pretrained"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +56,29 @@ ARCHITECTURES = {
 def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
     """The Hugging Face config of `zero_tp.model`. Imports transformers.
 
-    Token ids that the file doesn't name are None where Hugging Face's default lies outside the vocabulary.
+    Raises:
+        ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide; no
+            such directory.
+    """
+    model = zero_tp.model
+    if not {"model_type", FROM} & model.keys():
+        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
+        raise ConfigError(f"{KEY}.model_type", "required, but not given", remedy)
+    config = written_config(model) if FROM not in model else _config_from(model)
+    _check_split(config, zero_tp)
+    return config
+
+
+def written_config(model: dict[str, Any]) -> PreTrainedConfig:
+    """The config that these fields, `model_type` among them, describe.
+
+    Token ids that aren't given are None where Hugging Face's default lies outside the vocabulary.
 
     Raises:
-        ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide.
+        ConfigError: see `check_model`.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model = zero_tp.model
     model_type = _model_type(model, list(CONFIG_MAPPING))
     architecture, config_class = ARCHITECTURES[model_type], cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
@@ -73,14 +92,81 @@ def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
     _check_token_ids(fields, vocabulary)
     config: PreTrainedConfig = config_class(**fields)
     _check_sizes(config, fields)
-    _check_split(config, zero_tp)
     return config
+
+
+def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrainedConfig:
+    """The config of a Hugging Face directory, held to the same rules as one that is written in the file.
+
+    Of `config.json` the fields that its model_type declares are taken, besides those of heads that are not trained,
+    and `dtype`. A token id outside the vocabulary is None: it is the class's default, saved with the rest.
+
+    Args:
+        key: what the message starts with where the directory isn't a model's.
+        changes: fields to take instead of the directory's.
+
+    Raises:
+        ConfigError: see `check_model`; the directory or its config.json is missing or can't be read.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw = read_config_json(directory, key)
+    try:
+        model_type = _model_type(raw, list(CONFIG_MAPPING))
+        known, unused = _fields_model(CONFIG_MAPPING[model_type]).model_fields, ARCHITECTURES[model_type].unused
+        taken = {name: raw[name] for name in raw if name in known and not name.startswith(unused)}
+        vocabulary = taken.get("vocab_size")
+        for name in TOKEN_IDS:
+            if isinstance(taken.get(name), int) and isinstance(vocabulary, int) and not 0 <= taken[name] < vocabulary:
+                taken[name] = None
+        config = written_config({"model_type": model_type, **taken, **changes})
+    except ConfigError as error:
+        name = error.key.removeprefix(f"{KEY}.")
+        if name in changes:
+            raise
+        raise ConfigError(f"{directory / 'config.json'}: {name}", error.problem, error.remedy) from None
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    if dtype in ("float32", "bfloat16", "float16"):
+        import torch
+
+        config.dtype = getattr(torch, dtype)
+    return config
+
+
+def check_unchanged(directory: Path, config: PreTrainedConfig, saved: dict[str, Any]) -> None:
+    """Whether a run that resumes still has the model it was started with.
+
+    Args:
+        directory: of `from_pretrained`; what it holds may have changed, where a written model is part of the file.
+        saved: the config of the checkpoint's model.
+
+    Raises:
+        ConfigError: names the first field that is another one.
+    """
+    unused = ARCHITECTURES[config.model_type].unused
+    for name in inspect.get_annotations(type(config)):
+        found, before = getattr(config, name), saved.get(name)
+        # The tokenizer beside the data decides the token ids.
+        if name not in TOKEN_IDS and not name.startswith(unused) and found != before:
+            problem = f"{name} in {directory} is {shown(found)}, but the run was started with {shown(before)}"
+            raise ConfigError(f"{KEY}.{FROM}", problem, "start it with that, or give another --output-dir")
+
+
+def _config_from(model: dict[str, Any]) -> PreTrainedConfig:
+    """The config of `{"from_pretrained": DIR}`, with other dropout probabilities where they are given beside it."""
+    directory, key = model[FROM], f"{KEY}.{FROM}"
+    if not isinstance(directory, str) or not directory:
+        raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
+    changes = {name: value for name, value in model.items() if name != FROM}
+    for name in changes:
+        if name not in DROPOUTS:
+            problem = f"given beside {FROM}, but {directory} decides it"
+            raise ConfigError(f"{KEY}.{name}", problem, f"leave it out; only {', '.join(DROPOUTS)} can be given")
+    return pretrained_config(Path(directory), key, **changes)
 
 
 def _model_type(model: dict[str, Any], known: list[str]) -> str:
     supported = ", ".join(ARCHITECTURES)
-    if "from_pretrained" in model:
-        raise ConfigError(f"{KEY}.from_pretrained", "not built yet", "give the config's fields with model_type")
     if "model_type" not in model:
         raise ConfigError(f"{KEY}.model_type", "required, but not given", f"supported: {supported}")
     model_type, key = model["model_type"], f"{KEY}.model_type"
@@ -135,7 +221,7 @@ def _check_sizes(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
         value = getattr(config, own)
         if value is not None and value < 1:
             raise ConfigError(f"{KEY}.{_written(own, fields, reverse)}", f"{value} is not positive", "give 1 or more")
-    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+    for name in DROPOUTS:
         value = getattr(config, name)
         if not 0 <= value < 1:
             raise ConfigError(f"{KEY}.{name}", f"{value} is not a probability below 1", "give 0.0, or as 0.1")
@@ -163,7 +249,8 @@ def _check_split(config: PreTrainedConfig, zero_tp: ZeroTP) -> None:
             raise ConfigError("zero_tp.parallel.tensor", sums, f"use a tensor degree that divides {size}")
     if length > config.max_position_embeddings:
         problem = f"{length} tokens, but the model has {config.max_position_embeddings} positions"
-        raise ConfigError("zero_tp.data.sequence_length", problem, "shorten it, or raise zero_tp.model.n_positions")
+        longer = "use another model" if FROM in zero_tp.model else "raise zero_tp.model.n_positions"
+        raise ConfigError("zero_tp.data.sequence_length", problem, f"shorten it, or {longer}")
     if zero_tp.parallel.sequence and length % tensor:
         sums = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
         remedy = f"use a multiple of {tensor}, or set zero_tp.parallel.sequence to false"

@@ -12,7 +12,7 @@ from zero_tp.config.auto import BATCH_KEYS, resolve_auto
 from zero_tp.config.batch import Batch, data_parallel_size, resolve_batch
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
 from zero_tp.config.errors import ConfigError
-from zero_tp.config.model import check_model
+from zero_tp.config.model import FROM, check_model
 from zero_tp.config.recompute import check_recompute
 from zero_tp.config.refusals import check_refusals, dtype
 from zero_tp.config.schema import ZeroTP
@@ -133,6 +133,11 @@ class RunConfig:
     def resolved(self) -> dict[str, Any]:
         """The whole config with every default of the `zero_tp` block and every "auto" filled in; loads again."""
         return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
+
+    @property
+    def pretrained(self) -> Path | None:
+        """The Hugging Face directory that the weights start from; None when they are drawn from the seed."""
+        return Path(self.zero_tp.model[FROM]) if FROM in self.zero_tp.model else None
 
     def hf_config(self) -> PreTrainedConfig:
         """A new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention."""

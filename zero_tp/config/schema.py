@@ -170,7 +170,9 @@ class Logging(Block):
 class ZeroTP(Block):
     """The block itself."""
 
-    model: dict[str, Any] = Field(description="The Hugging Face config's fields with `model_type`.")
+    model: dict[str, Any] = Field(
+        description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
+    )
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="The attention implementation.")
     parallel: Parallel = Field(default=Parallel())
     recompute: RecomputeMode | RecomputePolicy = Field(

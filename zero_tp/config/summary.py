@@ -21,10 +21,11 @@ def describe(config: RunConfig) -> str:
     scheduler = raw.get("scheduler", {}).get("type", "none")
     tokens = "?" if batch.total is None else f"{batch.total * length:,}"
     total = "?" if batch.total is None else f"{batch.total * length * steps:,}"
-    kind = f"{block.model['model_type']}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
+    kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
+    weights = f" from {config.pretrained}" if config.pretrained else ""
     lines = (
         ("config", f"{config.path} is right"),
-        ("model", f"{kind}, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"),
+        ("model", f"{kind}, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}{weights}"),
         ("ranks", ranks),
         ("ZeRO", f"stage {config.zero_stage}, {config.dtype}"),
         ("batch", f"{_number(batch.total)} samples = {product}"),

@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from zero_tp.errors import UserError
+from zero_tp.weights.files import find_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float16")
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 @dataclass(frozen=True)
@@ -29,6 +24,7 @@ class ModelDirectory:
     path: Path
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
+    allow_pickle: bool = False
 
     @property
     def prefix_token(self) -> int:
@@ -65,7 +61,12 @@ class ModelDirectory:
         try:
             # With output_loading_info it returns a pair, which its annotations don't say.
             opened: Any = AutoModelForCausalLM.from_pretrained(
-                str(self.path), dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+                str(self.path),
+                dtype=getattr(torch, dtype),
+                local_files_only=True,
+                output_loading_info=True,
+                use_safetensors=None if self.allow_pickle else True,
+                weights_only=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise UserError(f"{self.path}: the weights can't be read: {_first_line(error)}") from error
@@ -80,8 +81,11 @@ class ModelDirectory:
             raise UserError(f"--device {device}: {_first_line(error)}") from error
 
 
-def open_directory(path: Path) -> ModelDirectory:
+def open_directory(path: Path, *, allow_pickle: bool = False) -> ModelDirectory:
     """Check a directory and open its config and tokenizer.
+
+    Args:
+        allow_pickle: it may be one of pickled weights.
 
     Raises:
         UserError: it doesn't exist, is one of zero_tp's own run or checkpoint directories (which must be exported
@@ -93,8 +97,7 @@ def open_directory(path: Path) -> ModelDirectory:
     _refuse_run(path)
     if not (path / "config.json").is_file():
         raise UserError(f"--model {path}: no config.json in it: not a Hugging Face model directory")
-    if not any((path / name).is_file() for name in _WEIGHTS):
-        raise UserError(f"--model {path}: no weights in it ({_WEIGHTS[0]})")
+    find_weights(path, allow_pickle)
 
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -121,7 +124,7 @@ def open_directory(path: Path) -> ModelDirectory:
             f"--model {path}: its tokenizer has {len(tokenizer):,} tokens, the model only {vocabulary:,}: "
             "they don't belong together"
         )
-    return ModelDirectory(path, config, tokenizer)
+    return ModelDirectory(path, config, tokenizer, allow_pickle)
 
 
 def _refuse_run(path: Path) -> None:

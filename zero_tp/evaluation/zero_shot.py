@@ -31,6 +31,7 @@ class EvaluationSettings:
         dtype: of the weights: float32, bfloat16 or float16.
         device: as torch names it; None: `cuda` if there is one, else `cpu`.
         text_key: key of the text in JSON lines.
+        allow_pickle: read pickled weights where there are no safetensors.
     """
 
     batch_size: int = 8
@@ -39,6 +40,7 @@ class EvaluationSettings:
     dtype: str = "float32"
     device: str | None = None
     text_key: str = "text"
+    allow_pickle: bool = False
 
 
 def parse_tasks(text: str) -> list[str]:
@@ -83,7 +85,7 @@ def evaluate(
     Raises:
         UserError: see `open_directory`, `read_documents`; settings that don't fit the model.
     """
-    directory = open_directory(model)
+    directory = open_directory(model, allow_pickle=settings.allow_pickle)
     length = directory.sequence_length(settings.sequence_length)
     overlap = length if settings.overlap is None else settings.overlap
     if not 1 <= overlap <= length:

@@ -210,10 +210,11 @@ class ZeroTPForCausalLM(PreTrainedModel):
     def from_pretrained(  # type: ignore[override]
         cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any
     ) -> Any:
-        """A model from a Hugging Face directory of safetensors; every rank reads it.
+        """A model from a Hugging Face directory of safetensors; every rank reads its slices.
 
         Args:
-            options: `seed`, `dtype`, `device` of the constructor.
+            options: `seed`, `dtype`, `device` of the constructor; `allow_pickle` to read pickled weights where there
+                are no safetensors, with torch's restricted unpickler.
 
         Raises:
             UserError: no such model there, an unsupported architecture, or weights that do not fit it.

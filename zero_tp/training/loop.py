@@ -11,14 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.directory import read_manifest, run_directory, step_directory, write_config
+from zero_tp.checkpoint.directory import (
+    read_manifest,
+    run_directory,
+    step_directory,
+    write_config,
+)
 from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, verified
 from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
-from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
+from zero_tp.config.model import check_unchanged
+from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.hardware import device_peak_flops
@@ -31,42 +35,9 @@ from zero_tp.training.processes import Place
 from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.requests import Requests, accepting
+from zero_tp.training.run import Run
 
 SKIPS_IN_A_ROW = 10
-
-
-class Run:
-    """What a run needs before any rank is connected; every mistake that can be found early is found here.
-
-    Raises:
-        UserError: data, tokenizer and model do not fit, or the directory holds another run.
-    """
-
-    def __init__(self, config: RunConfig, directory: Path):
-        block = config.zero_tp
-        self.config, self.directory = config, directory
-        self.samples = PackedSamples(block.data.train, block.data.sequence_length, block.training.seed)
-        self.validation = (
-            ValidationSamples(block.data.validation, block.data.sequence_length) if block.data.validation else None
-        )
-        self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
-        self.model_config = self._model_config()
-
-    def _model_config(self) -> PretrainedConfig:
-        """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
-        hf_config: PretrainedConfig = self.config.hf_config()
-        if self.tokenizer is None:
-            return hf_config
-        size, tokens = special_tokens(self.tokenizer)
-        if size > hf_config.vocab_size:
-            raise UserError(
-                f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
-                f"tokens; set it to {size} or more"
-            )
-        for name, token in tokens.items():
-            if name not in self.config.zero_tp.model:
-                setattr(hf_config, name, token)
-        return hf_config
 
 
 def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, torch.device]:
@@ -119,6 +90,8 @@ def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_fro
     if checkpoint is not None:
         checkpoint, notes = verified(checkpoint, directory, config, resume_from)
     manifest = read_manifest(checkpoint) if checkpoint is not None else None
+    if manifest is not None and config.pretrained is not None:
+        check_unchanged(config.pretrained, run.model_config, manifest["model"])
     step = manifest["step"] if manifest is not None else 0
     first = topology.rank == 0
     steps = config.zero_tp.training.steps
@@ -131,6 +104,7 @@ def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_fro
             config.deepspeed_config(),
             seed=config.zero_tp.training.seed,
             device=device,
+            source=run.pretrained() if checkpoint is None else None,
             recompute=config.zero_tp.recompute_policy,
         )
         if checkpoint is not None:

@@ -1,27 +1,33 @@
-"""Weights out: native Hugging Face directories of safetensors."""
+"""Weights out: native Hugging Face directories of safetensors, one parameter in memory at a time."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from zero_tp.checkpoint.files import Entry, write_tensors
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
-from zero_tp.parallel.layout import Sharded, layout_of
+from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
+from zero_tp.weights.files import INDEX
+from zero_tp.weights.native import native_model, native_shapes
 
 if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -48,12 +54,41 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
 
 
+def native_entries(model: ZeroTPForCausalLM, dtype: torch.dtype) -> list[Entry]:
+    """Every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
+    parameters = dict(model.named_parameters())
+    entries = []
+    for weight in model.architecture.each_weight(model.spec):
+        parameter = parameters[weight.ours]
+
+        def read(parameter: nn.Parameter = parameter, weight: Any = weight) -> Tensor:
+            whole: Tensor = weight.convert(whole_parameter(parameter, model.topology.tensor_group))
+            return whole
+
+        entries.append(Entry(weight.theirs, weight.convert_shape(whole_shape(parameter)), dtype, read))
+    return entries
+
+
 def native_tensors(model: ZeroTPForCausalLM) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
-    parameters = dict(model.named_parameters())
-    for weight in model.architecture.each_weight(model.spec):
-        whole = whole_parameter(parameters[weight.ours], model.topology.tensor_group)
-        yield weight.theirs, weight.convert(whole)
+    for entry in native_entries(model, next(model.parameters()).dtype):
+        yield entry.name, entry.read()
+
+
+def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
+    """File name → its tensors, packed as transformers does.
+
+    Raises:
+        UserError: `max_shard_size` is not a size.
+    """
+    if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
+        raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
+    by_name = {entry.name: entry for entry in entries}
+    state = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in by_name.items()}
+    split = split_torch_state_dict_into_shards(
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
 def _replaceable(target: Path) -> bool:
@@ -69,7 +104,7 @@ def _replaceable(target: Path) -> bool:
 def write_native(
     directory: str | os.PathLike[str],
     config: PretrainedConfig,
-    tensors: Mapping[str, Tensor],
+    entries: Sequence[Entry],
     *,
     dtype: torch.dtype,
     tokenizer: Path | None = None,
@@ -82,7 +117,8 @@ def write_native(
     directory's files of the same names are replaced, and its other weights files removed.
 
     Args:
-        tensors: every whole tensor by its Hugging Face name; tied ones once.
+        entries: every whole tensor by its Hugging Face name, tied ones once; read one at a time, in the order of
+            `plan_shards`.
         dtype: of the written weights, recorded in the config.
         tokenizer: a directory whose files are copied in.
 
@@ -95,32 +131,25 @@ def write_native(
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
     if not _replaceable(target):
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
-    if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
-        raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
     config = copy.deepcopy(config)
     config.dtype = dtype
-    architecture = architecture_of(config)
-    config.architectures = [architecture.native_class]
-    with init_empty_weights():
-        native = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    state = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    if config.tie_word_embeddings:
-        state.update({alias: state[source] for alias, source in architecture.tied.items()})
-    expected = {name: tuple(tensor.shape) for name, tensor in native.state_dict().items()}
-    for name in expected.keys() | state.keys():
-        found = tuple(state[name].shape) if name in state else None
-        if found != expected.get(name):
-            raise UserError(f"tensor {name}: {architecture.native_class} expects {expected.get(name)}, found {found}")
+    config.architectures = [architecture_of(config).native_class]
+    shards = plan_shards([_as(dtype, entry) for entry in entries], max_shard_size)
+    expected, found = native_shapes(config), {entry.name: tuple(entry.shape) for entry in entries}
+    for name in expected.keys() | found.keys():
+        if found.get(name) != expected.get(name):
+            raise UserError(
+                f"tensor {name}: {config.architectures[0]} expects {expected.get(name)}, found {found.get(name)}"
+            )
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        native.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
+        _write_weights(temporary, shards)
+        native = native_model(config)
+        native.config.save_pretrained(temporary)
+        native.generation_config.save_pretrained(temporary)
         if tokenizer is not None:
-            # It may be a whole model's directory: only the tokenizer comes along, and no written file is replaced.
-            for file in sorted(tokenizer.iterdir()):
-                foreign = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name in _MODEL_FILES
-                if file.is_file() and not foreign and not (temporary / file.name).exists():
-                    shutil.copy2(file, temporary / file.name)
+            _copy_tokenizer(tokenizer, temporary)
         temporary.chmod(0o755)
         if not target.exists():
             os.replace(temporary, target)
@@ -132,6 +161,34 @@ def write_native(
             os.replace(file, target / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _as(dtype: torch.dtype, entry: Entry) -> Entry:
+    return replace(entry, dtype=dtype, read=lambda: entry.read().to(dtype))
+
+
+def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
+    for file, entries in shards.items():
+        write_tensors(directory / file, entries, {"format": "pt"})
+        (directory / file).chmod(0o644)
+    if len(shards) == 1:
+        return
+    every = [entry for entries in shards.values() for entry in entries]
+    numbers = [torch.Size(entry.shape).numel() for entry in every]
+    total = sum(number * entry.dtype.itemsize for number, entry in zip(numbers, every, strict=True))
+    index = {
+        "metadata": {"total_parameters": sum(numbers), "total_size": total},
+        "weight_map": {entry.name: file for file, entries in shards.items() for entry in entries},
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(tokenizer: Path, directory: Path) -> None:
+    """The directory may hold a whole model: only the tokenizer comes along, and no written file is replaced."""
+    for file in sorted(tokenizer.iterdir()):
+        foreign = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name in _MODEL_FILES
+        if file.is_file() and not foreign and not (directory / file.name).exists():
+            shutil.copy2(file, directory / file.name)
 
 
 def save_pretrained(
@@ -146,22 +203,20 @@ def save_pretrained(
     Raises:
         UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
     """
-    first = model.topology.rank == 0
-    # Every rank takes part in every gather; only rank 0 keeps the result.
-    tensors = {name: tensor.cpu() for name, tensor in native_tensors(model) if first}
+    chosen = dtype or next(model.parameters()).dtype
+    entries = native_entries(model, chosen)
+    shards = plan_shards(entries, max_shard_size)
+    # Every rank takes part in every gather, in the order in which rank 0 writes.
+    gathered = _gathered(entry for planned in shards.values() for entry in planned)
     failure: Exception | None = None
-    if first:
+    if model.topology.rank == 0:
+        streamed = [replace(entry, read=partial(next, gathered)) for entry in entries]
         try:
-            write_native(
-                directory,
-                model.config,
-                tensors,
-                dtype=dtype or next(model.parameters()).dtype,
-                max_shard_size=max_shard_size,
-                overwrite=True,
-            )
+            write_native(directory, model.config, streamed, dtype=chosen, max_shard_size=max_shard_size, overwrite=True)
         except Exception as error:
             failure = error
+    for _ in gathered:
+        pass  # on rank 0 what a failure left: the other ranks wait for it in their gathers
     if dist.is_initialized():
         # The others learn how it went; a barrier would leave them waiting for a rank that has failed.
         outcome = [None if failure is None else str(failure)]
@@ -170,3 +225,8 @@ def save_pretrained(
             failure = UserError(outcome[0])
     if failure is not None:
         raise failure
+
+
+def _gathered(entries: Iterable[Entry]) -> Iterator[Tensor]:
+    for entry in entries:
+        yield entry.read()

@@ -1,89 +1,128 @@
-"""Hugging Face safetensors in: a model is built with its weights read instead of drawn."""
+"""Hugging Face weights in: a model is built with its weights read instead of drawn, each rank its slices alone."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import PretrainedConfig
 
+from zero_tp.config.model import pretrained_config
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import Weight, architecture_of
-from zero_tp.models.spec import TransformerSpec
-from zero_tp.parallel.layout import Layout
+from zero_tp.models.architectures import Architecture, Weight, architecture_of
+from zero_tp.parallel.layout import Layout, Sharded
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
+from zero_tp.weights.files import TensorFiles, open_weights
+from zero_tp.weights.native import native_shapes
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATING = ("F64", "F32", "BF16", "F16")
 
 
-class SafetensorsSource:
-    """The weights of a Hugging Face directory; a tensor is read when its parameter is made.
+class PretrainedSource:
+    """The weights of a Hugging Face directory; a rank's slices of a tensor are read when its parameter is made."""
 
-    Raises:
-        UserError: no safetensors in the directory, or a file that cannot be read.
-    """
+    def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False):
+        """Check that the directory's tensors are those of the config's model. Reads no tensor.
 
-    def __init__(self, directory: Path, weights: Sequence[Weight]):
-        self.directory = directory
-        self.by_ours = {weight.ours: weight for weight in weights}
-        if (directory / INDEX).exists():
-            self.files: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
-        elif (directory / SINGLE).exists():
-            with self._open(SINGLE) as file:
-                self.files = dict.fromkeys(file.keys(), SINGLE)
-        else:
-            raise UserError(f"{directory}: no {SINGLE} nor {INDEX} there; give a Hugging Face directory of safetensors")
-
-    def _open(self, name: str) -> Any:
-        try:
-            return safe_open(self.directory / name, framework="pt")
-        except Exception as error:
-            raise UserError(f"{self.directory / name}: not a readable safetensors file ({error})") from error
-
-    def read(self, ours: str) -> Tensor:
-        """The whole tensor of our parameter.
+        Args:
+            config: the model's, of a supported model_type.
+            allow_pickle: read pickled weights where there are no safetensors.
 
         Raises:
-            UserError: the directory has no such tensor.
+            UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
         """
-        weight = self.by_ours[ours]
-        # Files of the bare decoder leave out the prefix of the class with a head.
-        bare = weight.theirs.removeprefix("transformer.")
-        name = weight.theirs if weight.theirs in self.files else bare
-        if name not in self.files:
-            raise UserError(f"{self.directory}: no tensor {weight.theirs} (for {ours})")
-        with self._open(self.files[name]) as file:
-            return weight.convert(file.get_tensor(name))
+        self.directory = directory
+        architecture = architecture_of(config)
+        self.weights = {weight.ours: weight for weight in architecture.each_weight(architecture.spec(config))}
+        self.files = open_weights(directory, allow_pickle)
+        shapes = native_shapes(config)
+        aliases = architecture.tied if config.tie_word_embeddings else {}
+        expected = shapes | {alias: shapes[source] for alias, source in aliases.items()}
+        self.stored = _names(self.files, expected, architecture, directory)
+        # Old files hold an alias beside its source.
+        self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
+        for name, shape in expected.items():
+            if name in self.stored:
+                self._check(name, shape)
+            elif name not in aliases:
+                raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        stored = self.stored[name]
+        found, dtype = self.files.shape(stored), self.files.dtype(stored)
+        if found != expected:
+            raise UserError(f"{self.directory}: tensor {name}: expected shape {expected}, found {found}")
+        if dtype not in FLOATING:
+            raise UserError(f"{self.directory}: tensor {name}: expected one of {', '.join(FLOATING)}, found {dtype}")
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        tensor = self.read(name)
-        if tuple(tensor.shape) != tuple(whole):
+        weight = self.weights[name]
+        if not isinstance(layout, Sharded):
+            local.copy_(self._read(weight, 0, 0, whole[0]))
+            return
+        at = 0
+        for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):
+            rows = stop - start
+            if rows:  # none where a rank has padding alone
+                local.narrow(layout.dim, at, rows).copy_(self._read(weight, layout.dim, start, stop))
+            local.narrow(layout.dim, at + rows, padding).zero_()
+            at += rows + padding
+
+    def _read(self, weight: Weight, dim: int, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of dimension `dim` of our parameter."""
+        theirs = 1 - dim if weight.transposed else dim
+        index = (slice(None),) * theirs + (slice(start, stop),)
+        piece: Tensor = self.files.get_slice(self.stored[weight.theirs])[index]
+        alias = self.aliases.get(weight.theirs)
+        if alias is not None and not torch.equal(piece, self.files.get_slice(self.stored[alias])[index]):
             raise UserError(
-                f"{self.directory}: tensor {self.by_ours[name].theirs} is {tuple(tensor.shape)}, "
-                f"the config gives {tuple(whole)}"
+                f"{self.directory}: tensors {weight.theirs} and {alias} differ, but its config ties them; set "
+                "tie_word_embeddings to false in its config.json"
             )
-        local.copy_(layout.shard(tensor, topology.tensor_rank, topology.tensor))
+        return weight.convert(piece)
+
+
+def _names(
+    files: TensorFiles, expected: dict[str, tuple[int, ...]], architecture: Architecture, directory: Path
+) -> dict[str, str]:
+    """Name in the native class → name in the files.
+
+    Files of the bare decoder leave out the prefix of the class with a head; what the architecture ignores is left out.
+    """
+    stored: dict[str, str] = {}
+    for found in files.names():
+        name = found if found in expected else architecture.base_prefix + found
+        if name in stored:
+            raise UserError(f"{directory}: tensors {stored[name]} and {found} are both {name}")
+        if name in expected:
+            stored[name] = found
+        elif not any(re.fullmatch(f"({re.escape(architecture.base_prefix)})?{old}", found) for old in architecture.old):
+            raise UserError(
+                f"{directory}: unexpected tensor {found} of shape {files.shape(found)}; {architecture.native_class} "
+                "with this config.json has none of that name"
+            )
+    return stored
 
 
 def load_pretrained(
-    cls: type[Any], directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any
+    cls: type[Any],
+    directory: str | os.PathLike[str],
+    topology: Topology | None = None,
+    *,
+    allow_pickle: bool = False,
+    **options: Any,
 ) -> Any:
     """A `cls` model with the weights of a Hugging Face directory. See `ZeroTPForCausalLM.from_pretrained`."""
     path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: no config.json there; give a Hugging Face model directory")
-    config = AutoConfig.from_pretrained(path)
-    architecture = architecture_of(config)
-    spec: TransformerSpec = architecture.spec(config)
-    source = SafetensorsSource(path, list(architecture.each_weight(spec)))
+    config = pretrained_config(path)
+    source = PretrainedSource(path, config, allow_pickle=allow_pickle)
     options.setdefault("dtype", config.dtype or torch.float32)
     return cls(config, topology, source=source, **options)

@@ -90,4 +90,6 @@ ARCHITECTURE = Architecture(
     ),
     tied={"lm_head.weight": "transformer.wte.weight"},
     native_class="GPT2LMHeadModel",
+    base_prefix="transformer.",
+    old=(r"h\.\d+\.attn\.(masked_)?bias",),  # the causal mask and its value
 )

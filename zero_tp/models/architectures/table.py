@@ -29,6 +29,10 @@ class Weight:
         """Theirs as ours or ours as theirs: the same operation both ways."""
         return whole.t() if self.transposed else whole
 
+    def convert_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what `convert` gives."""
+        return shape[::-1] if self.transposed else shape
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -38,12 +42,17 @@ class Architecture:
         weights: every parameter; those with `{layer}` once a layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that an export opens as.
+        base_prefix: what files of the class without a head leave out before its tensors' names.
+        old: patterns of tensors that older versions of the class saved and that are no weights (buffers), without the
+            prefix.
     """
 
     spec: Callable[[PretrainedConfig], TransformerSpec]
     weights: tuple[Weight, ...]
     tied: dict[str, str]
     native_class: str
+    base_prefix: str
+    old: tuple[str, ...] = ()
 
     def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Every parameter of a model of this spec, with its layer's number filled in."""

@@ -1,0 +1,81 @@
+"""A checkpoint as a run writes it, made in one process: for tests of what reads one, on any topology."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.checkpoint import directory
+from zero_tp.checkpoint.files import Entry, write_tensors
+from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.layout import whole_shape
+from zero_tp.topology import Topology
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+Whole = Callable[[str, str, Sequence[int]], Tensor]
+
+
+def drawn(name: str, kind: str, shape: Sequence[int]) -> Tensor:
+    """The same for the same name, kind and shape."""
+    generator = torch.Generator().manual_seed(
+        sum((index + 1) * ord(letter) for index, letter in enumerate(name + kind))
+    )
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def write_checkpoint(
+    run: Path,
+    config: PretrainedConfig,
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    step: int = 1,
+    kinds: Sequence[str] = KINDS,
+    whole: Whole = drawn,
+    tokenizer: Path | None = None,
+) -> Path:
+    """Write `run`'s checkpoint of `step`; DP ranks hold equal runs of each TP shard."""
+    model = ZeroTPForCausalLM(config, Topology(tensor, tensor > 1, world=tensor), device="meta")
+    described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
+    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
+    temporary, files = directory.begin(run), {}
+    for tensor_rank in range(tensor):
+        for data_rank in range(data):
+            starts, entries = {}, []
+            for name, parameter in model.named_parameters():
+                share = -(-parameter.numel() // data)
+                start, stop = (min(parameter.numel(), share * rank) for rank in (data_rank, data_rank + 1))
+                if start == stop:
+                    continue
+                starts[name] = start
+                for kind in kinds:
+
+                    def read(name: str, kind: str, start: int, stop: int, tensor_rank: int = tensor_rank) -> Tensor:
+                        shard = described[name].layout.shard(whole(name, kind, shapes[name]), tensor_rank, tensor)
+                        return shard.flatten()[start:stop]
+
+                    lazily = partial(read, name, kind, start, stop)
+                    entries.append(Entry(tensor_name(name, kind), (stop - start,), torch.float32, lazily))
+            file = states_file(tensor_rank, data_rank)
+            files[file] = write_tensors(temporary / file, entries, {STARTS: json.dumps(starts)})
+    manifest: dict[str, Any] = {
+        "tensor": tensor,
+        "data": data,
+        "sequence": tensor > 1,
+        "zero_stage": 2,
+        "dtype": "fp32",
+        "model": config.to_dict(),
+        "parameters": {name: one.to_json() for name, one in described.items()},
+        "kinds": list(kinds),
+        "tokenizer": str(tokenizer) if tokenizer else None,
+        "versions": {"torch": str(torch.__version__)},
+    }
+    return directory.commit(run, temporary, step, manifest, files)

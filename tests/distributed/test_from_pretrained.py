@@ -1,0 +1,198 @@
+"""Runs that start from a Hugging Face directory, and a real checkpoint there and back."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.compare import grid
+from tests.distributed.test_checkpoint import OFFLOADS
+from tests.distributed.test_model import NO_DROPOUT
+from tests.distributed.test_pretrain import pretrain, script
+from tests.pools import Pools
+from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.checkpoint.inspect import inspect
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.layout import layout_of
+from zero_tp.topology import Topology
+from zero_tp.weights.export import native_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 32, "vocab_size": 509}
+
+
+def random_model(**changes: Any) -> Any:
+    torch.manual_seed(4)
+    model = GPT2LMHeadModel(GPT2Config(**{**SIZES, **NO_DROPOUT, "bos_token_id": 0, "eos_token_id": 0, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model.eval()
+
+
+def config_file(path: Path, directory: str) -> Path:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
+        # The first step's learning rate is 0.
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+        "zero_tp": {
+            "model": {"from_pretrained": directory, **NO_DROPOUT},
+            "parallel": {"tensor": 2},
+            "data": {"train": "data/train", "sequence_length": 32},
+            "training": {"steps": 1},
+        },
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+def weights_in_the_engine(path: str) -> tuple[dict[str, Tensor], float]:
+    """(the weights that the engine starts with, its loss)."""
+    import torch.distributed as dist
+
+    from zero_tp.config import RunConfig
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    parallel, hf_config = config.zero_tp.parallel, config.hf_config()
+    assert config.pretrained is not None
+    engine = TrainingEngine(
+        hf_config,
+        Topology(parallel.tensor, parallel.sequence),
+        config.deepspeed_config(),
+        seed=1,
+        source=PretrainedSource(config.pretrained, hf_config),
+    )
+    weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
+    tokens = torch.arange(2 * 33).view(2, 33) % 509
+    return weights, engine.evaluate([(tokens[:, :-1], tokens[:, 1:])])
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "offload"),
+    [*((stage, dtype, "none") for stage in range(4) for dtype in ("fp32", "bf16")), (3, "bf16", "parameters")],
+)
+def test_an_engine_starts_from_the_directory(
+    ranks: Pools, tmp_path: Path, stage: int, dtype: str, offload: str
+) -> None:
+    reference = random_model()
+    reference.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    path = config_file(tmp_path / "run.json", str(tmp_path / "model"))
+    config = json.loads(path.read_text())
+    config["zero_optimization"] |= {"stage": stage, **OFFLOADS[offload]}
+    if offload != "none":
+        del config["optimizer"]["params"]["torch_adam"]
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    path.write_text(json.dumps(config))
+    tokens = torch.arange(2 * 33).view(2, 33) % 509
+    with torch.no_grad():
+        logits = reference(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    for weights, loss in ranks(4).run(weights_in_the_engine, str(path)):
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, reference.state_dict()[name].to(tensor.dtype)), name
+        assert loss == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-2)
+
+
+def test_a_run_from_a_directory(tmp_path: Path) -> None:
+    with gzip.open(ROOT / "launch" / "corpus" / "sotu.jsonl.gz", "rt") as lines:
+        (tmp_path / "some.jsonl").write_text("".join(next(lines) for _ in range(8)))
+    prepared = script(
+        "launch/prepare_data.py", tmp_path, "--input", "some.jsonl", "--tokenizer", "bpe:500", "--output", "data"
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    path = config_file(tmp_path / "run.json", "model")
+    missing = script("launch/pretrain.py", tmp_path, "--check", str(path))
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("error: zero_tp.model.from_pretrained: no directory model;")
+    random_model().save_pretrained(tmp_path / "model")
+    checked = script("launch/pretrain.py", tmp_path, "--check", str(path), "--world-size", "4")
+    assert checked.returncode == 0, checked.stderr
+    assert "vocabulary 509 from model" in checked.stdout
+
+    done = pretrain(2, tmp_path, "--deepspeed_config", "run.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    to_huggingface(tmp_path / "runs" / "run", tmp_path / "export", tokenizer=tmp_path / "data" / "tokenizer")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "export"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before), "a step of size 0 changes no bit"
+
+    found = inspect(tmp_path / "runs" / "run", verify=True)
+    assert (found["step"], found["saved_at"]["zero_stage"], found["tokenizer"]) == (1, 3, "data/tokenizer")
+    assert found["bytes"].keys() == {"master", "exp_avg", "exp_avg_sq", "random"}
+    assert found["parameters"] == sum(tensor.numel() for tensor in before.values())
+
+    other = pretrained_fields(tmp_path / "model", n_layer=1)
+    changed = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
+    assert changed.returncode != 0
+    assert (
+        "error: zero_tp.model.from_pretrained: n_layer in model is 1, but the run was started with 2"
+        in changed.stdout + changed.stderr
+    )
+    (tmp_path / "model" / "config.json").write_text(other)
+
+    (tmp_path / "model" / "model.safetensors").unlink()  # the checkpoint has them now
+    again = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming step 1" in again.stdout
+    anew = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--output-dir", "runs/new")
+    assert anew.returncode != 0
+    assert "error: model: no weights in it: no model.safetensors" in anew.stdout + anew.stderr
+
+
+def pretrained_fields(directory: Path, **changes: Any) -> str:
+    """Change fields of the directory's config.json; what it held before."""
+    before = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(json.dumps(json.loads(before) | changes))
+    return before
+
+
+def there_and_back(directory: Path, tensor: int, output: Path) -> None:
+    model = ZeroTPForCausalLM.from_pretrained(directory, grid(tensor, tensor > 1), allow_pickle=True)
+    model.save_pretrained(output, max_shard_size="5MB")
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_a_real_checkpoint_there_and_back(ranks: Pools, tmp_path: Path, microformer: Path, tensor: int) -> None:
+    reference: Any = GPT2LMHeadModel.from_pretrained(microformer)
+    assert sum(parameter.numel() for parameter in reference.parameters()) == 8_924_928
+    ranks(max(tensor, 2)).run(there_and_back, microformer, tensor, tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    back: Any = GPT2LMHeadModel.from_pretrained(tmp_path / "back")
+    same(back.state_dict(), reference.state_dict())
+    for name in ("n_layer", "n_embd", "n_head", "vocab_size", "attn_pdrop", "bos_token_id", "eos_token_id", "dtype"):
+        assert getattr(back.config, name) == getattr(reference.config, name), name
+
+
+def test_a_real_checkpoint_on_eight_ranks(microformer: Path) -> None:
+    """Without processes: eight ranks' shards, put together again."""
+    reference: Any = GPT2LMHeadModel.from_pretrained(microformer)
+    models = [
+        ZeroTPForCausalLM.from_pretrained(microformer, Topology(8, True, world=8, rank=rank), allow_pickle=True)
+        for rank in range(8)
+    ]
+    shards = [dict(model.named_parameters()) for model in models]
+    found = {}
+    for weight in models[0].architecture.each_weight(models[0].spec):
+        parts = [shard[weight.ours].detach() for shard in shards]
+        found[weight.theirs] = weight.convert(layout_of(shards[0][weight.ours]).unshard(parts))
+    same(found | {"lm_head.weight": found["transformer.wte.weight"]}, reference.state_dict())
+
+
+def same(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+    assert found.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert torch.equal(found[name], tensor), name

@@ -1,0 +1,122 @@
+"""What is in a checkpoint, for a person and as JSON. Reads the manifest and the files' headers; no tensor."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.resume import describe_place
+
+PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
+SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+
+
+def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
+    """Describe `source`, a run (its newest checkpoint) or a checkpoint.
+
+    Args:
+        verify: also read every file from end to end and compare its checksum, under a progress bar.
+
+    Returns:
+        What `convert.py inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
+        checkpoint that was named itself), `step`, `saved_at`, `model`, `parameters`, `bytes` (by kind: masters,
+        moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `verified`.
+
+    Raises:
+        UserError: neither a run nor a checkpoint.
+        Damaged: names the first file that is missing, of another size, or with `verify` of other content.
+    """
+    checkpoint = find_checkpoint(source)
+    with in_use(checkpoint):
+        manifest = read_manifest(checkpoint)
+        if verify:
+            _verify(checkpoint, manifest["files"])
+        kinds = _bytes_by_kind(checkpoint, manifest)
+    return {
+        "checkpoint": str(checkpoint),
+        "steps": complete_steps(source),
+        "step": manifest["step"],
+        "saved_at": {key: manifest[key] for key in PLACE},
+        "model": manifest["model"],
+        "parameters": sum(_numel(entry["shape"]) for entry in manifest["parameters"].values()),
+        "bytes": kinds,
+        "files": manifest["files"],
+        "tokenizer": manifest["tokenizer"],
+        "versions": manifest["versions"],
+        "verified": verify,
+    }
+
+
+def _numel(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _verify(checkpoint: Path, files: dict[str, Any]) -> None:
+    total = sum(written["bytes"] for written in files.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None, leave=False) as bar:
+        for name in sorted(files):
+            check_file(checkpoint, name, files[name])
+            bar.update(files[name]["bytes"])
+
+
+def _bytes_by_kind(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, int]:
+    """Bytes of the tensors of each kind, over all files."""
+    kinds: Counter[str] = Counter(dict.fromkeys(manifest["kinds"], 0))
+    for name in manifest["files"]:
+        if not name.endswith(".safetensors"):
+            continue
+        for tensor, entry in _header(checkpoint / name).items():
+            if tensor != "__metadata__":
+                start, stop = entry["data_offsets"]
+                kind = tensor.rsplit("/", 1)[-1]
+                kinds[kind if kind in manifest["kinds"] else tensor.split("/", 1)[0]] += stop - start
+    return dict(kinds)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        assert isinstance(header, dict)
+        return header
+    except (OSError, ValueError, AssertionError) as error:
+        raise Damaged(path, f"cannot be read ({error})") from error
+
+
+def table(found: dict[str, Any]) -> str:
+    """The same for a person."""
+    model = found["model"]
+    sizes = ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)
+    total = sum(entry["bytes"] for entry in found["files"].values())
+    rows = [
+        ("checkpoint", found["checkpoint"]),
+        ("step", f"{found['step']:,}"),
+        ("saved at", describe_place(found["saved_at"])),
+        ("model", f"{model['model_type']}: {sizes}"),
+        ("parameters", f"{found['parameters']:,}"),
+        *((kind, _size(size)) for kind, size in found["bytes"].items()),
+        ("tokenizer", found["tokenizer"] or "none"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        ("files", f"{len(found['files'])}, {_size(total)}" + (", every checksum OK" if found["verified"] else "")),
+        *(("", f"{name}  {_size(entry['bytes'])}") for name, entry in sorted(found["files"].items())),
+    ]
+    if found["steps"]:
+        rows.insert(1, ("complete", "steps " + ", ".join(f"{step:,}" for step in found["steps"])))
+    return "\n".join(f"{name:<11} {text}" for name, text in rows)
+
+
+def _size(count: int) -> str:
+    """Bytes in MB or GB, powers of ten."""
+    return f"{count / 1e9:,.3f} GB" if count >= 1e9 else f"{count / 1e6:,.3f} MB"
