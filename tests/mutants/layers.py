@@ -122,10 +122,9 @@ MUTANTS: dict[str, Mutant] = {
     "qkv-cut-plainly-on-import": Mutant(
         "Import cuts c_attn into t plain pieces.",
         "zero_tp/weights/load.py",
-        "local.copy_(layout.shard(tensor, topology.tensor_rank, topology.tensor))",
-        "parts = getattr(layout, 'parts', ())\n"
-        "        plain = type(layout)(layout.dim, (sum(parts),), layout.padded) if parts else layout\n"
-        "        local.copy_(plain.shard(tensor, topology.tensor_rank, topology.tensor))",
+        "for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):",
+        "layout = type(layout)(layout.dim, (sum(layout.parts),), layout.padded)\n"
+        "        for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):",
         (WEIGHTS + "test_from_pretrained[changes0-5GB-saved0-None]",),
     ),
     "qkv-joined-plainly-on-export": Mutant(
