@@ -37,6 +37,8 @@ from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.ops import without_shared_memory_collectives
 
+WARM_UP = 4  # until saves remove old checkpoints
+
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
@@ -94,16 +96,19 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
-    saver, run, plain = Saver(engine, config, folder / "run"), folder / "run", folder / "plain"
+    saver, run = Saver(engine, config, folder / "run"), folder / "run"
     random = torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy().data
     times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     size = 0
-    for turn in range(rounds + 1):
+    for turn in range(rounds + WARM_UP):
         taken = {"save": timed(partial(saver.save, turn + 1))}
         assert saver.outcome() == (turn + 1, "")
         checkpoint = directory.step_directory(run, turn + 1)
         size = sum(file["bytes"] for file in directory.read_manifest(checkpoint)["files"].values())
+        # A new file each time, and as many kept: the first writing of a disk's blocks can take several times as long.
+        plain = folder / f"plain{turn}"
         taken["write"] = timed(partial(write_plainly, plain, random, size))
+        (folder / f"plain{turn - 3}").unlink(missing_ok=True)
 
         def load(checkpoint: Path = checkpoint) -> None:
             verify(checkpoint)
@@ -112,8 +117,8 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         forget(checkpoint)
         taken["load"] = timed(load)
         forget(plain)
-        taken["read"] = timed(lambda: read_plainly(plain))
-        if turn:
+        taken["read"] = timed(partial(read_plainly, plain))
+        if turn >= WARM_UP:
             for name, value in taken.items():
                 times[name].append(value)
     saving = [b / a for a, b in zip(times["save"], times["write"], strict=True)]
