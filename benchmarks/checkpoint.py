@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -69,6 +70,14 @@ def read_plainly(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
+
+
+def copy_plainly(source: Path, target: Path) -> None:
+    buffer = memoryview(bytearray(PART))
+    with source.open("rb", buffering=0) as reading, target.open("wb", buffering=0) as writing:
+        while count := reading.readinto(buffer):
+            writing.write(buffer[:count])
+        os.fsync(writing.fileno())
 
 
 def forget(folder: Path) -> None:
@@ -210,7 +219,36 @@ def resharding_memory(folder: Path) -> dict[str, Any]:
         f"resharding {parameters / 1e9:.2f} B parameters for one of 4 TP ranks: {peak / 1e6:.0f} MB of anonymous "
         f"memory (allowed: {allowed / 1e6:.0f}), {seconds:.1f} s"
     )
-    return {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
+    found = {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
+    return found | {"export": exporting(big, manifest, config, parameters)}
+
+
+def exporting(big: Path, manifest: dict[str, Any], config: Any, parameters: int) -> dict[str, Any]:
+    """Seconds of `convert.py to-hf` in fp32, against copying a file of as many bytes, flushed to the disk; in turns."""
+    import json
+
+    from zero_tp.checkpoint.convert import to_huggingface
+
+    sizes = {path.name: {"bytes": path.stat().st_size, "sha256": ""} for path in big.iterdir()}
+    whole = {"format": directory.FORMAT, "model": config.to_dict(), "tokenizer": None, "files": sizes, **manifest}
+    (big / directory.MANIFEST).write_text(json.dumps(whole))
+    chunk = torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy().data
+    original, times = big.parent / "original", {"export": [0.0] * 0, "copy": [0.0] * 0}
+    write_plainly(original, chunk, 4 * parameters)
+    for turn in range(3):
+        output, copied = big.parent / f"export{turn}", big.parent / f"copy{turn}"
+        forget(big)
+        times["export"].append(timed(partial(to_huggingface, big, output)))
+        forget(original)
+        times["copy"].append(timed(partial(copy_plainly, original, copied)))
+        shutil.rmtree(output)
+        copied.unlink()
+    ratios = [a / b for a, b in zip(times["export"], times["copy"], strict=True)]
+    print(
+        f"exporting / copying {4 * parameters / 1e9:.1f} GB: {statistics.median(ratios):.2f} × the time "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return {"seconds": times, "export_to_copy": ratios}
 
 
 def main() -> None:
@@ -218,6 +256,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="times that each is measured (default: 5)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
     parser.add_argument("--memory", action="store_true", help="also measure a checkpoint of a billion parameters")
+    parser.add_argument("--only-memory", action="store_true", help="measure only that")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
     os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
@@ -228,11 +267,11 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             folder = Path(name)
-            result: dict[str, Any] = {
-                "speeds": speeds(folder, options.rounds),
-                "background": standing_still(folder, options.rounds),
-            }
-            if options.memory:
+            result: dict[str, Any] = {}
+            if not options.only_memory:
+                result["speeds"] = speeds(folder, options.rounds)
+                result["background"] = standing_still(folder, options.rounds)
+            if options.memory or options.only_memory:
                 result["memory"] = resharding_memory(folder)
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,7 @@ from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 
 VOCABULARY, SEQUENCE, BATCH = 101, 16, 24
+STOP, STEPS = 10, 20
 
 MODEL = {
     "model_type": "gpt2",
@@ -148,11 +149,11 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 ) -> None:
     path = write_config(tmp_path / "run.json", stage, dtype, tensor, offload)
     run = tmp_path / "run"
-    whole = ranks(world).run(straight, str(path), str(run), [2], 4)
-    again = ranks(world).run(resumed, str(path), str(run), 4)
+    whole = ranks(world).run(straight, str(path), str(run), [STOP], STEPS)
+    again = ranks(world).run(resumed, str(path), str(run), STEPS)
     for before, after in zip(whole, again, strict=True):
-        assert after["from"] == 2
-        assert after["steps"] == before["steps"][2:], "losses and norms bit for bit"
+        assert after["from"] == STOP
+        assert after["steps"] == before["steps"][STOP:], "losses and norms bit for bit"
         assert after["masters"].keys() == before["masters"].keys()
         for name, master in before["masters"].items():
             assert torch.equal(after["masters"][name], master), name
