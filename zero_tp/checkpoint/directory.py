@@ -121,7 +121,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise Damaged(path, "not a manifest")
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}: format {manifest.get('format')}, this version reads {FORMAT}")
+        raise UserError(
+            f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; use the version that wrote it"
+        )
     for name, written in manifest["files"].items():
         file = checkpoint / name
         found = file.stat().st_size if file.is_file() else None
