@@ -107,7 +107,7 @@ def test_validation_is_the_mean_over_all_labels(ranks: Pools, stage: int) -> Non
         assert dropped, "a step after a validation has no dropout"
 
 
-def clipped(world: int, limit: float) -> None:
+def clipped(world: int, limit: float) -> tuple[float, float]:
     """The functions of ZeRO-0 on gradients that differ over TP, against torch's."""
     topology = grid(world, True)
     reference = reference_model()
@@ -126,11 +126,13 @@ def clipped(world: int, limit: float) -> None:
         {weight.ours: whole_gradient(ours[weight.ours], topology.tensor_group) for weight in weights},
         {weight.ours: weight.convert(theirs[weight.theirs].grad) for weight in weights},
     )
+    return norm.item(), expected.item()
 
 
 @pytest.mark.parametrize("limit", [0.1, 100.0])
 def test_norm_and_clipping_without_zero(ranks: Pools, limit: float) -> None:
-    ranks(2).run(clipped, 2, limit)
+    for found, expected in ranks(2).run(clipped, 2, limit):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def decayed(stage: int) -> dict[str, float]:

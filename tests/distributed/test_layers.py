@@ -28,7 +28,7 @@ EACH_GRID = pytest.mark.parametrize(
 # ---- f, f̄, g, ḡ ----------------------------------------------------------------------------------------------------
 
 
-def operators(world: int) -> None:
+def operators(world: int) -> tuple[float, float]:
     topology = grid(world, True)
     group, rank = topology.tensor_group, topology.tensor_rank
     everyone = [torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)]  # what each rank holds, known to all
@@ -67,22 +67,28 @@ def operators(world: int) -> None:
     # ḡ ∘ g is t times the identity, f̄ ∘ f a sum.
     again = collectives.reduce_scatter_to_sequence_region(collectives.gather_from_sequence_region(shard, group), group)
     check_close({"ḡ∘g": again}, {"ḡ∘g": world * shard})
+    return both[0].item(), both[1].item()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_operators_do_what_they_are_defined_to_do(ranks: Pools, world: int) -> None:
-    ranks(world).run(operators, world)
+    for forward, transposed in ranks(world).run(operators, world):
+        assert forward == pytest.approx(transposed, rel=1e-4)
 
 
-def uneven(world: int) -> None:
+def uneven(world: int) -> list[str]:
     group = grid(world, True).tensor_group
+    said = []
     for operator in (collectives.reduce_scatter, collectives.own_piece):
-        with pytest.raises(ValueError, match=f"{world + 1} rows do not split over {world} ranks"):
+        with pytest.raises(ValueError) as caught:
             operator(torch.zeros(world + 1, 2), group)
+        said.append(str(caught.value))
+    return said
 
 
 def test_uneven_pieces_are_refused(ranks: Pools) -> None:
-    ranks(3).run(uneven, 3)
+    for said in ranks(3).run(uneven, 3):
+        assert len(said) == 2 and all("4 rows do not split over 3 ranks" in text for text in said)
 
 
 # ---- linear layers ------------------------------------------------------------------------------------------------
@@ -105,7 +111,8 @@ def linear(
     bias: bool,
     frozen: str = "",
     dtype: torch.dtype = torch.float32,
-) -> None:
+) -> set[str]:
+    """The names of what was compared with torch."""
     topology = grid(world, sequence)
     column = kind == "column"
     inputs = HIDDEN if column else parts[0]
@@ -147,6 +154,7 @@ def linear(
         reference["input"] = local(expected["input"].grad, not column)  # type: ignore[arg-type]
     assert all(tensor.dtype == dtype for tensor in found.values())
     check_close(found, reference, relative=1e-5 if dtype == torch.float32 else 1e-2)  # type: ignore[arg-type]
+    return set(found)
 
 
 @EACH_GRID
@@ -155,35 +163,40 @@ def linear(
 def test_linear_layers_equal_torch(
     ranks: Pools, world: int, sequence: bool, kind: str, parts: tuple[int, ...], bias: bool
 ) -> None:
-    ranks(world).run(linear, world, sequence, kind, parts, bias)
+    compared = {"output", "input", "weight"} | ({"bias"} if bias else set())
+    assert ranks(world).run(linear, world, sequence, kind, parts, bias) == [compared] * world
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("frozen", ["weight", "input", "bias", "weight input", "weight bias", "input bias"])
 def test_frozen_parameters_and_inputs(ranks: Pools, sequence: bool, kind: str, frozen: str) -> None:
-    ranks(2).run(linear, 2, sequence, kind, (12,), True, frozen)
+    compared = {"output", "input", "weight", "bias"} - set(frozen.split())
+    assert ranks(2).run(linear, 2, sequence, kind, (12,), True, frozen) == [compared] * 2
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_linear_layers_in_bf16(ranks: Pools, sequence: bool, kind: str) -> None:
-    ranks(4).run(linear, 4, sequence, kind, (24,), True, dtype=torch.bfloat16)
+    compared = {"output", "input", "weight", "bias"}
+    assert ranks(4).run(linear, 4, sequence, kind, (24,), True, dtype=torch.bfloat16) == [compared] * 4
 
 
-def indivisible(world: int) -> None:
-    with pytest.raises(ValueError, match=f"weight: 7 does not divide by tensor parallel size {world}"):
+def indivisible(world: int) -> str:
+    with pytest.raises(ValueError) as caught:
         RowParallelLinear(maker(grid(world, False)), 7, HIDDEN, bias=True, init=INIT)
+    return str(caught.value)
 
 
 def test_features_that_do_not_divide_are_refused(ranks: Pools) -> None:
-    ranks(2).run(indivisible, 2)
+    for said in ranks(2).run(indivisible, 2):
+        assert "weight: 7 does not divide by tensor parallel size 2" in said
 
 
 # ---- embedding ----------------------------------------------------------------------------------------------------
 
 
-def embedding(world: int, sequence: bool, vocabulary: int) -> None:
+def embedding(world: int, sequence: bool, vocabulary: int) -> set[str]:
     topology = grid(world, sequence)
     weight = torch.randn(vocabulary, HIDDEN)
     tokens = torch.randint(vocabulary, (2 * world, BATCH))
@@ -201,9 +214,10 @@ def embedding(world: int, sequence: bool, vocabulary: int) -> None:
     # Padded rows are never looked up.
     held = max(0, min(layer.rows, vocabulary - layer.first))
     assert layer.weight.grad is not None and not layer.weight.grad[held:].any()
+    return set(found)
 
 
 @EACH_GRID
 @pytest.mark.parametrize("vocabulary", [1, 2, 5, 9, 12])
 def test_embedding_equals_torch(ranks: Pools, world: int, sequence: bool, vocabulary: int) -> None:
-    ranks(world).run(embedding, world, sequence, vocabulary)
+    assert ranks(world).run(embedding, world, sequence, vocabulary) == [{"weight"}] * world

@@ -66,7 +66,7 @@ def cross_entropy(
     seed: int,
     frozen: str = "",
     strided: bool = False,
-) -> None:
+) -> set[str]:
     topology = grid(world, sequence)
     group, rank = topology.tensor_group, topology.tensor_rank
     hidden, weight, labels = problem(pieces * world, batch, vocabulary, ignored, large, index, seed)
@@ -101,7 +101,7 @@ def cross_entropy(
     whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=vocabulary, group=group)
     check_close({"logits": whole_logits}, {"logits": logits.detach()})
     if not found.requires_grad:
-        return
+        return set()
 
     (found * upstream).backward()
     gradients, references = {}, {}
@@ -117,6 +117,7 @@ def cross_entropy(
     for each_of in (gradients, references):
         each_of["one"] = torch.ones(1)
     check_close(gradients, references)
+    return set(gradients) - {"one"}
 
 
 # No shrinking: a failure on one rank costs a new pool.
@@ -152,23 +153,27 @@ def test_cross_entropy_equals_torch(
     chunk: int,
     seed: int,
 ) -> None:
-    ranks(world).run(
+    compared = ranks(world).run(
         cross_entropy, world, sequence, pieces, batch, vocabulary, ignored, large, index, upstream, chunk, seed
     )
+    assert compared == [{"hidden", "weight"}] * world
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "hidden weight"])
 def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: str) -> None:
-    ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, frozen)
+    compared = {"hidden", "weight"} - set(frozen.split())
+    found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, frozen)
+    assert found == [compared] * 2
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_hidden_states_laid_out_batch_first(ranks: Pools, sequence: bool) -> None:
-    ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, strided=True)
+    found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, strided=True)
+    assert found == [{"hidden", "weight"}] * 2
 
 
-def rounded(world: int, sequence: bool) -> None:
+def rounded(world: int, sequence: bool) -> set[str]:
     """bf16 against torch in fp32 on the same rounded values: rounding, and no bias."""
     topology = grid(world, sequence)
     torch.manual_seed(3)
@@ -198,11 +203,12 @@ def rounded(world: int, sequence: bool) -> None:
     for name, tensor in found.items():  # errors of single elements average out
         ratio = (tensor.double() * reference[name]).sum() / reference[name].double().pow(2).sum()
         assert ratio.item() == pytest.approx(1.0, abs=1.5e-3), name
+    return set(found)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_bf16(ranks: Pools, sequence: bool) -> None:
-    ranks(2).run(rounded, 2, sequence)
+    assert ranks(2).run(rounded, 2, sequence) == [{"hidden", "weight"}] * 2
 
 
 class Largest(TorchDispatchMode):

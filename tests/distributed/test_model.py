@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def batch(vocabulary: int, padding: str) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, Any]) -> None:
+def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, Any]) -> int:
     topology = grid(world, sequence)
     reference = reference_model(**changes)
     model = parallel_model(reference, topology).train()
@@ -110,12 +111,14 @@ def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, 
         ).view(shifted.shape)
     assert losses.shape == (BATCH, LENGTH) and not losses[:, -1].any()
     check_close({"token losses": losses[:, :-1]}, {"token losses": each.detach()})
+    return len(weights)
 
 
 @EACH_GRID
 @pytest.mark.parametrize("padding", ["", "right"])
 def test_loss_logits_and_every_gradient(ranks: Pools, world: int, sequence: bool, padding: str) -> None:
-    ranks(world).run(same_as_native, world, sequence, padding, {})
+    gradients = 12 * SIZES["n_layer"] + 4
+    assert ranks(world).run(same_as_native, world, sequence, padding, {}) == [gradients] * world
 
 
 @pytest.mark.parametrize(
@@ -135,13 +138,14 @@ def test_loss_logits_and_every_gradient(ranks: Pools, world: int, sequence: bool
 )
 def test_fields_of_the_config(ranks: Pools, padding: str, changes: dict[str, Any]) -> None:
     world = 4 if "vocab_size" in changes else 2
-    ranks(world).run(same_as_native, world, True, padding, changes)
+    gradients = 12 * changes.get("n_layer", SIZES["n_layer"]) + 4 + (not changes.get("tie_word_embeddings", True))
+    assert ranks(world).run(same_as_native, world, True, padding, changes) == [gradients] * world
 
 
 # ---- lengths and ids ---------------------------------------------------------------------------------------------
 
 
-def uneven_lengths(world: int) -> None:
+def uneven_lengths(world: int) -> str:
     topology = grid(world, True)
     reference = reference_model()
     model = parallel_model(reference, topology).eval()
@@ -156,16 +160,18 @@ def uneven_lengths(world: int) -> None:
         assert losses.shape == tokens.shape
         check_close({"logits": found}, {"logits": expected})
     tokens = tokens[:, : world + 1]
-    with pytest.raises(UserError, match=f"sequence length {world + 1} does not divide by .* {world}"):
+    with pytest.raises(UserError) as caught:
         model(tokens, labels=tokens)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_lengths_that_do_not_divide(ranks: Pools, world: int) -> None:
-    ranks(world).run(uneven_lengths, world)
+    for said in ranks(world).run(uneven_lengths, world):
+        assert re.match(f"sequence length {world + 1} does not divide by .* {world}", said), said
 
 
-def refusals(world: int, sequence: bool) -> None:
+def refusals(world: int, sequence: bool) -> int:
     model = parallel_model(reference_model(), grid(world, sequence))
     good = torch.zeros(1, 8, dtype=torch.long)
 
@@ -187,11 +193,12 @@ def refusals(world: int, sequence: bool) -> None:
         model(good, labels=good, reduction="sum")
     with pytest.raises(ValueError, match=r"labels are \(1, 4\), input ids \(1, 8\)"):
         model(good, shift_labels=good[:, :4])
+    return 2 * 3 + 3  # refusals, each of which was raised
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_would_be_silently_wrong_is_refused(ranks: Pools, sequence: bool) -> None:
-    ranks(2).run(refusals, 2, sequence)
+    assert ranks(2).run(refusals, 2, sequence) == [9, 9]
 
 
 def test_a_description_of_a_grid_cannot_run() -> None:
