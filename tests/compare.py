@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tests.pools import cached
+from tests.pool_rank import cached
 from zero_tp.parallel.collectives import Group, all_gather, own_piece
 from zero_tp.parallel.layout import Layout, Sharded, layout_of
 from zero_tp.parallel.parameter import Init, ParameterMaker

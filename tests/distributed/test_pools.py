@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pools import Pool, RankError, cached
+from tests.pool_rank import cached
+from tests.pools import Pool, RankError
 
 
 @pytest.fixture(scope="module")
