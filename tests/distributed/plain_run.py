@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.compare import norm
+from tests.native import to_theirs
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -97,11 +98,11 @@ def initial_model(seed: int, start: torch.dtype, **kernels: Any) -> GPT2LMHeadMo
     parameters = dict(ours.named_parameters())
     model = GPT2LMHeadModel(GPT2Config(**sizes, **kernels))
     named = dict(model.named_parameters())
-    weights = list(ours.architecture.each_weight(ours.spec))
-    assert {weight.theirs for weight in weights} == named.keys()
+    drawn = to_theirs(ours.config, parameters)
+    assert drawn.keys() == named.keys()
     with torch.no_grad():
-        for weight in weights:
-            named[weight.theirs].copy_(weight.convert(parameters[weight.ours]))
+        for name, weight in named.items():
+            weight.copy_(drawn[name])
     return model
 
 
