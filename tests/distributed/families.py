@@ -55,13 +55,15 @@ def _grouped(pick: Pick) -> dict[str, Any]:
 
 
 def _fewer_kv_heads(pick: Pick) -> dict[str, Any]:
-    """Replicated at TP 2 and 4, serving unevenly many queries a rank; with biases, a norm of each head, tied."""
+    """Replicated at TP 2 and 4, serving unevenly many queries a rank; with biases, a norm of each
+    head, a window, a padding token, tied."""
     return {
         "model_type": "qwen3",
         **_decoder(pick),
         "num_key_value_heads": 3,
-        "head_dim": 2 * pick(1, 4),
+        "head_dim": 2 * pick(2, 4),  # the norm of 2 features is ill-conditioned
         "attention_bias": True,
+        "pad_token_id": 1,
         "tie_word_embeddings": True,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "use_sliding_window": True,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.compare import check_close, grid, whole_gradients
 from tests.decoders import BATCH, LENGTH, MODEL_TYPES, decoder, decoder_fields
+from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of
@@ -66,6 +67,16 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
     positions = model_type == "gpt2"
     assert counts[0]["gradients, SP True"] == counts[0]["gradients, SP False"] >= 6 * layers + 2
     assert (counts[0]["hooks, SP False"], counts[0]["hooks, SP True"]) == (parts, parts + positions)
+
+
+@EACH_WORLD
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
+    """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows, a padding token."""
+    fields = model_sizes(seed, family)
+    counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
+    assert counts == counts[:1] * world
+    assert counts[0]["hooks, SP False"] == (12 if family == "fewer KV heads than TP" else 0)
 
 
 def biases_of_keys(fields: dict[str, Any]) -> bool:
