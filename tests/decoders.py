@@ -94,4 +94,11 @@ def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
     return model
 
 
+def tokens_for(fields: dict[str, Any]) -> torch.Tensor:
+    """Random ones, the padding token surely among them: its row gets no gradient from the look-up. [BATCH, LENGTH]"""
+    tokens = torch.randint(fields["vocab_size"], (BATCH, LENGTH))
+    tokens[0, 3] = fields.get("pad_token_id") or 0
+    return tokens
+
+
 MODEL_TYPES = sorted(ARCHITECTURES)

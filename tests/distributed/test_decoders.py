@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.compare import check_close, grid, whole_gradients
-from tests.decoders import BATCH, LENGTH, MODEL_TYPES, decoder, decoder_fields
+from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_for
 from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
@@ -27,7 +27,7 @@ RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str) -> dict[str, int]:
     """With and without SP; how many gradients were compared, and how many of them are parts that a hook sums."""
     reference = decoder(fields, seed, attention)
-    tokens = torch.randint(fields["vocab_size"], (BATCH, LENGTH))
+    tokens = tokens_for(fields)
     expected = reference(input_ids=tokens, labels=tokens)
     expected.loss.backward()
     counts = {}

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.compare import check_close
-from tests.decoders import BATCH, LENGTH, MODEL_TYPES, decoder, decoder_fields
+from tests.decoders import BATCH, MODEL_TYPES, decoder, decoder_fields, tokens_for
 from tests.native import gradients, parallel_model, to_ours, weights_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
@@ -28,7 +28,7 @@ def test_logits_loss_and_every_gradient(model_type: str, data: st.DataObject) ->
     attention = data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
     reference = decoder(fields, data.draw(st.integers(0, 2**31), label="seed"), attention)
     model = parallel_model(reference, Topology(world=1))
-    tokens = torch.randint(fields["vocab_size"], (BATCH, LENGTH))
+    tokens = tokens_for(fields)
     expected, found = reference(input_ids=tokens, labels=tokens), model(tokens, labels=tokens, return_logits=True)
     check_close({"logits": found.logits}, {"logits": expected.logits.detach()})
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
