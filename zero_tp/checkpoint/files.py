@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -128,11 +129,25 @@ def _parts(contents: Iterable[Tensor], buffers: Iterator[Tensor]) -> Iterator[me
         yield buffer[:filled].numpy().data
 
 
-class Reading:
-    """A file of `size` bytes that is read from end to end and hashed on `threads`, from now on."""
+@dataclass(frozen=True)
+class Place:
+    """Where bytes of a file from `start` on belong: uint8 [bytes], on any device."""
 
-    def __init__(self, path: Path, size: int, threads: Executor):
-        self._jobs = [threads.submit(_read_part, path, start) for start in range(0, size, PART)]
+    start: int
+    target: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.target)
+
+
+class Reading:
+    """A file of `size` bytes that is read from end to end and hashed on `threads`, from now on; on the way its bytes
+    are copied to `places`, of which no two hold the same."""
+
+    def __init__(self, path: Path, size: int, threads: Executor, places: Iterable[Place] = ()):
+        ordered = sorted(places, key=lambda place: place.start)
+        self._jobs = [threads.submit(_read_part, path, start, ordered) for start in range(0, size, PART)]
 
     def result(self) -> Written:
         """What was found, when all is read.
@@ -144,15 +159,27 @@ class Reading:
         return Written(sum(size for size, _ in found), _of_parts(digest for _, digest in found))
 
 
-def _read_part(path: Path, start: int) -> tuple[int, bytes]:
+def _read_part(path: Path, start: int, places: list[Place]) -> tuple[int, bytes]:
     """(bytes, SHA-256) of the part that begins there."""
-    buffer, hashed, at = memoryview(bytearray(min(BLOCK, PART))), hashlib.sha256(), start
+    buffer, hashed, at = torch.empty(min(BLOCK, PART), dtype=torch.uint8), hashlib.sha256(), start
+    view = buffer.numpy().data
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while count := file.readinto(buffer[: start + PART - at]):
-            hashed.update(buffer[:count])
+        while count := file.readinto(view[: start + PART - at]):
+            hashed.update(view[:count])
+            _distribute(buffer[:count], at, places)
             at += count
     return at - start, hashed.digest()
+
+
+def _distribute(block: Tensor, at: int, places: list[Place]) -> None:
+    """Copy a file's bytes from `at` on to where they belong."""
+    stop = at + len(block)
+    for place in places[bisect_right(places, at, key=lambda place: place.stop) :]:
+        if place.start >= stop:
+            return
+        first, last = max(at, place.start), min(stop, place.stop)
+        place.target[first - place.start : last - place.start].copy_(block[first - at : last - at])
 
 
 def hash_file(path: Path) -> Written:
@@ -163,6 +190,22 @@ def hash_file(path: Path) -> Written:
     """
     with ThreadPoolExecutor(READING_THREADS) as threads:
         return Reading(path, path.stat().st_size, threads).result()
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """(tensor → dtype, shape, data_offsets, and `__metadata__`; the byte from which the offsets count).
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a JSON object")
+    return header, 8 + length
 
 
 def _of_parts(digests: Iterable[bytes]) -> str:

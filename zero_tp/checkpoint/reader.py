@@ -6,6 +6,7 @@ The layouts, written in the manifest, say how each parameter was split; one para
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero_tp.checkpoint.states import MASTER
+from zero_tp.checkpoint.files import Place, read_header
+from zero_tp.checkpoint.states import MASTER, Held, OptimizerStates
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 
@@ -55,6 +57,26 @@ class Described:
         """Whether both give every TP rank of one size the same elements."""
         both_replicated = isinstance(self.layout, Replicated) and isinstance(other.layout, Replicated)
         return both_replicated or self.layout == other.layout
+
+
+def places_of(file: Path, states: OptimizerStates, pieces: Iterable[tuple[Held, str]]) -> dict[tuple[str, str], Place]:
+    """Of (run, kind) that the file holds exactly as this rank does: (parameter, kind) → where its bytes belong.
+
+    Raises:
+        OSError, ValueError, KeyError: the file cannot be read.
+    """
+    header, base = read_header(file)
+    starts, places = json.loads(header["__metadata__"][STARTS]), {}
+    for run, kind in pieces:
+        found = header.get(tensor_name(run.name, kind))
+        target = states.get(run, kind)
+        if found is None or target.dtype != torch.float32 or found["dtype"] != "F32":
+            continue
+        if starts[run.name] == run.start and found["shape"] == [run.numel]:
+            first, last = found["data_offsets"]
+            assert last - first == 4 * run.numel, f"{file}: {run.name} ({kind}) is not as long as its shape"
+            places[run.name, kind] = Place(base + first, target.view(torch.uint8))
+    return places
 
 
 class CheckpointReader:

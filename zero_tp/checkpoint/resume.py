@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
-from zero_tp.checkpoint.reader import CheckpointReader, Described, states_file
+from zero_tp.checkpoint.files import Place
+from zero_tp.checkpoint.reader import CheckpointReader, Described, places_of, states_file
 from zero_tp.checkpoint.save import fixed_of, place_of, set_loss_scale
-from zero_tp.checkpoint.states import OptimizerStates
+from zero_tp.checkpoint.states import Held, OptimizerStates
 from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -130,13 +131,12 @@ def take_whole(
             checkpoint = before
 
 
-def resume(
-    engine: TrainingEngine, checkpoint: Path, config: RunConfig, verification: Verification | None = None
-) -> int:
-    """Restore masters, moments, counts, schedule, loss scale and random streams. Collective.
+def resume(engine: TrainingEngine, checkpoint: Path, config: RunConfig) -> int:
+    """Restore masters, moments, counts, schedule, loss scale and random streams, and see that every file is whole.
+    Collective.
 
-    Args:
-        verification: of the checkpoint, where it was begun before; its files are read while the states are filled.
+    On the grid that saved it, each rank reads its own file, once. On another one, ranks share out the files to hash,
+    and read the pieces that they hold from whichever files have them.
 
     Returns:
         The checkpoint's step.
@@ -145,14 +145,29 @@ def resume(
         Damaged: on every rank, naming the first damaged file; the engine then holds anything.
         UserError: the model has other parameters than the checkpoint, or elements are missing.
     """
-    states, failure = OptimizerStates(engine), None
-    with directory.in_use(checkpoint), verification or Verification(checkpoint) as whole:
+    states, topology = OptimizerStates(engine), engine.topology
+    with directory.in_use(checkpoint):
         manifest = directory.read_manifest(checkpoint)
+        same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
+        own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
+        pieces = [(run, kind) for run in states.held for kind in manifest["kinds"]]
+        placed: dict[tuple[str, str], Place] = {}
+        failure: Exception | None = None
         try:
-            _fill(states, checkpoint, manifest)
+            reader = CheckpointReader(checkpoint, manifest)
+            described = {name: Described.of(parameter) for name, parameter in engine.model.named_parameters()}
+            _check_parameters(checkpoint, reader.parameters, described)
+            placed = places_of(checkpoint / own, states, pieces) if own else {}
         except Exception as error:  # a damaged file can end this in any way, and the others are to hear of it
             failure = error
-        whole.agree(failure)
+        with Verification(checkpoint, own, placed.values()) as whole:
+            try:
+                if failure is None:
+                    rest = [(run, kind) for run, kind in pieces if (run.name, kind) not in placed]
+                    _fill(states, reader, described, rest)
+            except Exception as error:  # the same
+                failure = error
+            whole.agree(failure)
         states.fill_module()
         _restore_progress(engine, states, manifest["progress"])
         _restore_streams(engine, checkpoint, manifest, place_of(config))
@@ -170,19 +185,20 @@ def _check_parameters(checkpoint: Path, saved: dict[str, Described], wanted: dic
 
 
 @torch.no_grad()
-def _fill(states: OptimizerStates, checkpoint: Path, manifest: dict[str, Any]) -> None:
-    """Masters and moments that this rank holds. No communication."""
+def _fill(
+    states: OptimizerStates,
+    reader: CheckpointReader,
+    described: dict[str, Described],
+    pieces: list[tuple[Held, str]],
+) -> None:
+    """Masters and moments that this rank holds, in pieces of any file. No communication."""
     topology = states.engine.topology
-    reader = CheckpointReader(checkpoint, manifest)
-    described = {name: Described.of(parameter) for name, parameter in states.engine.model.named_parameters()}
-    _check_parameters(checkpoint, reader.parameters, described)
-    runs = tqdm(states.held, "resuming", unit="parameter", disable=None if topology.rank == 0 else True, leave=False)
-    for run in runs:
-        for kind in manifest["kinds"]:
-            piece = reader.piece(
-                run.name, kind, described[run.name], topology.tensor_rank, topology.tensor, run.start, run.numel
-            )
-            states.get(run, kind).copy_(piece)
+    shown = tqdm(pieces, "resuming", unit="tensor", disable=None if topology.rank == 0 else True, leave=False)
+    for run, kind in shown:
+        piece = reader.piece(
+            run.name, kind, described[run.name], topology.tensor_rank, topology.tensor, run.start, run.numel
+        )
+        states.get(run, kind).copy_(piece)
 
 
 def _restore_progress(engine: TrainingEngine, states: OptimizerStates, progress: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
-"""Is a checkpoint what was written? It is read from end to end beside the work that a start has to do anyway."""
+"""Is a checkpoint what was written? Each file is read once from end to end, hashed, and on the way brought to where its
+bytes belong."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
-from zero_tp.checkpoint.files import READING_THREADS, Reading
+from zero_tp.checkpoint.files import READING_THREADS, Place, Reading
 from zero_tp.errors import UserError
 
 
@@ -21,17 +23,22 @@ class Verification:
     Leaving the block that it opens ends the reading.
     """
 
-    def __init__(self, checkpoint: Path):
+    def __init__(self, checkpoint: Path, own: str | None = None, places: Iterable[Place] = ()):
         """
+        Args:
+            own: the file that is this rank's share, where there is one for each rank.
+            places: where bytes of `own` belong.
+
         Raises:
             Damaged, UserError: see `read_manifest`.
         """
         self.checkpoint = checkpoint
         self._files: dict[str, Any] = directory.read_manifest(checkpoint)["files"]
         self._threads = ThreadPoolExecutor(READING_THREADS)
+        share = [own] if own else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
         self._readings = {
-            name: Reading(checkpoint / name, self._files[name]["bytes"], self._threads)
-            for name in sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
+            name: Reading(checkpoint / name, self._files[name]["bytes"], self._threads, places if own else ())
+            for name in share
         }
 
     def agree(self, failure: Exception | None = None) -> None:

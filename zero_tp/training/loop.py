@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from zero_tp.checkpoint.directory import (
 )
 from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, take_whole
 from zero_tp.checkpoint.save import Saver, place_of
-from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
@@ -89,8 +89,8 @@ def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_fro
     if checkpoint is not None and manifest is not None:
         run.check_resumed(checkpoint, manifest)
     topology, device = connect(config, place, verbose)
-    # The checkpoint is read and hashed while the engine is built.
-    with hushed(verbose), Verification(checkpoint) if checkpoint is not None else nullcontext() as begun:
+    notes: list[str] = []
+    with hushed(verbose):
         engine = TrainingEngine(
             run.model_config,
             topology,
@@ -100,12 +100,8 @@ def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_fro
             source=run.pretrained() if checkpoint is None else None,
             recompute=config.zero_tp.recompute_policy,
         )
-        notes: list[str] = []
         if checkpoint is not None:
-
-            def take(found: Path) -> int:
-                return resume(engine, found, config, begun if begun and found == begun.checkpoint else None)
-
+            take = partial(resume, engine, config=config)
             checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
             manifest = read_manifest(checkpoint)
     step = manifest["step"] if manifest is not None else 0
