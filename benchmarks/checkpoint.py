@@ -279,12 +279,14 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             folder = Path(name)
-            result: dict[str, Any] = {}
+            # Above the number of cores, what is measured shares them with other work.
+            result: dict[str, Any] = {"folder": str(options.folder or "temporary"), "load_before": os.getloadavg()}
             if not options.only_memory:
                 result["speeds"] = speeds(folder, options.rounds)
                 result["background"] = standing_still(folder, options.rounds)
             if options.memory or options.only_memory:
                 result["memory"] = resharding_memory(folder, options.rounds)
+            result["load_after"] = os.getloadavg()
     finally:
         dist.destroy_process_group()
     if options.output:
