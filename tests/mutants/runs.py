@@ -185,8 +185,8 @@ MUTANTS: dict[str, Mutant] = {
     "streams-of-rank-zero-resumed": Mutant(
         "Every rank resumes with rank 0's dropout streams.",
         "zero_tp/checkpoint/resume.py",
-        "states_file(topology.tensor_rank, topology.data_rank)",
-        "states_file(0, 0)",
+        "checkpoint / states_file(topology.tensor_rank, topology.data_rank)",
+        "checkpoint / states_file(0, 0)",
         (RESUME,),
     ),
 }

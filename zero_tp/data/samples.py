@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,10 @@ class PackedSamples:
         self.corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         self.windows = [_whole_windows(corpus, sequence_length) for corpus in self.corpora]
         self._blend = _Blend(prefixes)
+
+    def identities(self) -> dict[str, dict[str, Any]]:
+        """Prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
+        return {corpus.prefix: corpus.identity() for corpus in self.corpora}
 
     def source(self, k: int) -> SampleSource:
         """Corpus, epoch and window of sample k."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from zero_tp.checkpoint.directory import (
     step_directory,
     write_config,
 )
-from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, verified
+from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, take_whole
 from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
-from zero_tp.config.model import check_unchanged
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
@@ -85,18 +85,11 @@ def train(
 def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_from: Path | None) -> None:
     config, directory = run.config, run.directory
     checkpoint = find_resumable(directory, config, resume_from)
+    manifest = read_manifest(checkpoint) if checkpoint is not None else None
+    if checkpoint is not None and manifest is not None:
+        run.check_resumed(checkpoint, manifest)
     topology, device = connect(config, place, verbose)
     notes: list[str] = []
-    if checkpoint is not None:
-        checkpoint, notes = verified(checkpoint, directory, config, resume_from)
-    manifest = read_manifest(checkpoint) if checkpoint is not None else None
-    if manifest is not None and config.pretrained is not None:
-        check_unchanged(config.pretrained, run.model_config, manifest["model"])
-    step = manifest["step"] if manifest is not None else 0
-    first = topology.rank == 0
-    steps = config.zero_tp.training.steps
-    if first and step < steps:
-        write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(
             run.model_config,
@@ -108,7 +101,14 @@ def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_fro
             recompute=config.zero_tp.recompute_policy,
         )
         if checkpoint is not None:
-            resume(engine, checkpoint, config)
+            take = partial(resume, engine, config=config)
+            checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
+            manifest = read_manifest(checkpoint)
+    step = manifest["step"] if manifest is not None else 0
+    first = topology.rank == 0
+    steps = config.zero_tp.training.steps
+    if first and step < steps:
+        write_config(directory, config.resolved())
     if first:
         for note in notes:
             print(note)
@@ -157,7 +157,7 @@ class _Loop:
             run.directory, self.topology.rank == 0, self.steps, self.settings.logging.interval, start_step=done
         )
         self.skips_in_a_row = 0
-        self.saver = Saver(engine, self.config, run.directory, run.tokenizer)
+        self.saver = Saver(engine, self.config, run.directory, run.tokenizer, run.corpora)
 
     def train(self) -> None:
         with self.reporter as reporter, accepting(self.requests):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.config import RunConfig
+from zero_tp.config.model import check_unchanged
 from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
+from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
 from zero_tp.weights.load import PretrainedSource
 
@@ -36,12 +39,35 @@ class Run:
         self.model_config = self._model_config()
         if not complete_steps(directory):
             self.pretrained()
+            if self.config.pretrained is not None and self.tokenizer is not None:
+                check_same_tokens(self.tokenizer, self.config.pretrained)
+
+    @cached_property
+    def corpora(self) -> dict[str, dict[str, Any]]:
+        """What the training corpora are, by prefix."""
+        return self.samples.identities()
 
     def pretrained(self) -> PretrainedSource | None:
         """Where the first weights come from; None: from the seed. Reads no tensor, but checks them all."""
         if self.config.pretrained is None:
             return None
         return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
+
+    def check_resumed(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
+        """What a run reads besides its file may have changed since it was started.
+
+        Raises:
+            UserError: a corpus is another one than the checkpoint's, or the model of `from_pretrained` is.
+        """
+        if self.config.pretrained is not None:
+            check_unchanged(self.config.pretrained, self.model_config, manifest["model"])
+        for prefix, before in manifest["corpora"].items():
+            found = self.corpora[prefix]
+            if found != before:
+                raise UserError(
+                    f"zero_tp.data.train: {prefix} holds {_described(found)}, but the run of {checkpoint} was started "
+                    f"with {_described(before)}; prepare it as it was, or give another --output-dir"
+                )
 
     def _model_config(self) -> PretrainedConfig:
         """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
@@ -58,3 +84,10 @@ class Run:
             if name not in self.config.zero_tp.model:
                 setattr(hf_config, name, token)
         return hf_config
+
+
+def _described(corpus: dict[str, Any]) -> str:
+    return (
+        f"{corpus['documents']:,} documents of {corpus['tokens']:,} tokens ({corpus['type']}, "
+        f"SHA-256 {corpus['sha256'][:12]}…)"
+    )

@@ -21,7 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.files import Entry, write_tensors
+from zero_tp.checkpoint.files import Entry, write_unhashed
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
@@ -167,7 +167,7 @@ def _as(dtype: torch.dtype, entry: Entry) -> Entry:
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     for file, entries in shards.items():
-        write_tensors(directory / file, entries, {"format": "pt"})
+        write_unhashed(directory / file, entries, {"format": "pt"})
         (directory / file).chmod(0o644)
     if len(shards) == 1:
         return
