@@ -99,15 +99,15 @@ MUTANTS: dict[str, Mutant] = {
     "upstream-gradient-ignored": Mutant(
         "The loss forms its gradient in forward and forgets the factor that accumulation and loss scaling bring.",
         "zero_tp/parallel/loss.py",
-        "scale = gradient.float() / count.clamp(min=1.0)",
-        "scale = 1.0 / count.clamp(min=1.0)",
+        "scale = gradient.float() / count.masked_fill(count == 0, 1.0)",
+        "scale = 1.0 / count.masked_fill(count == 0, 1.0)",
         (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
     ),
     "last-micro-batch-for-all": Mutant(
         "The reported loss is that of the last micro-batch.",
         "zero_tp/training/engine.py",
         "total += loss.detach()",
-        "total = loss.detach().double() * len(micro_batches)",
+        "total = loss.detach().double() * len(batches)",
         (STEP + "[True-1]",),
     ),
     # ---- engine ----------------------------------------------------------------------------------------------------
