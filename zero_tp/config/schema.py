@@ -123,10 +123,7 @@ class Data(Block):
     document_attention: Literal["continue", "reset"] = Field(
         default="continue",
         description="Whether attention and positions run on over the documents packed in one sample, or start anew with "
-        "each. With `reset` every document, and every piece of one that a sample cuts off, is trained on as if it were "
-        "alone: positions count from 0, the first token of a document is never predicted, and the loss is the mean "
-        "over the tokens of the global batch that are. Samples and their order stay the same. It costs a mask of "
-        "2·b·s² bytes in 16 bit (b micro-batch, s sequence length), and `sdpa` then takes a kernel that reads masks.",
+        "each: [documents.md](documents.md).",
     )
 
 

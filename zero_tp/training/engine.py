@@ -166,11 +166,11 @@ class TrainingEngine:
         Returns:
             That mean, equal on all ranks; nan when every label is ignored. Two all-reduces of one number over DP.
         """
-        self.engine.train()
         batches = [Batch(*micro_batch) for micro_batch in micro_batches]
         # DeepSpeed takes the mean over micro-batches and DP ranks. Dividing each one's sum of losses by the mean number
         # of labels makes it the mean over all labels.
         share = self._labels(batches) / (len(batches) * self.topology.data)
+        self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
