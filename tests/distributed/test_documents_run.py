@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.distributed.closeness import of_fp32
-from tests.distributed.matrix import config_of
+from tests.distributed.matrix import WORLD, config_of
 from tests.distributed.parallel_run import train
 from tests.distributed.plain_run import GLOBAL_BATCH, SEQUENCE, STEPS, model_sizes
 from tests.distributed.test_documents import token_losses_apart
@@ -92,16 +92,25 @@ def apart(run_seed: int, tmp_path_factory: pytest.TempPathFactory) -> Apart:
     return Apart(str(prefix), SEQUENCE, run_seed, GLOBAL_BATCH)
 
 
-@pytest.mark.parametrize(("stage", "micro_batch"), [(0, 2), (1, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("micro_batch", "settings"),
+    [
+        (1, ("TP 2", "SP", "ZeRO-1", "full")),
+        (2, ("TP 2", "SP", "ZeRO-3", "selective")),
+        (4, ("TP 2", "no SP", "ZeRO-2", "full, P_a, cpu")),
+        (6, ("TP 1", "no SP", "ZeRO-0", "none")),
+    ],
+    ids=[1, 2, 4, 6],
+)
 def test_a_run_on_packed_documents_trains_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, apart: Apart, stage: int, micro_batch: int
+    ranks: Pools, run_seed: int, tmp_path: Path, apart: Apart, micro_batch: int, settings: tuple[str, ...]
 ) -> None:
-    config = config_of(("TP 2", "SP", f"ZeRO-{stage}", "none", "no offload", "× 1", "fp32"), run_seed)
-    config["gradient_accumulation_steps"] = GLOBAL_BATCH // 2 // micro_batch
+    config = config_of((*settings, "no offload", "× 1", "fp32"), run_seed)
+    config["gradient_accumulation_steps"] = GLOBAL_BATCH * int(settings[0][3:]) // WORLD // micro_batch
     config["zero_tp"]["data"] |= {"train": apart.corpus.prefix, "document_attention": "reset"}
     path = tmp_path / "run.json"
     path.write_text(json.dumps(config))
-    traces = ranks(4).run(train, path, from_corpus=True)
+    traces = ranks(WORLD).run(train, path, from_corpus=True)
     assert all(trace.losses == traces[0].losses and len(trace.losses) == STEPS for trace in traces)
     far = of_fp32(traces[0], run_seed, losses_of=apart)
     assert not {name: distance for name, distance in far.items() if not distance <= 1}

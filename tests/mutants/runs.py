@@ -139,14 +139,14 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/training/engine.py",
         "num_items_in_batch=share",
         "num_items_in_batch=None",
-        (DOCUMENTS_RUN + "[2-4]",),
+        (DOCUMENTS_RUN + "[4]",),
     ),
     "labels-of-one-data-rank": Mutant(
         "Each DP rank divides by its own number of labels.",
         "zero_tp/training/engine.py",
         "int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())",
         "int(torch.stack(counts).sum().item()) * self.topology.data",
-        (DOCUMENTS_RUN + "[2-4]",),
+        (DOCUMENTS_RUN + "[4]",),
     ),
     # ---- engine ----------------------------------------------------------------------------------------------------
     "norm-of-rank-zero": Mutant(
