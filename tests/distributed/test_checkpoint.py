@@ -229,4 +229,9 @@ def test_what_cannot_be_resumed_is_refused(ranks: Pools, tmp_path: Path) -> None
     ranks(2).run(straight, str(path), str(run), [1], 1)
     with pytest.raises(UserError, match=r"zero_tp\.training\.seed: 8, but the run of .* was started with 7"):
         find_resumable(run, RunConfig.load(write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8), world_size=2))
+    reset = json.loads(Path(path).read_text())
+    reset["zero_tp"]["data"]["document_attention"] = "reset"
+    (tmp_path / "reset.json").write_text(json.dumps(reset))
+    with pytest.raises(UserError, match=r"data\.document_attention: 'reset', but the run of .* with 'continue'"):
+        find_resumable(run, RunConfig.load(tmp_path / "reset.json", world_size=2))
     assert find_resumable(tmp_path / "new", RunConfig.load(path, world_size=2)) is None

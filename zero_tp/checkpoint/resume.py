@@ -29,6 +29,9 @@ from zero_tp.errors import UserError
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine
 
+UNSAID = {"zero_tp.data.document_attention": "continue"}
+"""What holds for a checkpoint that was saved before there was such a key."""
+
 
 def describe_place(place: dict[str, Any]) -> str:
     """`TP 2 × DP 2, SP, ZeRO-2, bf16`."""
@@ -90,7 +93,7 @@ def _check_same_run(checkpoint: Path, manifest: dict[str, Any], config: RunConfi
             "with launch/convert.py to-hf, or give another --output-dir"
         )
     for key, value in fixed_of(config).items():
-        before = manifest["fixed"][key]
+        before = {**UNSAID, **manifest["fixed"]}[key]
         if before != value:
             raise UserError(
                 f"{key}: {value!r}, but the run of {checkpoint} was started with {before!r}; "

@@ -59,6 +59,7 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
         # Pairs: the order of the corpora decides which samples a step sees.
         "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
+        "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
         "optimizer": {**optimizer, "params": parameters},
     }

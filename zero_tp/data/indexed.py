@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -129,6 +130,16 @@ class IndexedCorpus:
             raise IndexError(f"document {i} of {len(self)}")
         start, end = self._starts[self._documents[i]], self._starts[self._documents[i + 1]]
         return self.read(int(start), int(end - start))
+
+    @cached_property
+    def first_tokens(self) -> npt.NDArray[np.int64]:
+        """Where in the flat stream each document begins, and the end of the last, int64 [documents + 1]."""
+        return self._starts[self._documents]
+
+    def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The number of the document of each token that `read` gives, int64 [count]. Documents without tokens have
+        none."""
+        return np.searchsorted(self.first_tokens, np.arange(start, start + count), side="right") - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count]. IndexError outside it."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_tp.checkpoint.directory import (
     read_manifest,
@@ -212,7 +211,7 @@ class _Loop:
         self.reporter.say(f"{told}, training goes on")
 
     def _step(self, step: int) -> None:
-        windows = self.run.samples.rank_batches(
+        batches = self.run.samples.rank_batches(
             step - 1,
             self.config.global_batch,
             self.config.micro_batch,
@@ -221,7 +220,7 @@ class _Loop:
             self.topology.data,
         )
         learning_rate = self.engine.learning_rate
-        loss = self.engine.train_step([self._pair(window[:, :-1], window[:, 1:]) for window in windows])
+        loss = self.engine.train_step([batch.to(self.device) for batch in batches])
         self.meter.tick()
         self.reporter.advance(step)
         if self.reporter.due(step) or self.engine.skipped:
@@ -256,13 +255,10 @@ class _Loop:
             "lower optimizer.params.lr, or look at the data of this step"
         )
 
-    def _pair(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return tokens.contiguous().to(self.device), labels.contiguous().to(self.device)
-
     def _validation_loss(self, samples: ValidationSamples) -> float:
         limit = self.settings.evaluation.batches * self.config.global_batch
         batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
-        return self.engine.evaluate([self._pair(batch.input_ids, batch.labels) for batch in batches])
+        return self.engine.evaluate([batch.to(self.device) for batch in batches])
 
 
 def _due(step: int, interval: int | None) -> bool:

@@ -31,9 +31,10 @@ class Run:
         """
         block = config.zero_tp
         self.config, self.directory, self.allow_pickle = config, directory, allow_pickle
-        self.samples = PackedSamples(block.data.train, block.data.sequence_length, block.training.seed)
+        data, separate = block.data, block.data.document_attention == "reset"
+        self.samples = PackedSamples(data.train, data.sequence_length, block.training.seed, separate=separate)
         self.validation = (
-            ValidationSamples(block.data.validation, block.data.sequence_length) if block.data.validation else None
+            ValidationSamples(data.validation, data.sequence_length, separate=separate) if data.validation else None
         )
         self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
