@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_tp.checkpoint.direct import DirectFile, page_aligned
+from zero_tp.checkpoint.direct import DirectFile, page_aligned, read_blocks
 
 PART = 8 * 2**20
 BLOCK = 2**20  # read at a time: it is hashed while it is in the processor's cache
@@ -157,7 +157,8 @@ class Place:
 
 class Reading:
     """A file of `size` bytes that is read from end to end and hashed on `threads`, from now on; on the way its bytes
-    are copied to `places`, of which no two hold the same."""
+    are copied to `places`, of which no two hold the same. Without places others read the file too, so it goes through
+    the page cache."""
 
     def __init__(self, path: Path, size: int, threads: Executor, places: Iterable[Place] = ()):
         ordered = sorted(places, key=lambda place: place.start)
@@ -175,14 +176,11 @@ class Reading:
 
 def _read_part(path: Path, start: int, places: list[Place]) -> tuple[int, bytes]:
     """(bytes, SHA-256) of the part that begins there."""
-    buffer, hashed, at = torch.empty(min(BLOCK, PART), dtype=torch.uint8), hashlib.sha256(), start
-    view = buffer.numpy().data
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while count := file.readinto(view[: start + PART - at]):
-            hashed.update(view[:count])
-            _distribute(buffer[:count], at, places)
-            at += count
+    hashed, at = hashlib.sha256(), start
+    for block in read_blocks(path, start, start + PART, page_aligned(BLOCK), direct=bool(places)):
+        hashed.update(block.numpy().data)
+        _distribute(block, at, places)
+        at += len(block)
     return at - start, hashed.digest()
 
 
