@@ -121,7 +121,9 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     missing = script("launch/pretrain.py", tmp_path, "--check", str(path))
     assert missing.returncode == 2
     assert missing.stderr.startswith("error: zero_tp.model.from_pretrained: no directory model;")
-    random_model().save_pretrained(tmp_path / "model")
+    model = random_model()
+    model.generation_config.update(do_sample=True, temperature=0.5)
+    model.save_pretrained(tmp_path / "model")
     checked = script("launch/pretrain.py", tmp_path, "--check", str(path), "--world-size", "4")
     assert checked.returncode == 0, checked.stderr
     assert "vocabulary 509 from model" in checked.stdout
@@ -132,6 +134,8 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "export"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before), "a step of size 0 changes no bit"
+    settings = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert (settings["do_sample"], settings["temperature"]) == (True, 0.5)
 
     found = inspect(tmp_path / "runs" / "run", verify=True)
     assert (found["step"], found["saved_at"]["zero_stage"], found["tokenizer"]) == (1, 3, "data/tokenizer")

@@ -95,3 +95,31 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> N
     (directory / "vocab.json").write_text("{")
     with pytest.raises(UserError, match=r"vocab\.json: can't be read as a tokenizer"):
         run_of(tmp_path, model)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "padding"),
+    [(LLAMA, None), (LLAMA | {"pad_token_id": 7}, 7), ({"model_type": "gpt2", **SIZES}, "the tokenizer's")],
+)
+def test_a_tokenizer_never_decides_what_training_depends_on(
+    tmp_path: Path, model: dict[str, Any], padding: int | str | None
+) -> None:
+    """A Llama's padding token gets no gradient from the look-up, and tokenizers pad with the token that ends a text."""
+    prepare(tmp_path / "data" / "train", 1)
+    tokenizer = train_bpe(["a few words of text"] * 5, 270)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "data" / "tokenizer")
+    config = run_of(tmp_path, model).model_config
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == (tokenizer.pad_token_id if isinstance(padding, str) else padding)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
@@ -174,6 +175,7 @@ def resume(engine: TrainingEngine, checkpoint: Path, config: RunConfig) -> int:
         states.fill_module()
         _restore_progress(engine, states, manifest["progress"])
         _restore_streams(engine, checkpoint, manifest, place_of(config))
+    engine.model.generation_config = GenerationConfig(**manifest["generation"])
     step: int = manifest["step"]
     return step
 

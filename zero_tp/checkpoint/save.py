@@ -238,6 +238,7 @@ class Saver:
         return {
             **place_of(self.config),
             "model": model.config.to_dict(),
+            "generation": model.generation_config.to_dict(),
             "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
             "kinds": states.kinds(),
             "progress": progress_of(self.engine, states),

@@ -132,6 +132,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
         self.post_init()
+        self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the layers' constructors have filled their parameters, the same for every TP size."""

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.config import RunConfig
-from zero_tp.config.model import check_unchanged
+from zero_tp.config.model import check_unchanged, fields_of
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
@@ -71,7 +71,12 @@ class Run:
                 )
 
     def _model_config(self) -> PretrainedConfig:
-        """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
+        """The Hugging Face config, its special tokens those of the tokenizer unless the file or the directory of
+        `from_pretrained` gives them.
+
+        An id that training depends on is only what the config says: the padding token's row of a Llama gets no gradient
+        from the look-up, and tokenizers often pad with the token that ends a text.
+        """
         hf_config: PretrainedConfig = self.config.hf_config()
         if self.tokenizer is None:
             return hf_config
@@ -81,8 +86,12 @@ class Run:
                 f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
+        trained = fields_of(hf_config.model_type).read
         for name, token in tokens.items():
-            if name not in self.config.zero_tp.model:
+            given = name in self.config.zero_tp.model or (
+                self.config.pretrained and getattr(hf_config, name) is not None
+            )
+            if not given and name not in trained:
                 setattr(hf_config, name, token)
         return hf_config
 
