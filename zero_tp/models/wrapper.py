@@ -6,6 +6,7 @@ s sequence, b batch, v vocabulary, t TP size.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,9 +20,10 @@ from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.collectives import gather_from_sequence_region
 from zero_tp.parallel.layout import Sharded
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits, vocab_parallel_token_losses
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
 from zero_tp.parallel.parameter import Drawn, Normal, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
+from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
 from zero_tp.topology import Topology
 
 IGNORE_INDEX = -100
@@ -48,8 +50,10 @@ class OutputLayer(nn.Module):
             )
         )
 
-    def forward(self, hidden: Tensor, labels: Tensor | None, *, sequence: bool, each_token: bool = False) -> Tensor:
-        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b]; token losses [s, b] when
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None, *, sequence: bool, each_token: bool = False
+    ) -> Tensor | TokenScores:
+        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b]; scores of each label when
         `each_token`; logits [s, b, v] without labels."""
         if labels is not None and not each_token:
             return vocab_parallel_cross_entropy(
@@ -64,9 +68,19 @@ class OutputLayer(nn.Module):
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
             return vocab_parallel_logits(whole, self.weight, vocabulary=self.vocabulary, group=self.group)
-        return vocab_parallel_token_losses(
+        return vocab_parallel_token_scores(
             whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group, ignore_index=IGNORE_INDEX
         )
+
+
+@dataclass
+class ScoredOutput(CausalLMOutput):
+    """
+    Attributes:
+        greedy: whether each label is the model's first choice, of the shape of `loss`; only of `reduction="none"`.
+    """
+
+    greedy: Tensor | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -162,20 +176,22 @@ class ZeroTPForCausalLM(PreTrainedModel):
         shift_labels: Tensor | None = None,
         return_logits: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-    ) -> CausalLMOutput:
+    ) -> ScoredOutput:
         """Loss and, when asked or when there are no labels, logits.
 
         Args:
             input_ids: [b, s].
             attention_mask: [b, s], 1 for a token and 0 for padding.
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
-            shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`.
+            shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`. With
+                `reduction="none"` also [b, s, k]: k alternatives at each position.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
-            reduction: `none` gives each token's loss, for evaluation, without gradient.
+            reduction: `none` gives each token's loss, for evaluation, without gradient; ignored labels cost nothing in
+                the output layer.
 
         Returns:
-            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` [b, s],
-            0 where a label is ignored.
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` of the
+            labels' shape, 0 where a label is ignored, and `greedy` beside it.
 
         Raises:
             UserError: s does not divide by t while gradients are taken under SP, or exceeds the model's positions.
@@ -193,18 +209,19 @@ class ZeroTPForCausalLM(PreTrainedModel):
         sequence = self._runs_sequence_parallel(length)
         targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
         if targets is not None:
-            if targets.shape != input_ids.shape:
+            if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
         hidden = self.transformer(input_ids.t().contiguous(), attention_mask, sequence=sequence)
-        loss = logits = None
+        loss = logits = greedy = None
         if targets is not None:
             each_token = reduction == "none"
-            loss = self.head(hidden, targets.t().contiguous(), sequence=sequence, each_token=each_token)
-            loss = loss.t() if each_token else loss
+            loss = self.head(hidden, targets.transpose(0, 1).contiguous(), sequence=sequence, each_token=each_token)
+            if each_token:
+                loss, greedy = (score.transpose(0, 1) for score in loss)
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence).transpose(0, 1)
-        return CausalLMOutput(loss=loss, logits=logits)
+        return ScoredOutput(loss=loss, logits=logits, greedy=greedy)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
