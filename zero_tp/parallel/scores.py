@@ -1,7 +1,7 @@
 """What each target token costs and whether it is the model's first choice, with the vocabulary split over TP.
 
 For evaluation, without gradients. Only the positions that have a target get logits, and the logits of one chunk at a
-time are all that exists. Ranks exchange 2 + k numbers a position and never logits. v vocabulary, t TP size, h hidden,
+time are all that exists. Ranks exchange 2 + 2k numbers a position and never logits. v vocabulary, t TP size, h hidden,
 n positions with a target, k alternatives.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_tp.parallel import loss
-from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
+from zero_tp.parallel.collectives import Group, all_gather, group_rank
 
 
 class TokenScores(NamedTuple):
@@ -33,7 +33,7 @@ def vocab_parallel_token_scores(
 ) -> TokenScores:
     """Scores of `labels` under softmax(`hidden` Wᵀ); equal on all TP ranks.
 
-    All-gather over TP of 2 + k numbers for each position with a target, in fp32, and of a byte for each first choice.
+    One all-gather over TP of 2 + 2k numbers for each position with a target, in fp32.
 
     Args:
         hidden: [s, b, h], whole on every rank.
@@ -56,31 +56,36 @@ def vocab_parallel_token_scores(
             continue
         wanted = flat_labels[chunk]
         logits = loss.shard_logits(flat_hidden[chunk], weight, valid)
-        nll[chunk], greedy[chunk] = _scores(logits, wanted, first, valid, group)
+        nll[chunk], greedy[chunk] = scores_of_logits(logits, wanted, first=first, valid=valid, group=group)
     scored = flat_labels != ignore_index
     return TokenScores(nll.where(scored, 0.0).view(labels.shape), (greedy & scored).view(labels.shape))
 
 
-def _scores(logits: Tensor, labels: Tensor, first: int, valid: int, group: Group) -> TokenScores:
-    """Of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], whose first column is token `first`."""
+def scores_of_logits(
+    logits: Tensor, labels: Tensor, *, first: int = 0, valid: int | None = None, group: Group = None
+) -> TokenScores:
+    """Scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which are lost; meaningless for labels
+    below 0.
+
+    Args:
+        first: the token of the first column.
+        valid: the columns that are tokens; by default all.
+    """
+    valid = logits.shape[1] if valid is None else valid
     here = (labels >= first) & (labels < first + valid)
     own = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(~here, 0.0)
     best = logits.amax(1)
-    total = (logits - best.unsqueeze(1)).exp_().sum(1)
-    parts = all_gather(torch.cat((best.unsqueeze(1), total.unsqueeze(1), own), 1).unsqueeze(0), group)  # [t, n, 2 + k]
-    greatest = parts[..., 0].amax(0)
-    whole = (parts[..., 1] * (parts[..., 0] - greatest).exp()).sum(0)
-    of_labels = parts[..., 2:].sum(0)
-    nll = whole.log().unsqueeze(1) - (of_labels - greatest.unsqueeze(1))
-    greedy = of_labels == greatest.unsqueeze(1)
-    row, alternative = greedy.nonzero(as_tuple=True)
-    if len(row):
-        # An earlier token with the same logit goes first. Finding the index of every maximum instead would take as long
-        # as 5 % of the logits' GEMM (CPU, h 576).
-        tokens = torch.arange(first, first + logits.shape[1], device=logits.device)
-        equal = logits[row] == greatest[row].unsqueeze(1)
-        earlier = (equal & (tokens < labels[row, alternative].unsqueeze(1))).any(1)
-        if group_size(group) > 1:
-            earlier = all_gather(earlier.to(torch.uint8).unsqueeze(0), group).bool().any(0)
-        greedy[row, alternative] = ~earlier
-    return TokenScores(nll, greedy)
+    # The index of the maximum matters where a label has it; all would take 5 % of the time of the logits (CPU, h 576).
+    row, alternative = (here & (own == best.unsqueeze(1))).nonzero(as_tuple=True)
+    chosen = torch.zeros_like(own)
+    chosen[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(own.dtype)
+    total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
+    mine = torch.cat((best.unsqueeze(1), total.unsqueeze(1), own, chosen), 1)
+    parts = all_gather(mine.unsqueeze(0), group)  # [t, n, 2 + 2k]
+    bests, totals, owns, choices = parts.split((1, 1, labels.shape[1], labels.shape[1]), 2)
+    greatest = bests.amax(0)
+    whole = (totals * (bests - greatest).exp()).sum(0)
+    # The first rank that has the greatest logit has the first token that has it.
+    has_it = bests == greatest
+    first_to_have = has_it & (has_it.cumsum(0) == 1)
+    return TokenScores(whole.log() - (owns.sum(0) - greatest), (first_to_have & (choices == 1)).any(0))
