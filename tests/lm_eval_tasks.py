@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MULTIPLE_CHOICE = ("copa_local", "openbook_local", "winograd_local")
-ALL = ("lambada_local", *MULTIPLE_CHOICE, "letters_local", "wikitext_local")
+CHOSEN = ("lambada_local", *MULTIPLE_CHOICE, "letters_local")
 
 _CHOICE = """\
 task: {name}

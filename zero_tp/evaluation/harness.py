@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import io
 import logging
@@ -54,15 +55,19 @@ BOOTSTRAP = 1000
 TEXT_METRICS = ("alias", "name", "sample_len", "sample_count")
 
 
+@functools.cache
+def _own_tasks() -> Any:
+    """lm-eval's own tasks. Their index takes seconds, so it is made once, and not where a directory has all names."""
+    return TaskManager()
+
+
 class Catalogue:
-    """lm-eval's tasks, with those of a directory before them. The index of its own takes seconds, so it is read when a
-    name isn't found in the directory."""
+    """lm-eval's tasks, with those of a directory before them."""
 
     def __init__(self, options: TaskOptions):
         """UserError: no such directory, or no task in it."""
         self.options = options
         self._included: Any = None
-        self._all: Any = None
         if options.include_path is not None:
             if not options.include_path.is_dir():
                 raise UserError(f"--include-path {options.include_path}: no such directory")
@@ -75,19 +80,19 @@ class Catalogue:
         """The tasks of the directory."""
         return list(self._included.all_tasks) if self._included else []
 
-    @property
-    def _everything(self) -> Any:
-        if self._all is None:
-            path = self.options.include_path
-            self._all = TaskManager(include_path=str(path) if path else None)
-        return self._all
-
     def has(self, name: str) -> bool:
-        return name in self.included or name in self._everything.all_tasks
+        return name in self.included or name in _own_tasks().all_tasks
 
     def names(self) -> list[str]:
         """All of them."""
-        return list(self._everything.all_tasks)
+        return [*self.included, *_own_tasks().all_tasks]
+
+    def _manager(self, name: str) -> Any:
+        if name not in self.included:
+            return _own_tasks()
+        if name in self._included.all_subtasks:
+            return self._included
+        return TaskManager(include_path=str(self.options.include_path))  # a group may name tasks of lm-eval's own
 
     def task(self, name: str, file: Path | None) -> HarnessTask:
         """The task, group or tag of that name, with its documents.
@@ -98,7 +103,7 @@ class Catalogue:
         Raises:
             UserError: its data can't be had.
         """
-        manager = self._included if name in self.included else self._everything
+        manager = self._manager(name)
         asked: Any = name if file is None else self._with_file(manager.task_index[name], file)
         try:
             with _seeded(), _hushed():

@@ -92,8 +92,11 @@ def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> Sou
 
 
 def _passage(record: dict[str, Any], where: str, text_key: str) -> Passage:
-    if "continuation" not in record and "context" not in record:
+    both = [key in record for key in ("context", "continuation")]
+    if not any(both):
         return _of_text(text_of(record, where, text_key), where)
+    if not all(both):
+        raise UserError(f"{where}: 'context' and 'continuation' go together; the keys found are {', '.join(record)}")
     # A word is the same with its space as without.
     return Passage(text_of(record, where, "context").rstrip(), text_of(record, where, "continuation").strip())
 
