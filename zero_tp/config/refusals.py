@@ -302,7 +302,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero_tp.objective": ("causal",),
     "zero_tp.data.document_attention": ("continue",),
     "zero_tp.compile": (False,),
-    "zero_tp.evaluation.tasks": ([],),
     f"{ACTIVATIONS}.profile": (False,),
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
     f"{ZERO}.offload_optimizer.super_offload": (False,),

@@ -113,7 +113,7 @@ class Evaluator:
         dist.all_gather_object(everyone, mine, group=self.topology.data_group)
         return [everyone[index % ranks][index // ranks] for index in range(len(batches))]
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: what ZeRO-3 gathers here it would keep for training
     def score(self, rows: Sequence[Row], report: Report = unreported) -> list[list[Score]]:
         """Scores of every row, in order, on every rank: of its own targets, then with each alternative. Collective.
 

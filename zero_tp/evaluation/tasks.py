@@ -245,7 +245,7 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         raise UserError(f"--num-fewshot: {', '.join(names)}: for tasks of lm-eval only; leave it out")
     for name in names:
         if name not in own and (catalogue is None or not catalogue.has(name)):
-            raise UserError(f"--tasks {name}: unknown task; {_near(name, catalogue)}")
+            raise UserError(f"{name}: unknown task; {_near(name, catalogue)}")
     check_data({name: path for name, path in data.items() if name in own}, own)
     made: list[Task] = []
     for name in names:

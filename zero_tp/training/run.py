@@ -11,6 +11,8 @@ from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
+from zero_tp.evaluation.live import LiveTasks
+from zero_tp.evaluation.tasks import TaskOptions
 from zero_tp.weights.load import PretrainedSource
 
 
@@ -34,6 +36,7 @@ class Run:
         )
         self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
+        self.tasks = self._tasks()
         if not complete_steps(directory):
             self.pretrained()
 
@@ -42,6 +45,25 @@ class Run:
         if self.config.pretrained is None:
             return None
         return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
+
+    def _tasks(self) -> LiveTasks | None:
+        """The zero-shot tasks, their data read; None when there are none."""
+        asked = self.config.zero_tp.evaluation
+        if not asked.tasks:
+            return None
+        if self.tokenizer is None:
+            raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
+        options = TaskOptions(
+            limit=asked.task_limit, include_path=Path(asked.task_include_path) if asked.task_include_path else None
+        )
+        data = {task: Path(file) for task, file in asked.task_data.items()}
+        try:
+            return LiveTasks(asked.tasks, data, options, self.tokenizer, self.model_config)
+        except UserError as error:
+            # Where the command has options, the file has keys.
+            raise UserError(
+                f"zero_tp.evaluation.tasks: {error} (--data is zero_tp.evaluation.task_data here)"
+            ) from error
 
     def _model_config(self) -> PretrainedConfig:
         """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
