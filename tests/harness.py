@@ -24,12 +24,15 @@ Results = dict[str, tuple[dict[str, Any], list[Any]]]
 """By task: lm-eval's metrics, and the answer to every request."""
 
 
-def reference(directory: Path, tasks: Path, names: list[str], limit: int | None, batch_size: int = 4) -> Results:
-    """By lm-eval's own `HFLM`, in one process."""
+def reference(
+    directory: Path, tasks: Path, names: list[str], limit: int | None, batch_size: int = 4, positions: int | None = None
+) -> Results:
+    """By lm-eval's own `HFLM`, in one process. `positions`: tokens that it reads at most."""
     lm = HFLM(
         pretrained=AutoModelForCausalLM.from_pretrained(str(directory)),
         tokenizer=AutoTokenizer.from_pretrained(str(directory)),
         batch_size=batch_size,
+        max_length=positions,
     )
     return _evaluated(lm, tasks, names, limit)
 
