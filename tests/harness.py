@@ -92,7 +92,9 @@ def assert_same(found: Results, expected: Results) -> int:
             elif isinstance(theirs, tuple):
                 assert mine[1] == theirs[1] and mine[0] == pytest.approx(theirs[0], abs=1e-3), name
             else:
-                assert mine == pytest.approx(theirs, rel=1e-6), name
+                # A whole text's. torch's fp32 log_softmax on CPU, which HFLM uses, is off by 1e-5 nats a token for 49,152
+                # words (our 256 tokens: 688.92468; with logits in fp64 688.92469; HFLM 688.92261).
+                assert mine == pytest.approx(theirs, rel=1e-5), name
     return compared
 
 

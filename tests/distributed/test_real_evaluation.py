@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(4 * 3600)]
 
 LIMIT = int(os.environ.get("ZERO_TP_EVALUATION_LIMIT", "0")) or None
 BATCH, POSITIONS, HOUR = 8, 512, 3600.0
-ARTICLES = 3
+ARTICLES = 3 if LIMIT is None else 1
 
 
 @pytest.fixture(scope="module")
