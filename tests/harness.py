@@ -92,8 +92,8 @@ def assert_same(found: Results, expected: Results) -> int:
             elif isinstance(theirs, tuple):
                 assert mine[1] == theirs[1] and mine[0] == pytest.approx(theirs[0], abs=1e-3), name
             else:
-                # A whole text's. torch's fp32 log_softmax on CPU, which HFLM uses, is off by 1e-5 nats a token for 49,152
-                # words (our 256 tokens: 688.92468; with logits in fp64 688.92469; HFLM 688.92261).
+                # A whole text's. torch's fp32 log_softmax on CPU, which HFLM uses, is off by 1e-5 nats a token of a
+                # large vocabulary (256 tokens, v 49,152: 688.92468 of ours, 688.92469 in fp64, 688.92261 of HFLM).
                 assert mine == pytest.approx(theirs, rel=1e-5), name
     return compared
 

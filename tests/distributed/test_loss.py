@@ -256,3 +256,20 @@ def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
     for chunk in (1, 128, 512):
         assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, hidden_states)}
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
+
+
+def tied(world: int) -> list[bool]:
+    """Of labels whose logits tie for the greatest: tokens 1, 2 and 6 of 7."""
+    topology = grid(world, False)
+    weight = torch.zeros(7, HIDDEN)
+    weight[[1, 2, 6]] = 1.0
+    labels = torch.tensor([[1, 2, 6, 0]])
+    shard = shard_of(weight, topology.tensor_rank, world)
+    hidden = torch.ones(1, 4, HIDDEN)
+    scores = vocab_parallel_token_scores(hidden, shard, labels, vocabulary=7, group=topology.tensor_group)
+    assert torch.equal(scores.greedy[0], (hidden @ weight.t()).argmax(2)[0] == labels[0])
+    return [bool(each) for each in scores.greedy[0]]
+
+
+def test_of_tied_tokens_the_first_is_the_choice(ranks: Pools) -> None:
+    assert ranks(2).run(tied, 2) == [[True, False, False, False]] * 2
