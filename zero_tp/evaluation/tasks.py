@@ -267,7 +267,7 @@ def _catalogue(names: Sequence[str], options: TaskOptions) -> Catalogue | None:
 
 
 def _near(name: str, catalogue: Catalogue | None) -> str:
-    known = [*MAKERS, *(catalogue.names() if catalogue else ())]
+    known = list(dict.fromkeys([*MAKERS, *(catalogue.names() if catalogue else ())]))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(MAKERS)} and all of lm-eval's"
 
