@@ -1,76 +1,145 @@
-"""Evaluate a Hugging Face causal language model without any training on the task."""
+#!/usr/bin/env python3
+"""Evaluate a causal language model, from a Hugging Face directory or a training run, without training on the task."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero_tp import cli
+from zero_tp.training.lifecycle import run_rank
+from zero_tp.training.processes import Place
+from zero_tp.training.quiet import quiet_libraries
+
+if TYPE_CHECKING:
+    from zero_tp.topology import Topology
 
 EPILOG = """\
-example:
-  python eval/zero_shot.py --model exports/sotu --tasks perplexity --data perplexity=data/sotu/validation.jsonl
+examples:
+  python eval/zero_shot.py --model runs/quickstart --tasks perplexity --data perplexity=data/quickstart/validation.jsonl
+  python eval/zero_shot.py --model exports/gpt2 --tasks wikitext103,lambada,arc_easy,piqa --output gpt2.json
+  deepspeed --num_accelerators 4 eval/zero_shot.py --tensor-parallel 2 --model runs/gpt2_355m --tasks lambada
+  python eval/zero_shot.py --compare before.json after.json
 
 tasks
-  perplexity   of a text, --data perplexity=FILE: .jsonl (a document a line) or .txt (one document), each also .gz.
-               Every document is scored by itself, after the tokenizer's bos token (or eos).
+  perplexity   of any text, --data perplexity=FILE: .jsonl (a document a line) or .txt (one document), each also .gz
+  wikitext103  word-level perplexity of the test split, or of --data wikitext103=FILE in its tokenised form
+  lambada      is a passage's last word the most likely one? The test split, or --data lambada=FILE: JSON lines with
+               "context" and "continuation" or with the passage as "text", or a passage a line in .txt
+  any other    is a task, group or tag of lm-eval: arc_easy, hellaswag, piqa, mmlu, …
 
-A training run must be exported first: python launch/convert.py to-hf RUN --output DIR
+Without --data the texts come from the Hugging Face hub or its cache. docs/evaluation.md says what each figure means.
 """
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = cli.Parser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="HF_DIR", help="a Hugging Face model directory")
-    parser.add_argument("--tasks", required=True, metavar="TASK[,TASK]", help="what to evaluate")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory, a run, or a checkpoint")
+    parser.add_argument("--tasks", metavar="TASK[,TASK]", help="what to evaluate")
     parser.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows at once (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at once on a rank (default: 8)")
     parser.add_argument(
-        "--sequence-length", type=int, metavar="N", help="tokens of a window (default: all positions the model has)"
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens of a window and of the longest context (default: all positions the model has)",
     )
     parser.add_argument(
         "--overlap",
         type=int,
         metavar="N",
-        help="tokens a window advances by; each window after a document's first scores its last N only "
-        "(default: the whole window, so that none overlap)",
+        help="tokens a window advances by; each window after a text's first scores its last N only "
+        "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
+    )
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of lm-eval's tasks")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="ranks that share one copy of the model; a launcher starts them, and the rest is data parallel",
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda if there is one, else cpu)")
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
     )
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its tokenizer instead of the model's own")
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
         help="read pickled weights (pytorch_model.bin) where there are no safetensors, if you trust their source",
     )
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
-    arguments = parser.parse_args()
-
-    from zero_tp.evaluation import zero_shot
-
-    tasks = zero_shot.parse_tasks(arguments.tasks)
-    data = zero_shot.parse_data(arguments.data, tasks)
-    settings = zero_shot.EvaluationSettings(
-        batch_size=arguments.batch_size,
-        sequence_length=arguments.sequence_length,
-        overlap=arguments.overlap,
-        dtype=arguments.dtype,
-        device=arguments.device,
-        text_key=arguments.text_key,
-        allow_pickle=arguments.allow_pickle,
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="show two such JSON files side by side, and stop"
     )
-    report = zero_shot.evaluate(arguments.model, tasks, data, settings)
-    print(zero_shot.table(report))
-    if arguments.output:
-        zero_shot.write_report(arguments.output, report)
-        print(f"wrote {arguments.output}")
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
+    options = parser.parse_args()
+    if options.compare is None and (options.model is None or options.tasks is None):
+        parser.error("--model and --tasks are needed, or --compare")
+    return options
+
+
+def main(place: Place) -> None:
+    options = arguments()
+    from zero_tp.evaluation import report
+
+    if options.compare:
+        print(report.comparison(*options.compare))
+        return
+
+    from zero_tp.evaluation import tasks, zero_shot
+
+    names = tasks.parse_tasks(options.tasks)
+    settings = zero_shot.EvaluationSettings(
+        batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+        dtype=options.dtype,
+        device=options.device,
+        tensor_parallel=options.tensor_parallel,
+        tokenizer=options.tokenizer,
+        allow_pickle=options.allow_pickle,
+        tasks=tasks.TaskOptions(
+            text_key=options.text_key,
+            overlap=options.overlap,
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            include_path=options.include_path,
+        ),
+    )
+
+    def connect() -> tuple[str, Topology]:
+        from zero_tp.evaluation import ranks
+        from zero_tp.training.environment import complete_environment
+
+        complete_environment(place)
+        return ranks.connect(settings.tensor_parallel, settings.device, place.local_rank or 0)
+
+    data = tasks.parse_data(options.data, names)
+    found = zero_shot.evaluate(
+        options.model, names, data, settings, world=place.world, connect=connect if place.world > 1 else None
+    )
+    if place.rank == 0:
+        print(report.table(found))
+        if options.output:
+            report.write_report(options.output, found)
+            print(f"wrote {options.output}")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    verbose = "--verbose" in sys.argv[1:]
+    quiet_libraries(verbose)
+    place = Place.of_this_process()
+    if place.world == 1:
+        cli.run(lambda: main(place))
+    run_rank(lambda: main(place), verbose)

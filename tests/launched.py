@@ -33,13 +33,13 @@ def run(command: Sequence[str], directory: Path, limit: float = 240) -> subproce
     return subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=limit)
 
 
-def launch(world: int, launcher: str = "deepspeed") -> list[str]:
-    """The words that start launch/pretrain.py on `world` CPU ranks, by "deepspeed" or "torchrun"."""
+def launch(world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py") -> list[str]:
+    """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
     words = {
         "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)],
         "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(world)],
     }[launcher]
-    return [sys.executable, *words, "--master_port", str(free_port()), str(ROOT / "launch" / "pretrain.py")]
+    return [sys.executable, *words, "--master_port", str(free_port()), str(ROOT / script)]
 
 
 def pretrain(world: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash launch/setup_env.sh dev
+bash launch/setup_env.sh dev eval
 export PATH="$PWD/.venv/bin:$PATH"
 
 failed=()

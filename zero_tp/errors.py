@@ -8,3 +8,9 @@ class UserError(ValueError):
 
     Commands print it without a traceback and exit with status 2.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, as part of a line: its first line, or its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -17,11 +17,8 @@ from tests.pools import Pools
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Sharded
-from zero_tp.parallel.loss import (
-    vocab_parallel_cross_entropy,
-    vocab_parallel_logits,
-    vocab_parallel_token_losses,
-)
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
+from zero_tp.parallel.scores import vocab_parallel_token_scores
 
 HIDDEN = 6
 IGNORED = {"none": 0.0, "some": 0.4, "most": 0.9, "all": 1.0}
@@ -93,7 +90,9 @@ def cross_entropy(
         found = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         with torch.no_grad():
             without = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
-        losses = vocab_parallel_token_losses(hidden, given_weight, labels, **common)
+        scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
+        alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
+        each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
     finally:
         module.CHUNK_ELEMENTS = before
     assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
@@ -101,7 +100,14 @@ def cross_entropy(
     everyone = all_gather(found.detach().reshape(1), group)
     assert torch.equal(everyone[0].expand(world), everyone) or everyone.isnan().all()
     assert found.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
-    assert torch.allclose(losses, each, rtol=1e-5, atol=2e-6)
+    assert torch.allclose(scores.nll, each, rtol=1e-5, atol=2e-6)
+    # The whole numbers of `large` have ties, where torch's argmax takes the first.
+    assert torch.equal(scores.greedy, (logits.argmax(2) == labels) & (labels != index))
+    assert torch.equal(each_of_three.greedy[..., 0], scores.greedy)
+    assert torch.allclose(each_of_three.nll[..., 0], each, rtol=1e-5, atol=2e-6)
+    other = F.cross_entropy(flat[0], labels.roll(1).flatten(), ignore_index=index, reduction="none").view(labels.shape)
+    assert torch.allclose(each_of_three.nll[..., 1], other, rtol=1e-5, atol=2e-6)
+    assert not each_of_three.nll[..., 2].any() and not each_of_three.greedy[..., 2].any()
     whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=vocabulary, group=group)
     check_close({"logits": whole_logits}, {"logits": logits.detach()})
     if not found.requires_grad:
@@ -250,7 +256,7 @@ def largest_tensor(world: int, sequence: bool, chunk: int) -> int:
     try:
         with Largest() as largest:
             vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common).backward()
-            vocab_parallel_token_losses(hidden, shard, labels, **common)
+            vocab_parallel_token_scores(hidden, shard, labels, **common)
     finally:
         module.CHUNK_ELEMENTS = before
     return largest.elements
@@ -262,3 +268,20 @@ def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
     for chunk in (1, 128, 512):
         assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, hidden_states)}
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
+
+
+def tied(world: int) -> list[bool]:
+    """Of labels whose logits tie for the greatest: tokens 1, 2 and 6 of 7."""
+    topology = grid(world, False)
+    weight = torch.zeros(7, HIDDEN)
+    weight[[1, 2, 6]] = 1.0
+    labels = torch.tensor([[1, 2, 6, 0]])
+    shard = shard_of(weight, topology.tensor_rank, world)
+    hidden = torch.ones(1, 4, HIDDEN)
+    scores = vocab_parallel_token_scores(hidden, shard, labels, vocabulary=7, group=topology.tensor_group)
+    assert torch.equal(scores.greedy[0], (hidden @ weight.t()).argmax(2)[0] == labels[0])
+    return [bool(each) for each in scores.greedy[0]]
+
+
+def test_of_tied_tokens_the_first_is_the_choice(ranks: Pools) -> None:
+    assert ranks(2).run(tied, 2) == [[True, False, False, False]] * 2

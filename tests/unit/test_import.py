@@ -175,7 +175,7 @@ def test_evaluation_reads_pickled_weights_where_that_is_allowed(tmp_path: Path) 
         open_directory(tmp_path)
     opened = open_directory(tmp_path, allow_pickle=True).load("float32", "cpu")
     for name, tensor in reference.state_dict().items():
-        assert torch.equal(opened.state_dict()[name], tensor), name
+        assert torch.equal(opened.module.state_dict()[name], tensor), name
 
 
 class Harmful:

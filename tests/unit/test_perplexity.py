@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,8 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
-from zero_tp.evaluation import zero_shot
-from zero_tp.evaluation.perplexity import IGNORED, HuggingFaceScorer, Perplexity, perplexity, sliding_windows
+from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
+from zero_tp.evaluation.report import table, write_report
+from zero_tp.evaluation.scoring import IGNORED, Evaluator, HuggingFaceScorer
+from zero_tp.evaluation.tasks import TaskOptions, parse_data, parse_tasks
+from zero_tp.evaluation.text import TextEncoder
+from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = 16
@@ -75,42 +80,40 @@ def test_equals_brute_force(model_directory: Path, s: int, o: int, batch_size: i
     model = GPT2LMHeadModel.from_pretrained(str(model_directory)).eval()
     tokenizer = train_bpe(iter(DOCUMENTS), 280)
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
+    encoder = TextEncoder(tokenizer)
     result = perplexity(
         [*DOCUMENTS, ""],
-        encode,
+        encoder.plain,
         # Room for two rows' logits: batches of three are split.
-        HuggingFaceScorer(model, logits_bytes=2 * s * 288 * 4),
-        prefix_token=0,
+        Evaluator(HuggingFaceScorer(model, logits_bytes=2 * s * 288 * 4), batch_size=batch_size),
+        prefix_token=encoder.prefix_token,
         sequence_length=s,
         overlap=o,
-        batch_size=batch_size,
     )
+    ids = [tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) for text in DOCUMENTS]
     with torch.no_grad():
-        expected = sum(reference(model, [0, *encode(text)], s, o) for text in DOCUMENTS)
+        expected = sum(reference(model, [0, *each], s, o) for each in ids)
     assert result.nll == pytest.approx(expected, rel=1e-5)
-    assert result.tokens == sum(len(encode(text)) for text in DOCUMENTS)
+    assert result.tokens == sum(map(len, ids))
     assert result.documents == len(DOCUMENTS)
     assert result.bytes == sum(len(text.encode()) for text in DOCUMENTS)
     assert result.characters == sum(map(len, DOCUMENTS))
     assert result.words == sum(len(text.split()) for text in DOCUMENTS)
+    assert result.windows == sum(-(-max(0, len(each) - s) // o) + 1 for each in ids)
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.data())
 def test_windows_score_each_target_once(targets: int, s: int, data: st.DataObject) -> None:
     o = data.draw(st.integers(1, s))
-    tokens = list(range(targets + 1))
-    scored = []
-    for number, window in enumerate(sliding_windows(tokens, s, o)):
-        assert len(window.input_ids) == len(window.labels) <= s
-        own = [(i, label) for i, label in zip(window.input_ids, window.labels, strict=True) if label != IGNORED]
-        assert own, "a window that scores nothing"
-        assert all(label == i + 1 for i, label in own)
-        assert number == 0 or len(own) <= o
-        scored += [label for _, label in own]
-    assert scored == tokens[1:]
+    tokens = np.arange(targets + 1)
+    scored: list[int] = []
+    for number, row in enumerate(sliding_windows(tokens, s, o)):
+        assert 1 <= len(row) <= s, "a window that scores nothing, or is too long"
+        assert row.tokens.tolist() == list(range(row.tokens[0], row.tokens[0] + len(row) + 1))
+        assert 1 <= row.scored <= (s if number == 0 else o)
+        assert number == 0 or len(row) == s or row.tokens[-1] == targets
+        scored += row.tokens[-row.scored :].tolist()
+    assert scored == tokens[1:].tolist()
 
 
 def test_figures() -> None:
@@ -123,31 +126,25 @@ def test_figures() -> None:
 
 
 def test_evaluate_reports(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
-    settings = zero_shot.EvaluationSettings(device="cpu", batch_size=2)
-    report = zero_shot.evaluate(model_directory, ["perplexity"], {"perplexity": text_file}, settings)
+    settings = EvaluationSettings(device="cpu", batch_size=2)
+    report = evaluate(model_directory, ["perplexity"], {"perplexity": text_file}, settings)
     result = report["tasks"]["perplexity"]
-    assert report["settings"]["sequence_length"] == report["settings"]["overlap"] == POSITIONS
+    assert report["settings"]["sequence_length"] == result["overlap"] == POSITIONS
     assert len(result["data"]["sha256"]) == 64
     assert result["tokens"] > 50 and result["documents"] == 4
     # The special token's spelling is text: no eos id is scored.
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"] / result["tokens"]))
-    zero_shot.write_report(tmp_path / "new" / "r.json", report)
+    write_report(tmp_path / "new" / "r.json", report)
     assert json.loads((tmp_path / "new" / "r.json").read_text()) == report
-    heading, row = zero_shot.table(report).splitlines()
+    heading, row = table(report).splitlines()
     assert len(heading) == len(row) and f"{result['perplexity']:,.3f}" in row
 
 
 def test_tasks_and_data_arguments(text_file: Path) -> None:
-    assert zero_shot.parse_tasks("perplexity, perplexity") == ["perplexity"]
-    for text, message in [
-        ("perplexty", "did you mean perplexity"),
-        ("lambada", "not built yet; there is: perplexity"),
-        ("zzz", "unknown task; there is: perplexity"),
-        (",", "no task named"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            zero_shot.parse_tasks(text)
-    assert zero_shot.parse_data([f"perplexity={text_file}"], ["perplexity"]) == {"perplexity": text_file}
+    assert parse_tasks("perplexity, perplexity") == ["perplexity"]
+    with pytest.raises(UserError, match="no task named"):
+        parse_tasks(",")
+    assert parse_data([f"perplexity={text_file}"], ["perplexity"]) == {"perplexity": text_file}
     for pairs, message in [
         ([], "perplexity needs a text: --data perplexity=FILE"),
         (["perplexity"], "TASK=PATH"),
@@ -156,23 +153,28 @@ def test_tasks_and_data_arguments(text_file: Path) -> None:
         ([f"perplexity={text_file}"] * 2, "has a file already"),
     ]:
         with pytest.raises(UserError, match=message):
-            zero_shot.parse_data(pairs, ["perplexity"])
+            parse_data(pairs, ["perplexity"])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sequence_length": 17}, "the model has 16 positions"),
-        ({"overlap": 17}, "--overlap 17: from 1 to the window's 16"),
+        ({"tasks": TaskOptions(overlap=17)}, "--overlap 17: from 1 to the window's 16"),
+        ({"tasks": TaskOptions(overlap=0)}, "--overlap 0: at least 1"),
+        ({"tasks": TaskOptions(limit=0)}, "--limit 0: at least 1"),
+        ({"tasks": TaskOptions(num_fewshot=-1)}, "--num-fewshot -1: at least 0"),
+        ({"tasks": TaskOptions(num_fewshot=1)}, "for tasks of lm-eval only"),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2: it must divide the 1 rank;"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"dtype": "int8"}, "--dtype int8"),
         ({"device": "warp"}, "--device warp"),
     ],
 )
 def test_bad_settings(model_directory: Path, text_file: Path, options: dict[str, object], message: str) -> None:
-    settings = zero_shot.EvaluationSettings(**({"device": "cpu"} | options))  # type: ignore[arg-type]
+    settings = EvaluationSettings(**({"device": "cpu"} | options))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=message):
-        zero_shot.evaluate(model_directory, ["perplexity"], {"perplexity": text_file}, settings)
+        evaluate(model_directory, ["perplexity"], {"perplexity": text_file}, settings)
 
 
 def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
@@ -180,9 +182,7 @@ def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path:
 
     def refuses(message: str, model: Path = copy) -> None:
         with pytest.raises(UserError, match=message):
-            zero_shot.evaluate(
-                model, ["perplexity"], {"perplexity": text_file}, zero_shot.EvaluationSettings(device="cpu")
-            )
+            evaluate(model, ["perplexity"], {"perplexity": text_file}, EvaluationSettings(device="cpu"))
 
     refuses("no such directory")
     shutil.copytree(model_directory, copy)
@@ -200,7 +200,7 @@ def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path:
     with_config(n_layer=3)
     refuses(r"weights missing in the files: transformer\.h\.2\.")
     with_config(zero_tp={})
-    refuses("is a training run.*export it first.*to-hf")
+    refuses("no complete checkpoint there; give a run directory")
     with_config()
     (copy / "model.safetensors").write_bytes(b"\0" * 100)
     refuses("weights can't be read")
@@ -209,8 +209,8 @@ def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path:
     (copy / "config.json").unlink()
     refuses("no config.json")
     (copy / "checkpoints" / "step_00000500").mkdir(parents=True)
-    refuses("export it first")
-    refuses("export it first", copy / "checkpoints" / "step_00000500")
+    refuses("no complete checkpoint there")
+    refuses("no complete checkpoint there", copy / "checkpoints" / "step_00000500")
 
 
 def test_the_command(model_directory: Path, text_file: Path, tmp_path: Path) -> None:

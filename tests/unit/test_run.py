@@ -117,7 +117,7 @@ def test_a_tokenizer_never_decides_what_training_depends_on(
 ) -> None:
     """A Llama's padding token gets no gradient from the look-up, and tokenizers pad with the token that ends a text."""
     prepare(tmp_path / "data" / "train", 1)
-    tokenizer = train_bpe(["a few words of text"] * 5, 270)
+    tokenizer = train_bpe(iter(["a few words of text"] * 5), 270)
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(tmp_path / "data" / "tokenizer")
     config = run_of(tmp_path, model).model_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from zero_tp.checkpoint.convert import _tokenizer
+from zero_tp.checkpoint.convert import tokenizer_of
 from zero_tp.checkpoint.directory import (
     CONFIG,
     MANIFEST,
@@ -146,6 +146,6 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no tokenizer"):
-        _tokenizer(tmp_path, None)
+        tokenizer_of(tmp_path, None)
     (tmp_path / "tokenizer.json").touch()
-    assert _tokenizer(tmp_path, None) == tmp_path
+    assert tokenizer_of(tmp_path, None) == tmp_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
@@ -29,8 +30,11 @@ class Converted:
     tokenizer: Path | None
 
 
-def _tokenizer(given: Path | None, recorded: str | None) -> Path | None:
-    """The tokenizer to copy: the one given, else the one that the run had, if it still is where it was."""
+def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
+    """A run's tokenizer: the one given, else the one that the run had, if it still is where it was.
+
+    UserError: it isn't there, or is none.
+    """
     if given is not None and not given.is_dir():
         raise UserError(f"--tokenizer: no directory {given}")
     if given is not None and not any((given / name).is_file() for name in TOKENIZER_FILES):
@@ -38,6 +42,12 @@ def _tokenizer(given: Path | None, recorded: str | None) -> Path | None:
     if given is None and recorded is not None and not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
     return given or (Path(recorded) if recorded else None)
+
+
+def config_of(manifest: dict[str, Any]) -> PretrainedConfig:
+    """The Hugging Face config of a checkpoint's model."""
+    fields = dict(manifest["model"])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def to_huggingface(
@@ -60,9 +70,8 @@ def to_huggingface(
     checkpoint = find_checkpoint(source)
     with in_use(checkpoint):
         manifest = read_manifest(checkpoint)
-        found_tokenizer = _tokenizer(tokenizer, manifest["tokenizer"])
-        fields = dict(manifest["model"])
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        found_tokenizer = tokenizer_of(tokenizer, manifest["tokenizer"])
+        config = config_of(manifest)
         entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
         write_native(
             output,

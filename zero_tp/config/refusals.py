@@ -301,7 +301,6 @@ REFUSALS: tuple[Refusal, ...] = (
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero_tp.objective": ("causal",),
     "zero_tp.compile": (False,),
-    "zero_tp.evaluation.tasks": ([],),
     f"{ACTIVATIONS}.profile": (False,),
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
     f"{ZERO}.offload_optimizer.super_offload": (False,),

@@ -161,7 +161,21 @@ class Evaluation(Block):
         default=None, description="Steps between validation losses.", json_schema_extra={"default": "off"}
     )
     batches: Positive = Field(default=20, description="Global batches of one validation loss.")
-    tasks: list[Name] = Field(default_factory=list, description="Zero-shot tasks on the live model.")
+    tasks: list[Name] = Field(
+        default_factory=list,
+        description="Zero-shot tasks (docs/evaluation.md) on the live model, whenever there is a validation loss.",
+    )
+    task_data: dict[Name, Name] = Field(
+        default_factory=dict,
+        description="`{task: file}`; without one its text comes from the Hugging Face hub.",
+        json_schema_extra={"type": "{task: file}"},
+    )
+    task_limit: Positive | None = Field(
+        default=None, description="Examples of each task.", json_schema_extra={"default": "all"}
+    )
+    task_include_path: Name | None = Field(
+        default=None, description="A directory of lm-eval task files.", json_schema_extra={"default": "none"}
+    )
 
 
 class Logging(Block):

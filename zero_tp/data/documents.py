@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from zero_tp.errors import UserError
 
@@ -57,15 +58,27 @@ def read_documents(path: Path, text_key: str = "text") -> Iterator[str]:
     Raises:
         UserError: naming the file and line: missing file, not UTF-8, not JSON, no such key, damaged gzip.
     """
-    kind = document_kind(path)
+    if document_kind(path) == "jsonl":
+        for where, record in read_objects(path):
+            yield text_of(record, where, text_key)
+        return
+    with _reading(path) as file:
+        yield _decode(file.read(), str(path)).removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, for messages; the JSON object there) of a .jsonl file. UserError as `read_documents`."""
+    with _reading(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _object_of_line(line, f"{path}:{number}")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[IO[bytes]]:
     try:
         with _open(path) as file:
-            if kind == "txt":
-                yield _decode(file.read(), str(path)).removeprefix("\ufeff").replace("\r\n", "\n")
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _text_of_line(line, f"{path}:{number}", text_key)
+            yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path}: not a whole gzip file ({error})") from error
     except OSError as error:
@@ -83,7 +96,7 @@ def _decode(data: bytes, where: str) -> str:
         raise UserError(f"{where}: not UTF-8 at byte {error.start}: convert it to UTF-8 first") from error
 
 
-def _text_of_line(line: bytes, where: str, text_key: str) -> str:
+def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(_decode(line, where).removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
@@ -92,6 +105,11 @@ def _text_of_line(line: bytes, where: str, text_key: str) -> str:
         raise UserError(f"{where}: JSON nested too deeply") from error
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON object is needed, found {type(record).__name__}")
+    return record
+
+
+def text_of(record: dict[str, Any], where: str, text_key: str) -> str:
+    """The string under `text_key` of a line's object. UserError: there is none."""
     if text_key not in record:
         found = ", ".join(sorted(map(repr, record))) or "none"
         raise UserError(f"{where}: no key {text_key!r}; the keys found are {found}: choose one with --text-key")

@@ -10,35 +10,14 @@ and each token is read once; with o = 1 every token but the first s has the long
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+import numpy as np
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-IGNORED = -100
-
-Scorer = Callable[[Tensor, Tensor], Tensor]
-"""(input_ids int64 [b, n], labels int64 [b, n]) → negative log-likelihoods float [b, n], nats, 0 where a label is -100.
-
-Labels are already shifted: `labels[i, j]` is the token after `input_ids[i, j]`.
-"""
-
-
-@dataclass(frozen=True)
-class Window:
-    """One row for the model: `input_ids` and `labels` [n], n ≤ s; labels are shifted and -100 where nothing is
-    scored."""
-
-    input_ids: Sequence[int]
-    labels: Sequence[int]
+from zero_tp.evaluation.scoring import Evaluator, Report, Row, Tokens, unreported
 
 
 @dataclass(frozen=True)
@@ -52,6 +31,8 @@ class Perplexity:
         characters: Unicode code points.
         bytes: of the UTF-8 text.
         documents: scored; those without any token are left out.
+        windows: rows that the model read.
+        tokens_computed: tokens that it read, padding not counted; more than `tokens` where windows overlap.
     """
 
     nll: float = 0.0
@@ -60,6 +41,8 @@ class Perplexity:
     characters: int = 0
     bytes: int = 0
     documents: int = 0
+    windows: int = 0
+    tokens_computed: int = 0
 
     @property
     def loss(self) -> float:
@@ -69,11 +52,11 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(nats a token). It depends on the tokenizer; the figures a byte, character or word don't."""
-        return _exp(self.nll / self.tokens)
+        return exp(self.nll / self.tokens)
 
     @property
     def word_perplexity(self) -> float:
-        return _exp(self.nll / self.words)
+        return exp(self.nll / self.words)
 
     @property
     def bits_per_byte(self) -> float:
@@ -92,137 +75,65 @@ class Perplexity:
         return asdict(self) | {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
-def _exp(x: float) -> float:
+def exp(x: float) -> float:
+    """eˣ, infinite where that overflows."""
     try:
         return math.exp(x)
     except OverflowError:
         return math.inf
 
 
-def sliding_windows(tokens: Sequence[int], sequence_length: int, overlap: int) -> Iterator[Window]:
-    """Windows that together score each of `tokens[1:]` exactly once.
+def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Iterator[Row]:
+    """Rows that together score each of `tokens[1:]` exactly once.
 
     `tokens[0]` is context only. Windows wholly past the end don't exist, so none scores nothing.
     """
     assert 1 <= overlap <= sequence_length
     targets = len(tokens) - 1
-    start, scored = 0, 0  # `scored` targets are done; window covers targets start+1 … start+s
+    start, scored = 0, 0  # `scored` targets are done; the window reads tokens start … start + s - 1
     while scored < targets:
         end = min(start + sequence_length, targets)
-        labels = [IGNORED] * (scored - start) + list(tokens[scored + 1 : end + 1])
-        yield Window(tokens[start:end], labels)
+        yield Row(tokens[start : end + 1], end - scored)
         scored = end
         start += overlap
 
 
-@torch.inference_mode()
 def perplexity(
     documents: Iterable[str],
-    encode: Callable[[str], list[int]],
-    score: Scorer,
+    encode: Callable[[str], Tokens],
+    evaluator: Evaluator,
     *,
     prefix_token: int,
     sequence_length: int,
     overlap: int | None = None,
-    batch_size: int = 8,
-    device: torch.device | str = "cpu",
-    report: Callable[[int], None] = lambda tokens: None,
+    report: Report = unreported,
 ) -> Perplexity:
-    """Perplexity of `documents`, each scored by itself.
+    """Perplexity of `documents`, each scored by itself. Collective: every rank gives the same documents.
 
     Args:
         encode: text → token ids, without special tokens.
-        score: the model; see `Scorer`.
         prefix_token: read before each document, never scored.
         sequence_length: s, tokens.
         overlap: o, 1 … s; None: s, so that windows don't overlap.
-        batch_size: rows given to `score` at once; windows of several documents share a batch.
-        report: called with the number of tokens scored since the last call.
 
-    Memory: one document's tokens and one batch.
+    Memory: the tokens of all documents, 8 bytes each, and one batch.
     """
-    totals = Perplexity().__dict__.copy()
-
-    def windows() -> Iterator[Window]:
-        for text in documents:
-            ids = encode(text)
-            if not ids:
-                continue
-            totals["documents"] += 1
-            totals["tokens"] += len(ids)
-            totals["words"] += len(text.split())
-            totals["characters"] += len(text)
-            totals["bytes"] += len(text.encode("utf-8"))
-            yield from sliding_windows([prefix_token, *ids], sequence_length, overlap or sequence_length)
-
-    for batch in _batches(windows(), batch_size):
-        input_ids, labels = _padded(batch)
-        nll = score(input_ids.to(device), labels.to(device))
-        totals["nll"] += nll.double().sum().item()
-        report(int((labels != IGNORED).sum()))
-    return Perplexity(**totals)
+    counts = dict.fromkeys(("tokens", "words", "characters", "bytes", "documents"), 0)
+    rows: list[Row] = []
+    for text in documents:
+        ids = encode(text)
+        if not len(ids):
+            continue
+        counts["documents"] += 1
+        counts["tokens"] += len(ids)
+        counts["words"] += len(text.split())
+        counts["characters"] += len(text)
+        counts["bytes"] += len(text.encode("utf-8"))
+        rows += sliding_windows(np.concatenate(([prefix_token], ids)), sequence_length, overlap or sequence_length)
+    nll = summed(evaluator, rows, report)
+    return Perplexity(nll=nll, **counts, windows=len(rows), tokens_computed=sum(map(len, rows)))
 
 
-def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
-    batch: list[Window] = []
-    for window in windows:
-        batch.append(window)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _padded(windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    """Input ids and labels [b, n], n the longest window's length, padded on the right.
-
-    A causal model's outputs don't depend on what follows, so padding needs no attention mask.
-    """
-    longest = max(len(window.input_ids) for window in windows)
-    input_ids = torch.zeros(len(windows), longest, dtype=torch.long)
-    labels = torch.full((len(windows), longest), IGNORED)
-    for row, window in enumerate(windows):
-        input_ids[row, : len(window.input_ids)] = torch.tensor(window.input_ids)
-        labels[row, : len(window.labels)] = torch.tensor(window.labels)
-    return input_ids, labels
-
-
-class HuggingFaceScorer:
-    """A `Scorer` of a Hugging Face causal language model.
-
-    Logits are made for at most `logits_bytes` at once (fp32 bytes, for one row at least): rows go through the model
-    in smaller groups when a batch would need more, and only the positions from the first scored one on get logits where
-    the model takes `logits_to_keep`. The fp32 copy for the loss is made in pieces of 128 positions.
-    """
-
-    POSITIONS = 128
-
-    def __init__(self, model: PreTrainedModel, logits_bytes: int = 512 << 20) -> None:
-        self.model = model.eval()
-        self.logits_bytes = logits_bytes
-        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    def __call__(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        scored = (labels != IGNORED).any(dim=0).nonzero()
-        if len(scored) == 0:
-            return torch.zeros(labels.shape, device=labels.device)
-        first = int(scored[0]) if self._keeps else 0
-        kept = labels.shape[1] - first
-        rows = max(1, self.logits_bytes // (kept * self.model.config.get_text_config().vocab_size * 4))
-        nll = torch.zeros(labels.shape, device=labels.device)
-        options: dict[str, Any] = {"use_cache": False}
-        if self._keeps:
-            options["logits_to_keep"] = kept
-        for ids, out, targets in zip(
-            input_ids.split(rows), nll[:, first:].split(rows), labels[:, first:].split(rows), strict=True
-        ):
-            logits = self.model(input_ids=ids, **options).logits
-            for at in range(0, kept, self.POSITIONS):
-                piece = slice(at, at + self.POSITIONS)
-                # Rows of logits, not [b, v, n]: with a strided class dimension this was 6 to 10 times slower on CPU.
-                rows_of_logits = logits[:, piece].flatten(0, 1).float()
-                out[:, piece] = functional.cross_entropy(
-                    rows_of_logits, targets[:, piece].flatten(), ignore_index=IGNORED, reduction="none"
-                ).view_as(out[:, piece])
-        return nll
+def summed(evaluator: Evaluator, rows: Sequence[Row], report: Report) -> float:
+    """The NLL of all rows' targets, rounded once: the same whatever the order of the batches."""
+    return math.fsum(scores[0].nll for scores in evaluator.score(rows, report))

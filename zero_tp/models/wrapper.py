@@ -6,6 +6,7 @@ s sequence, b batch, v vocabulary, t TP size.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,70 +18,21 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from zero_tp.errors import UserError
 from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.spec import TransformerSpec
+from zero_tp.models.head import IGNORE_INDEX, OutputLayer
 from zero_tp.models.transformer import Transformer
-from zero_tp.parallel.collectives import gather_from_sequence_region
-from zero_tp.parallel.layout import Sharded
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits, vocab_parallel_token_losses
-from zero_tp.parallel.parameter import Drawn, Normal, ParameterMaker, WeightSource
+from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
-IGNORE_INDEX = -100
 
-
-class OutputLayer(nn.Module):
-    """Hidden states to a loss, token losses or logits; its weight [⌈v/t⌉, h] is the word embedding when tied.
-
-    A tied weight is a parameter of this module too: ZeRO-3 gathers a parameter around the modules that own it.
+@dataclass
+class ScoredOutput(CausalLMOutputWithPast):
+    """
+    Attributes:
+        greedy: whether each label is the model's first choice, of the shape of `loss`; only of `reduction="none"`.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
-        super().__init__()
-        self.vocabulary = spec.vocabulary
-        self.group = make.topology.tensor_group
-        self.weight = (
-            embedding
-            if spec.tied
-            else make.make(
-                "weight",
-                (spec.vocabulary, spec.hidden),
-                Sharded(0, (spec.vocabulary,), padded=True),
-                Normal(spec.init_std),
-            )
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        *,
-        sequence: bool,
-        each_token: bool = False,
-        divisor: float | None = None,
-        keep: int | Tensor = 0,
-    ) -> Tensor:
-        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b], its sum over `divisor` if that is
-        given; token losses [s, b] when `each_token`; without labels logits [s, b, v], of the last `keep` positions, or
-        of those it lists; 0: all."""
-        if labels is not None and not each_token:
-            return vocab_parallel_cross_entropy(
-                hidden,
-                self.weight,
-                labels,
-                vocabulary=self.vocabulary,
-                group=self.group,
-                sequence=sequence,
-                ignore_index=IGNORE_INDEX,
-                divisor=divisor,
-            )
-        whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
-        if labels is None:
-            kept = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
-            return vocab_parallel_logits(kept, self.weight, vocabulary=self.vocabulary, group=self.group)
-        return vocab_parallel_token_losses(
-            whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group, ignore_index=IGNORE_INDEX
-        )
+    greedy: Tensor | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -184,7 +136,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: float | None = None,
-    ) -> CausalLMOutputWithPast:
+    ) -> ScoredOutput:
         """Loss and, when asked or when there are no labels, logits.
 
         Args:
@@ -196,15 +148,17 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: keys and values of the tokens before, which gets the present ones too.
             use_cache: start such a cache where none is given, and return it.
             logits_to_keep: logits of the last so many positions, or of those it lists; 0: of all.
-            shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`.
+            shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`. With
+                `reduction="none"` also [b, s, k]: k alternatives at each position.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
-            reduction: `none` gives each token's loss, for evaluation, without gradient.
+            reduction: `none` gives each token's loss, for evaluation, without gradient; ignored labels cost nothing in
+                the output layer.
             num_items_in_batch: what the sum of the losses is divided by, instead of the number of labels that are not
                 ignored: the forwards of one step can share a number.
 
         Returns:
-            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` [b, s],
-            0 where a label is ignored.
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` of the
+            labels' shape, 0 where a label is ignored, and `greedy` beside it.
 
         Raises:
             UserError: s does not divide by t while gradients are taken under SP, or exceeds learned positions, a
@@ -225,7 +179,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
         if targets is not None:
-            if targets.shape != input_ids.shape:
+            if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
         hidden = self.transformer(
@@ -236,20 +190,17 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
             cache=past_key_values,
             sequence=sequence,
         )
-        loss = logits = None
+        loss = logits = greedy = None
         if targets is not None:
-            each_token = reduction == "none"
-            loss = self.head(
-                hidden,
-                targets.t().contiguous(),
-                sequence=sequence,
-                each_token=each_token,
-                divisor=num_items_in_batch,
-            )
-            loss = loss.t() if each_token else loss
+            labelled = targets.transpose(0, 1).contiguous()
+            if reduction == "none":
+                scores = self.head(hidden, labelled, sequence=sequence, each_token=True)
+                loss, greedy = (score.transpose(0, 1) for score in scores)
+            else:
+                loss = self.head(hidden, labelled, sequence=sequence, divisor=num_items_in_batch)
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy)
 
     def _check_shapes(
         self,

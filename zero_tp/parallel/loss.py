@@ -27,7 +27,7 @@ def _chunk_rows(sequence: int, batch: int, vocabulary_shard: int) -> int:
     return max(1, min(sequence, CHUNK_ELEMENTS // max(1, batch * vocabulary_shard)))
 
 
-def _logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
+def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
     """[n, h] × [v/t, h] → fp32 [n, v/t]; padded rows (from `valid` on) get no probability."""
     logits = (hidden @ weight.t()).float()
     if valid < weight.shape[0]:
@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             keep = counted[start : start + step].flatten()
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
-            probability = _logits(piece, weight, valid)
+            probability = shard_logits(piece, weight, valid)
             log_probability = _log_probability_(probability, target, group)
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if not (needs_hidden or needs_weight):
@@ -163,25 +163,6 @@ def vocab_parallel_cross_entropy(
     return _LinearCrossEntropy.apply(
         hidden, weight, labels, vocabulary, ignore_index, group, sequence, divisor, torch.is_grad_enabled()
     )
-
-
-@torch.no_grad()
-def vocab_parallel_token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, group: Group, ignore_index: int = -100
-) -> Tensor:
-    """Each token's loss, for evaluation. [s, b, h], labels [s, b] → fp32 [s, b], 0 where ignored."""
-    rows = weight.shape[0]
-    first = group_rank(group) * rows
-    valid = min(max(vocabulary - first, 0), rows)
-    losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-    step = _chunk_rows(hidden.shape[0], hidden.shape[1], rows)
-    for start in range(0, hidden.shape[0], step):
-        chunk = labels[start : start + step]
-        target = chunk.flatten() - first
-        target = target.masked_fill((chunk.flatten() == ignore_index) | (target < 0) | (target >= valid), -1)
-        logits = _logits(hidden[start : start + step].flatten(0, 1), weight, valid)
-        losses[start : start + step] = -_log_probability_(logits, target, group).view(chunk.shape)
-    return losses.masked_fill(labels == ignore_index, 0.0)
 
 
 def vocab_parallel_logits(hidden: Tensor, weight: Tensor, *, vocabulary: int, group: Group) -> Tensor:

@@ -21,7 +21,8 @@ from zero_tp.checkpoint.states import unpartitioned_masters
 from zero_tp.config.schema import RecomputePolicy
 from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
-from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
+from zero_tp.models.head import IGNORE_INDEX
+from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import GradientHooks, audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource

@@ -170,6 +170,8 @@ class _Loop:
                         check_replicas(self.engine.model, self.topology, step)
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
                         reporter.validation(step, self._validation_loss(self.run.validation))
+                    if self.run.tasks and (last or _due(step, self.settings.evaluation.interval)):
+                        reporter.tasks(step, self.run.tasks.run(self.engine, self.config.micro_batch))
                     stop, save = self.requests.agreed(self.device)
                     last |= stop
                     if last or save or _due(step, self.settings.checkpoint.interval):

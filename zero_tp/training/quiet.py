@@ -37,6 +37,7 @@ LOGGERS = (
     "accelerate",
     "datasets",
     "filelock",
+    "huggingface_hub.utils._http",  # every attempt without a network
 )
 
 LIBRARIES = r"(torch|deepspeed|transformers|accelerate|datasets|huggingface_hub)(\.|$)"

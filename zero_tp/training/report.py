@@ -225,6 +225,16 @@ class Reporter:
         self.say(f"validation at step {step}: loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
         self._append({"step": step, "validation_loss": loss, "validation_perplexity": perplexity(loss)})
 
+    def tasks(self, step: int, figures: Mapping[str, Mapping[str, float | None]]) -> None:
+        """Print and append zero-shot figures: of each task, by the figure's name. `task/figure` in metrics.jsonl."""
+        for task, of_task in figures.items():
+            shown = ", ".join(
+                f"{name} {format_number(value, 0)}" for name, value in of_task.items() if value is not None
+            )
+            self.say(f"{task} at step {step}: {shown}")
+        flat = {f"{task}/{name}": value for task, each in figures.items() for name, value in each.items()}
+        self._append({"step": step, **flat})
+
     def say(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
         if not self.rank0:

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Speed of zero-shot evaluation in one process, in turns with lm-eval's own adapter and with plain forwards.
+
+Tasks of a directory of lm-eval task files, at the same batch size: seconds of lm-eval's `HFLM` over ours, by
+transformers' class and by zero_tp's. wikitext103 at overlap 32: tokens that the model reads a second, over those of a
+plain batched forward of the same shapes that makes logits for the same 32 positions. Each ratio is taken within a
+round; above 1 ours is faster.
+
+    python benchmarks/evaluation.py --model DIR --include-path TASKS --tasks copa_local --wikitext wiki.valid.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dated import write_result  # type: ignore[import-not-found]  # beside this script
+from lm_eval import evaluator as lm_evaluator
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from zero_tp import cli
+from zero_tp.evaluation.harness import Harness, _hushed
+from zero_tp.evaluation.perplexity import sliding_windows
+from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.evaluation.scoring import Evaluator, ParallelScorer, unreported
+from zero_tp.evaluation.sources import wikitext_split
+from zero_tp.evaluation.tasks import Subject
+from zero_tp.evaluation.wikitext import OVERLAP, detokenised
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+Contenders = dict[str, Callable[[], None]]
+
+
+def seconds(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of each, and the first one's over them, medians and extremes over the rounds; one round to warm up."""
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        turn = names[number % len(names) :] + names[: number % len(names)]
+        for name in turn:
+            taken = seconds(contenders[name])
+            if number:
+                times[name].append(taken)
+    ratios = {name: [a / b for a, b in zip(times[names[0]], times[name], strict=True)] for name in names}
+    return {
+        name: {
+            "seconds": round(statistics.median(times[name]), 3),
+            "ratio": round(statistics.median(ratios[name]), 3),
+            "least_and_greatest_ratio": [round(min(ratios[name]), 3), round(max(ratios[name]), 3)],
+        }
+        for name in names
+    }
+
+
+def subjects(directory: Path, batch_size: int, positions: int) -> dict[str, Subject]:
+    """The two ways to score, on one process."""
+    opened = open_directory(directory)
+    native = opened.load("float32", "cpu")
+    own = ZeroTPForCausalLM.from_pretrained(directory).eval()
+    scorers = {"transformers' class": (native.scorer, native.module), "zero_tp's": (ParallelScorer(own), own)}
+    return {
+        name: Subject(Evaluator(scorer, batch_size=batch_size), opened.tokenizer, opened.config, module, positions)
+        for name, (scorer, module) in scorers.items()
+    }
+
+
+def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, Any]:
+    model = ours["transformers' class"]
+    theirs = HFLM(
+        pretrained=model.module, tokenizer=model.tokenizer, batch_size=asked.batch_size, max_length=asked.positions
+    )
+    adapters: dict[str, Any] = {"lm-eval's HFLM": theirs}
+    adapters |= {f"ours, {name}": Harness(subject, unreported) for name, subject in ours.items()}
+    manager = TaskManager(include_path=str(asked.include_path), include_defaults=False)
+    found = {}
+    for task in asked.tasks.split(","):
+        loaded = manager.load([task])
+
+        def run(lm: Any, loaded: Any = loaded) -> None:
+            with _hushed():
+                lm_evaluator.evaluate(lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False)
+
+        found[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]
+        show(task, found[task])
+    return found
+
+
+def of_wikitext(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, Any]:
+    """Of the first windows of the text, all of the same length."""
+    subject = ours["transformers' class"]
+    encoder = subject.encoder
+    ids = encoder.plain(detokenised(wikitext_split(asked.wikitext, "text").value[:400_000]))
+    tokens = np.concatenate(([encoder.prefix_token], ids))
+    rows = list(sliding_windows(tokens, asked.positions, OVERLAP))[1 : 1 + asked.windows]  # the first scores them all
+    batches = [
+        torch.from_numpy(np.stack([row.tokens[:-1] for row in rows[start : start + asked.batch_size]]))
+        for start in range(0, len(rows), asked.batch_size)
+    ]
+
+    @torch.no_grad()
+    def plain() -> None:
+        for batch in batches:
+            subject.module(input_ids=batch, use_cache=False, logits_to_keep=OVERLAP)
+
+    def scoring(subject: Subject) -> Callable[[], None]:
+        def score() -> None:
+            subject.evaluator.score(rows)
+
+        return score
+
+    contenders: Contenders = {"plain forwards": plain}
+    contenders |= {f"wikitext103, {name}": scoring(each) for name, each in ours.items()}
+    found = in_turns(contenders, asked.rounds)
+    computed = sum(map(len, rows))
+    for of_one in found.values():
+        of_one["tokens_computed_per_second"] = round(computed / of_one["seconds"])
+    show(f"{len(rows)} windows of {asked.positions} tokens", found)
+    return found
+
+
+def show(title: str, found: dict[str, dict[str, Any]]) -> None:
+    print(title)
+    for name, figures in found.items():
+        least, greatest = figures["least_and_greatest_ratio"]
+        print(f"  {name:34} {figures['seconds']:8.2f} s  {figures['ratio']:.3f} × ({least:.3f} to {greatest:.3f})")
+
+
+def main() -> None:
+    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory")
+    parser.add_argument("--include-path", type=Path, required=True, metavar="DIR", help="lm-eval task files")
+    parser.add_argument("--tasks", required=True, metavar="TASK[,TASK]", help="of that directory")
+    parser.add_argument("--wikitext", type=Path, required=True, metavar="FILE", help="a WikiText split")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--positions", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
+    parser.add_argument("--windows", type=int, default=32, metavar="N", help="of wikitext103 (default: 32)")
+    parser.add_argument("--limit", type=int, default=40, metavar="N", help="examples of a task (default: 40)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write a dated JSON result there")
+    asked = parser.parse_args()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    ours = subjects(asked.model, asked.batch_size, asked.positions)
+    result = {
+        "settings": {name: str(value) for name, value in vars(asked).items() if name != "output"},
+        "threads": torch.get_num_threads(),
+        "tasks": of_tasks(asked, ours),
+        "wikitext103": of_wikitext(asked, ours),
+    }
+    if asked.output:
+        write_result(asked.output, "evaluation", result)
+
+
+if __name__ == "__main__":
+    cli.run(main)

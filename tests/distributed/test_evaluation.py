@@ -1,0 +1,166 @@
+"""Evaluation on TP × DP grids against lm-eval's HFLM and against one process, and on a live ZeRO-3 model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import Results, assert_same, native_subject, ours, parallel_subject, reference
+from tests.lm_eval_tasks import CHOSEN, write_tasks
+from tests.pool_rank import cached
+from tests.pools import Pools
+from tests.tiny_models import tiny_gpt2
+from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.evaluation.scoring import Evaluator, ParallelScorer
+from zero_tp.evaluation.tasks import Subject, Task, TaskOptions, make_tasks
+from zero_tp.parallel.scores import TokenScores
+from zero_tp.topology import Topology
+
+LIMIT, BATCH = 13, 3
+GRIDS = [(2, 2), (2, 1), (4, 2), (4, 4)]  # world, TP
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str], Path]) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"), shared_file)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str], Path]) -> Path:
+    text = shared_file("data/lambada_openai_first1000.jsonl").read_text()[:20_000]
+    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", [text])
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tasks: Path) -> Results:
+    return reference(model, tasks, list(CHOSEN), LIMIT) | reference(model, tasks, ["wikitext_local"], 1)
+
+
+def grid(tensor: int) -> Topology:
+    return cached(("evaluation", tensor), lambda: Topology(tensor, sequence=tensor == 2))
+
+
+def answers_on_grid(directory: Path, tasks: Path, tensor: int) -> Results:
+    subject = parallel_subject(directory, grid(tensor), BATCH)
+    return ours(subject, tasks, list(CHOSEN), LIMIT) | ours(subject, tasks, ["wikitext_local"], 1)
+
+
+@pytest.mark.parametrize(("world", "tensor"), GRIDS)
+def test_lm_evals_tasks_equal_its_own_adapter(
+    ranks: Pools, model: Path, tasks: Path, expected: Results, world: int, tensor: int
+) -> None:
+    found = ranks(world).run(answers_on_grid, model, tasks, tensor)
+    assert assert_same(found[0], expected) > 100
+    assert all(each == found[0] for each in found[1:]), "ranks disagree"
+
+
+def generated(directory: Path, tasks: Path) -> Results:
+    """By transformers' own class on each data-parallel rank."""
+    subject = native_subject(directory, BATCH)
+    evaluator = Evaluator(subject.evaluator.scorer, batch_size=BATCH, topology=grid(1))
+    return ours(replace(subject, evaluator=evaluator), tasks, ["generate_local"], LIMIT)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_generated_text(
+    ranks: Pools, model: Path, tmp_path: Path, shared_file: Callable[[str], Path], sample: bool
+) -> None:
+    tasks = write_tasks(tmp_path, shared_file, sample=sample)
+    alone = ours(native_subject(model, BATCH), tasks, ["generate_local"], LIMIT)
+    for found in ranks(2).run(generated, model, tasks):
+        assert assert_same(found, alone) == LIMIT
+    if not sample:
+        assert assert_same(alone, reference(model, tasks, ["generate_local"], LIMIT, BATCH)) == LIMIT
+
+
+def own_tasks(directory: Path, files: dict[str, Path]) -> list[Task]:
+    options = TaskOptions(overlap=16)
+    return make_tasks(list(files), files, options)
+
+
+def figures(directory: Path, files: dict[str, Path], tensor: int) -> list[dict[str, Any]]:
+    subject = parallel_subject(directory, grid(tensor), BATCH)
+    return [task.run(subject) for task in own_tasks(directory, files)]
+
+
+@pytest.fixture
+def files(tmp_path: Path, shared_file: Callable[[str], Path]) -> dict[str, Path]:
+    """Texts whose batches and lengths divide by nothing."""
+    lines = shared_file("data/lambada_openai_first1000.jsonl").read_text().splitlines()[:10]
+    passages, texts, wiki = tmp_path / "lambada.jsonl", tmp_path / "texts.jsonl", tmp_path / "wiki.txt"
+    passages.write_text("\n".join(lines))
+    texts.write_text("\n".join(json.dumps({"text": json.loads(line)["context"]}) for line in lines[:4]))
+    wiki.write_text(" \n = A title = \n \n Words , more words . \n" * 12)
+    return {"perplexity": texts, "wikitext103": wiki, "lambada": passages}
+
+
+def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
+    subject = native_subject(model, BATCH)
+    expected = [task.run(subject) for task in own_tasks(model, files)]
+    alone = parallel_subject(model, Topology(), BATCH)
+    one_process = [task.run(alone) for task in own_tasks(model, files)]
+    for world, tensor in GRIDS:
+        found = ranks(world).run(figures, model, files, tensor)
+        assert all(each == found[0] for each in found[1:])
+        if tensor == 1:
+            assert found[0] == one_process, "the same batches have the same sums"
+        for mine, theirs in zip(found[0], expected, strict=True):
+            assert mine["nll"] == pytest.approx(theirs["nll"], rel=1e-5)
+            for key, value in theirs.items():
+                if isinstance(value, int):
+                    assert mine[key] == value, key
+            assert mine.get("accuracy") == theirs.get("accuracy")
+
+
+def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tuple[list[dict[str, Any]], int, int]:
+    """(figures, forwards before, forwards in all) of a DeepSpeed engine that has made no step."""
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
+
+    opened = open_directory(directory)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    topology = grid(tensor)
+    engine = TrainingEngine(opened.config, topology, config, seed=1, source=PretrainedSource(directory, opened.config))
+    forwards = 0
+
+    def counting(input_ids: Tensor, labels: Tensor) -> TokenScores:
+        nonlocal forwards
+        forwards += 1
+        return ParallelScorer(engine.engine)(input_ids, labels)
+
+    engine.engine.eval()
+    evaluator = Evaluator(counting, batch_size=BATCH, topology=topology)
+    subject = Subject(evaluator, opened.tokenizer, opened.config, engine.model, 64, lock_step=True, quiet=True)
+    return [task.run(subject) for task in own_tasks(directory, files)], forwards, topology.data
+
+
+def test_a_live_zero_3_model(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
+    subject = native_subject(model, BATCH)
+    expected = [task.run(subject) for task in own_tasks(model, files)]
+    found = ranks(4).run(live, model, files, 2, 3)
+    assert len({forwards for _, forwards, _ in found}) == 1
+    for figures, _, _ in found:
+        for mine, theirs in zip(figures, expected, strict=True):
+            assert mine["nll"] == pytest.approx(theirs["nll"], rel=1e-5)
+            assert mine.get("accuracy") == theirs.get("accuracy")
+
+
+def disagreeing(directory: Path, tasks: Path) -> None:
+    subject = parallel_subject(directory, grid(2), BATCH)
+    ours(subject, tasks, ["copa_local"], 3 + torch.distributed.get_rank())
+
+
+def test_ranks_with_different_requests(ranks: Pools, model: Path, tasks: Path) -> None:
+    with pytest.raises(Exception, match="ranks have built different requests"):
+        ranks(2).run(disagreeing, model, tasks)

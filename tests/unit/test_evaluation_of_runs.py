@@ -1,0 +1,93 @@
+"""A run evaluated as it is equals its export, on any grid that saved it; reports and two of them side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.checkpoints import write_checkpoint
+from tests.tiny_models import tiny_gpt2
+from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.errors import UserError
+from zero_tp.evaluation.report import comparison, read_report, table, write_report
+from zero_tp.evaluation.tasks import TaskOptions
+from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+
+SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    texts, passages = tmp_path / "texts.txt", tmp_path / "passages.txt"
+    texts.write_text("Some words of a text that are scored, " * 20)
+    passages.write_text("more of them and some words\nwords of a text\n")
+    return {"perplexity": texts, "lambada": passages}
+
+
+@pytest.mark.parametrize(("tensor", "shards"), [(1, 1), (2, 2)])
+def test_a_run_equals_its_export(
+    tokenizer: Path, data: dict[str, Path], tmp_path: Path, tensor: int, shards: int
+) -> None:
+    run = tmp_path / "run"
+    config = AutoConfig.from_pretrained(str(tokenizer))
+    write_checkpoint(run, config, tensor=tensor, data=shards, step=7, tokenizer=tokenizer)
+    checkpoint = write_checkpoint(run, config, tensor=tensor, data=shards, step=12, tokenizer=tokenizer)
+    to_huggingface(run, tmp_path / "export")
+    expected = evaluate(tmp_path / "export", list(data), data, SETTINGS)
+    assert expected["model"]["step"] is None and expected["model"]["class"] == "GPT2LMHeadModel"
+    for path, step in ((run, 12), (checkpoint, 12), (checkpoint.with_name("step_00000007"), 7)):
+        found = evaluate(path, list(data), data, SETTINGS)
+        assert found["model"]["step"] == step and found["model"]["class"] == "ZeroTPForCausalLM"
+        assert found["model"]["parameters"] == expected["model"]["parameters"]
+        for task in data:
+            assert found["tasks"][task]["nll"] == pytest.approx(expected["tasks"][task]["nll"], rel=1e-5)
+        assert found["tasks"]["lambada"]["accuracy"] == expected["tasks"]["lambada"]["accuracy"]
+
+
+def test_a_run_without_its_tokenizer(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", AutoConfig.from_pretrained(str(tokenizer)))
+    with pytest.raises(UserError, match="the run has no tokenizer: say where it is with --tokenizer DIR"):
+        evaluate(tmp_path / "run", list(data), data, SETTINGS)
+    given = EvaluationSettings(device="cpu", tokenizer=tokenizer)
+    assert evaluate(tmp_path / "run", list(data), data, given)["tasks"]["perplexity"]["tokens"] > 0
+
+
+def test_reports_side_by_side(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    report = evaluate(tokenizer, list(data), data, SETTINGS)
+    write_report(first, report)
+    shown = table(report).splitlines()
+    assert [line.split()[0] for line in shown if line] == ["task", "perplexity", "task", "lambada"]
+    data["lambada"].write_text("some words of a text\n")
+    limited = EvaluationSettings(device="cpu", batch_size=3, tasks=TaskOptions(limit=1))
+    write_report(second, evaluate(tokenizer, ["lambada"], {"lambada": data["lambada"]}, limited))
+    text = comparison(first, second).splitlines()
+    assert text[0].split() == ["task", "figure", str(first), str(second), "difference"]
+    examples = next(line.split() for line in text if line.split()[:2] == ["lambada", "examples"])
+    assert examples[2:] == ["2", "1", "-1"]
+    assert "lambada: not the same data" in text and "only in the first: perplexity" in text
+    assert "settings.limit: None → 1" in text
+    assert read_report(first) == json.loads(first.read_text()) == report
+
+
+def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, Path]) -> None:
+    file = tmp_path / "x.json"
+    with pytest.raises(UserError, match="No such file"):
+        comparison(file, file)
+    for content, message in [("{", "not JSON"), ("[]", "not a report"), ('{"tasks": {}}', "not a report")]:
+        file.write_text(content)
+        with pytest.raises(UserError, match=message):
+            read_report(file)
+    other = tmp_path / "y.json"
+    file.write_text('{"model": {}, "tasks": {"lambada": {}}}')
+    other.write_text('{"model": {}, "tasks": {"perplexity": {}}}')
+    with pytest.raises(UserError, match="no task in common: lambada; perplexity"):
+        comparison(file, other)

@@ -1,0 +1,129 @@
+"""lm-eval's tasks by our adapter against lm-eval's own HFLM, in one process; and what is asked wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness import assert_same, native_subject, ours, parallel_subject, reference, with_scorer
+from tests.lm_eval_tasks import CHOSEN, write_tasks
+from tests.tiny_models import tiny_gpt2
+from zero_tp.errors import UserError
+from zero_tp.evaluation.harness import _shared
+from zero_tp.evaluation.scoring import Row
+from zero_tp.evaluation.tasks import TaskOptions, make_tasks
+from zero_tp.parallel.scores import TokenScores
+from zero_tp.topology import Topology
+
+LIMIT = 25
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str], Path]) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("tasks"), shared_file)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str], Path]) -> Path:
+    text = shared_file("data/lambada_openai_first1000.jsonl").read_text()[:20_000]
+    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", [text])
+
+
+@pytest.mark.parametrize("kind", ["native", "parallel"])
+def test_equals_lm_evals_own_adapter(model: Path, tasks: Path, kind: str) -> None:
+    subject = native_subject(model) if kind == "native" else parallel_subject(model, Topology())
+    # Contexts longer than the model's 64 positions are cut on the left, as there.
+    names = [*CHOSEN, "generate_local"] if kind == "native" else list(CHOSEN)
+    assert assert_same(ours(subject, tasks, names, LIMIT), reference(model, tasks, names, LIMIT)) > 200
+    texts = ["wikitext_local"]
+    assert assert_same(ours(subject, tasks, texts, 3), reference(model, tasks, texts, 3)) == 3
+
+
+def test_one_token_answers_share_a_forward(model: Path, tasks: Path) -> None:
+    subject = native_subject(model)
+    rows: list[int] = []
+
+    def counting(input_ids: torch.Tensor, labels: torch.Tensor) -> TokenScores:
+        rows.append(len(input_ids))
+        return subject.evaluator.scorer(input_ids, labels)
+
+    found = ours(with_scorer(subject, counting), tasks, ["letters_local"], LIMIT)
+    assert sum(rows) == LIMIT
+    assert assert_same(found, reference(model, tasks, ["letters_local"], LIMIT)) == 2 * LIMIT
+
+
+def test_which_rows_are_shared() -> None:
+    def row(*tokens: int, scored: int = 1) -> Row:
+        return Row(np.array(tokens), scored)
+
+    rows, places = _shared([row(1, 2, 3), row(1, 2, 4), row(1, 2, 3), row(1, 3, 4), row(1, 2, 5, scored=2)])
+    assert [(each.tokens.tolist(), each.scored, each.alternatives) for each in rows] == [
+        ([1, 2, 3], 1, (4,)),
+        ([1, 3, 4], 1, ()),
+        ([1, 2, 5], 2, ()),
+    ]
+    assert places == [(0, 0), (0, 1), (0, 0), (1, 0), (2, 0)]
+
+
+def test_sampled_text_is_the_same_again(model: Path, tmp_path: Path, shared_file: Callable[[str], Path]) -> None:
+    sampled = write_tasks(tmp_path, shared_file, sample=True)
+    first, second = (ours(native_subject(model), sampled, ["generate_local"], 6) for _ in range(2))
+    assert assert_same(first, second) == 6
+    greedy = write_tasks(tmp_path, shared_file)
+    assert ours(native_subject(model), greedy, ["generate_local"], 6)["generate_local"][1] != first["generate_local"][1]
+
+
+def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:
+    import random
+
+    (task,) = make_tasks(["copa_local"], {}, TaskOptions(include_path=tasks, limit=3, num_fewshot=2))
+    subject = native_subject(model)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    first = task.run(subject)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2])
+    # The examples before each question are drawn anew, not further, the second time.
+    assert task.run(subject)["metrics"] == first["metrics"]
+    assert first["lm_eval"]["n-shot"] == {"copa_local": 2}
+
+
+def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "piqa.jsonl"
+    line = '{"goal": "To boil an egg", "sol1": "put it in water", "sol2": "put it in sand", "label": 0}\n'
+    file.write_text(line * 3)
+    (task,) = make_tasks(["piqa"], {"piqa": file}, TaskOptions())
+    result = task.run(native_subject(model))
+    assert result["examples"] == 3 and result["metrics"]["acc,none"] in (0.0, 1.0)
+    assert result["data"]["piqa"]["data_files"] == {"validation": str(file)}
+
+
+def test_mistakes(tasks: Path, tmp_path: Path) -> None:
+    def refuses(message: str, names: list[str], data: dict[str, Path] | None = None, **options: object) -> None:
+        with pytest.raises(UserError, match=message):
+            make_tasks(names, data or {}, TaskOptions(**options))  # type: ignore[arg-type]
+
+    refuses("copa_locl: unknown task; did you mean copa_local", ["copa_locl"], include_path=tasks)
+    refuses("lambda: unknown task; did you mean lambada", ["lambda"])
+    refuses("--include-path .*no such directory", ["copa_local"], include_path=tmp_path / "none")
+    refuses("no task file", ["copa_local"], include_path=tmp_path)
+    refuses(r"arc_easy: its data can't be read .* --data arc_easy=FILE", ["arc_easy"])
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"other": 1}\n')
+    refuses(r"arc_easy: its data can't be read", ["arc_easy"], {"arc_easy": file})
+    refuses("no examples for --num-fewshot 2", ["arc_easy"], {"arc_easy": file}, num_fewshot=2)
+    refuses("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
+
+
+def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
+    from dataclasses import replace
+
+    (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
+    subject = native_subject(model)
+    with pytest.raises(UserError, match="object can't generate text"):
+        task.run(replace(subject, module=object()))
+    with pytest.raises(UserError, match="generates 12 tokens, and the model's 10 positions leave no room"):
+        task.run(replace(subject, positions=10))

@@ -1,0 +1,88 @@
+"""Zero-shot tasks on the model that is training: no copy of it, and training goes on as if they hadn't been."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_tp.evaluation.pretrained import check_tokenizer
+from zero_tp.evaluation.tasks import Subject, TaskOptions, make_tasks
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FIGURES = (
+    "accuracy",
+    "perplexity",
+    "perplexity_released_code",
+    "perplexity_subword",
+    "word_perplexity",
+    "bits_per_byte",
+)
+"""What is logged of zero_tp's own tasks; of lm-eval's every metric is, but for standard errors."""
+
+
+class LiveTasks:
+    """The tasks of a run's config, their data read once."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        data: Mapping[str, Path],
+        options: TaskOptions,
+        tokenizer: Path,
+        config: PretrainedConfig,
+    ):
+        """
+        Args:
+            tokenizer: the run's tokenizer's directory.
+            config: the model's.
+
+        Raises:
+            UserError: see `make_tasks`; a tokenizer that doesn't fit the model.
+        """
+        from zero_tp.data.tokenizer import load_tokenizer
+
+        self.tokenizer, self.config = load_tokenizer(tokenizer), config
+        check_tokenizer(self.tokenizer, config, tokenizer)
+        self.tasks = make_tasks(names, data, options)
+        for task in self.tasks:
+            task.check(config.max_position_embeddings)
+
+    def run(self, engine: Any, batch_size: int) -> dict[str, dict[str, float | None]]:
+        """The figures of each task. Collective over all ranks.
+
+        Args:
+            engine: a `TrainingEngine`.
+            batch_size: rows of a forward.
+        """
+        from zero_tp.evaluation.scoring import Evaluator, ParallelScorer
+
+        scorer = ParallelScorer(engine.engine)
+        evaluator = Evaluator(scorer, batch_size=batch_size, device=engine.device, topology=engine.topology)
+        subject = Subject(
+            evaluator,
+            self.tokenizer,
+            self.config,
+            engine.model,
+            self.config.max_position_embeddings,
+            lock_step=engine.stage == 3,
+            quiet=True,
+        )
+        engine.engine.eval()
+        try:
+            return {task.name: figures_of(task.run(subject)) for task in self.tasks}
+        finally:
+            engine.engine.train()
+
+
+def figures_of(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """What is logged of a task's result. lm-eval's `acc,none` is `acc` here; another filter stays in the name."""
+    if "metrics" not in result:
+        return {name: result[name] for name in FIGURES if name in result}
+    return {
+        metric.removesuffix(",none"): value
+        for metric, value in result["metrics"].items()
+        if "_stderr" not in metric and isinstance(value, int | float)
+    }
