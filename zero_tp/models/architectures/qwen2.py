@@ -8,9 +8,9 @@ from zero_tp.models.architectures import llama_like
 from zero_tp.models.spec import TransformerSpec
 
 FIELDS = llama_like.fields(
-    sizes=("sliding_window",),
-    read=("use_sliding_window", "layer_types"),
-    irrelevant={"max_window_layers": "layer_types, which is made from it, decides"},
+    sizes=("sliding_window", "head_dim"),
+    read=("use_sliding_window", "max_window_layers", "layer_types"),
+    fixed={"use_mrope": (False, "of models that see images")},
     undeclared={"head_dim": int | None},
 )
 
