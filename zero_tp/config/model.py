@@ -6,6 +6,7 @@ The tables are read inside functions: they import torch and transformers, and ar
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,6 +68,7 @@ def written_config(model: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ConfigError: see `check_model`.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = _model_type(model, list(CONFIG_MAPPING))
@@ -82,11 +84,13 @@ def written_config(model: dict[str, Any]) -> PreTrainedConfig:
     _check_token_ids(fields, vocabulary)
     try:
         config: PreTrainedConfig = config_class(**fields)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         # What the class checks itself. Sizes of zero reach its sums before ours.
         _check_written_sizes(fields, known)
         why = " ".join(str(error).split())
-        raise ConfigError(KEY, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
+        named = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
+        key = f"{KEY}.{named[-1]}" if named else KEY
+        raise ConfigError(key, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
     _check_sizes(config, fields, known)
     spec_of(config, fields)
     return config
@@ -256,8 +260,9 @@ def _check_fields(fields: dict[str, Any], config_class: Any, known: Fields) -> N
         if known.irrelevant.get(name) == OF_A_HEAD and value != getattr(config_class, name):
             raise ConfigError(key, "belongs to a head that is not trained here", "leave it out")
         options = known.choices.get(name)
-        if options is not None and value not in options:
-            raise ConfigError(key, f"{shown(value)} is not one of {', '.join(options)}", did_you_mean(value, options))
+        for one in (value if isinstance(value, list) else [value]) if options is not None and value is not None else ():
+            if one not in options:
+                raise ConfigError(key, f"{shown(one)} is not one of {', '.join(options)}", did_you_mean(one, options))
 
 
 def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:

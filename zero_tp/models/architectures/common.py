@@ -45,6 +45,7 @@ OF_EVERY_CONFIG = {
     "transformers_version": "who wrote the file",
     "_name_or_path": "where the file came from",
     "name_or_path": "where the file came from",
+    "_model_name_or_path": "where the file came from",
     "dtype": "of the stored weights; the run's JSON decides",
     "torch_dtype": "the old name of dtype",
     "return_dict": "how outputs are wrapped",
@@ -61,6 +62,7 @@ OF_EVERY_CONFIG = {
     "prefix": "generation reads it",
     "tokenizer_class": "the tokenizer's own file decides",
     "sep_token_id": "the tokenizer's own file decides",
+    "unk_token_id": "the tokenizer's own file decides",
     "decoder_start_token_id": "of encoder-decoders",
     "torchscript": "of an export that is gone",
     "use_bfloat16": "of TensorFlow models",
@@ -68,6 +70,7 @@ OF_EVERY_CONFIG = {
     "cross_attention_hidden_size": "of encoder-decoders",
     "tie_encoder_decoder": "of encoder-decoders",
     "transformers.js_config": "of another library",
+    "ignore_keys_at_rope_validation": "what transformers does not warn of",
 }
 """Fields that `config.json` may have whatever the model_type, and why they change nothing."""
 
@@ -207,7 +210,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
 
     try:
         frequencies(1)
-    except (ArithmeticError, ValueError) as error:
+    except (ArithmeticError, ValueError, RuntimeError) as error:
         raise UserError(f"{key}: {kind!r} has no frequencies with these values ({error})") from error
     return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")
 

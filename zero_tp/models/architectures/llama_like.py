@@ -28,6 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def fields(
     *,
     sizes: tuple[str, ...] = (),
+    choices: Mapping[str, tuple[str, ...]] | None = None,
     read: tuple[str, ...] = (),
     fixed: Mapping[str, tuple[Any, str]] | None = None,
     irrelevant: Mapping[str, str] | None = None,
@@ -47,7 +48,7 @@ def fields(
         ),
         positive=("initializer_range", "rms_norm_eps"),
         dropouts=("attention_dropout",),
-        choices={"hidden_act": tuple(ACTIVATIONS)},
+        choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
         read=("tie_word_embeddings", *ROPE, "pad_token_id", *read),
         fixed=fixed or {},
         irrelevant={**TOKENS, **(irrelevant or {})},

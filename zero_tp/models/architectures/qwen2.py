@@ -9,9 +9,10 @@ from zero_tp.models.spec import TransformerSpec
 
 FIELDS = llama_like.fields(
     sizes=("sliding_window", "head_dim"),
-    read=("use_sliding_window", "max_window_layers", "layer_types"),
+    choices={"layer_types": (llama_like.FULL, llama_like.SLIDING)},
+    read=("use_sliding_window", "max_window_layers"),
     fixed={"use_mrope": (False, "of models that see images")},
-    undeclared={"head_dim": int | None},
+    undeclared={"head_dim": int},
 )
 
 

@@ -53,7 +53,7 @@ FIELDS = Fields(
         "attention_softmax_in_fp32": "the softmax is computed in fp32",
         "scale_attention_softmax_in_fp32": "the softmax is computed in fp32",
     },
-    undeclared={**ROPE_UNDECLARED, "head_dim": int | None},
+    undeclared={**ROPE_UNDECLARED, "head_dim": int},
 )
 
 

@@ -100,7 +100,7 @@ class Fields:
         sizes: that the spec reads, positive integers, or None where the config allows it.
         positive: that the spec reads, numbers above 0.
         dropouts: that the spec reads, probabilities below 1.
-        choices: that the spec reads → the values that are computed.
+        choices: that the spec reads → the values that are computed, of the field or of each entry of a list.
         read: that the spec reads, anything else.
         fixed: field → the only value that is computed, and why. It may be one that only files have.
         irrelevant: field → why it changes nothing here. It may be one that only files have.
