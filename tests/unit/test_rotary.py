@@ -88,7 +88,12 @@ def test_part_of_a_head_turns(seed: int) -> None:
     for share in (0.25, 0.5, 0.3, 0.1, 1.0):  # of 32 features: 8, 16, 9, 3 and 32
         same_as_native(fields("gpt_neox", rotary_pct=share, rotary_emb_base=250), seed)
         for parameters in PARAMETERS:
-            same_as_native(fields("gpt_neox", rope_parameters={**parameters, "partial_rotary_factor": share}), seed)
+            written = fields("gpt_neox", rope_parameters={**parameters, "partial_rotary_factor": share})
+            if parameters.get("rope_type") == "yarn" and int(32 * share) % 2:
+                with pytest.raises(ConfigError, match="'yarn' has no frequencies with these values"):
+                    written_config(written)  # transformers' own formula fails
+            else:
+                same_as_native(written, seed)
 
 
 @pytest.mark.parametrize("model_type", ROTARY)
