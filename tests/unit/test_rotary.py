@@ -89,7 +89,7 @@ def test_part_of_a_head_turns(seed: int) -> None:
         same_as_native(fields("gpt_neox", rotary_pct=share, rotary_emb_base=250), seed)
         for parameters in PARAMETERS:
             written = fields("gpt_neox", rope_parameters={**parameters, "partial_rotary_factor": share})
-            if parameters.get("rope_type") == "yarn" and int(32 * share) % 2:
+            if parameters.get("rope_type") == "yarn" and share == 0.3:
                 with pytest.raises(ConfigError, match="'yarn' has no frequencies with these values"):
                     written_config(written)  # transformers' own formula fails
             else:
