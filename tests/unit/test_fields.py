@@ -273,7 +273,8 @@ def undeclared_names(model_type: str) -> Iterator[str]:
 
 @EACH_TABLE
 def test_what_transformers_obeys_without_declaring_it_is_refused(model_type: str, tmp_path: Path) -> None:
-    config_class, base = CONFIG_MAPPING[model_type], tiny(model_type)
+    base = tiny(model_type)
+    config_class: Any = CONFIG_MAPPING[model_type]
     known = {*fields_of(model_type), *config_class.attribute_map, "sep_token_id"}
     names = {name for name in undeclared_names(model_type) if name not in known}
     names -= {name for name in names if callable(getattr(config_class, name, None))}

@@ -260,8 +260,8 @@ def _check_fields(fields: dict[str, Any], config_class: Any, known: Fields) -> N
         if known.irrelevant.get(name) == OF_A_HEAD and value != getattr(config_class, name):
             raise ConfigError(key, "belongs to a head that is not trained here", "leave it out")
         options = known.choices.get(name)
-        for one in (value if isinstance(value, list) else [value]) if options is not None and value is not None else ():
-            if one not in options:
+        for one in value if isinstance(value, list) else [value]:
+            if options is not None and one is not None and one not in options:
                 raise ConfigError(key, f"{shown(one)} is not one of {', '.join(options)}", did_you_mean(one, options))
 
 
