@@ -25,6 +25,14 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
 
 
+def for_each_head(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for the queries that they serve in turn. [b, k, s, d] → [b, heads, s, d]."""
+    times = heads // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
 class AttentionCore(nn.Module):
     """softmax(QKᵀ/√d)V with dropout on the softmax. Q [b, a/t, s, d], K and V of as many heads or of a divisor of
     them, each serving as many queries in turn → [b, a/t, s, d].
@@ -61,6 +69,8 @@ class SDPACore(AttentionCore):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         causal = mask is None and query.shape[2] > 1  # a single query sees every key
         dropped = self.p if self.training else 0.0
+        if mask is not None and query.device.type != "cpu":
+            key, value = for_each_head(key, value, query.shape[1])  # beside a mask CUDA's fused kernels take no groups
         grouped = key.shape[1] != query.shape[1]
         with self.streams.use(PER_RANK) if dropped else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)
@@ -81,8 +91,7 @@ class EagerCore(AttentionCore):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape
-        if key.shape[1] != heads:
-            key, value = (kept.repeat_interleave(heads // kept.shape[1], 1) for kept in (key, value))
+        key, value = for_each_head(key, value, heads)
         # No copy unless rows are padded differently.
         added = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
         scores = torch.baddbmm(added, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)

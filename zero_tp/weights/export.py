@@ -130,7 +130,9 @@ def write_native(
     config = copy.deepcopy(config)
     config.dtype = dtype
     config.architectures = [architecture_of(config).native_class]
-    shards = plan_shards([_as(dtype, entry) for entry in entries], max_shard_size)
+    stored = architecture_of(config).stored
+    written = [replace(_as(dtype, entry), name=stored.get(entry.name, entry.name)) for entry in entries]
+    shards = plan_shards(written, max_shard_size)
     expected, found = native_shapes(config), {entry.name: tuple(entry.shape) for entry in entries}
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):

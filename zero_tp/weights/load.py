@@ -112,8 +112,10 @@ def _names(
     Files of the bare decoder leave out the prefix of the class with a head; what the architecture ignores is left out.
     """
     stored: dict[str, str] = {}
+    named = {theirs: name for name, theirs in architecture.stored.items()}
     for found in files.names():
-        name = found if found in expected else architecture.base_prefix + found
+        name = named.get(found, found)
+        name = name if name in expected else architecture.base_prefix + name
         if name in stored:
             raise UserError(f"{directory}: tensors {stored[name]} and {found} are both {name}")
         if name in expected:

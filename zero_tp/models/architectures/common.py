@@ -196,6 +196,8 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
     turning = int(head_size * share)
     if not 0 < turning <= head_size:
         raise UserError(f"{key}.partial_rotary_factor: {share} of a head of {head_size} features turns {turning}")
+    if kind == "dynamic" and turning <= 2:
+        raise UserError(f"{key}.rope_type: 'dynamic' is not defined for heads of which {turning} features turn")
     if turning % 2 and turning == head_size:
         raise UserError(f"{key}: heads of {head_size} features cannot turn in pairs; give an even head size")
 

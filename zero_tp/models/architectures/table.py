@@ -131,6 +131,7 @@ class Architecture:
         weights: every parameter of a model of this spec; those with `{layer}` once a layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that an export opens as.
+        stored: names that files give other than the class's, {the class's: the files'}.
         base_prefix: what files of the class without a head leave out before its tensors' names.
         old: patterns of tensors that older versions of the class saved and that are no weights (buffers), without the
             prefix.
@@ -143,6 +144,7 @@ class Architecture:
     native_class: str
     base_prefix: str
     old: tuple[str, ...] = ()
+    stored: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, config: PretrainedConfig) -> TransformerSpec:
         """
