@@ -173,3 +173,59 @@ def test_perplexity_of_much_text(ranks: Pools, smollm2: Path, tmp_path: Path) ->
     print(f"perplexity: ours {ours:.6f}, transformers {plain:.6f}, zero_shot {command:.6f}")
     assert 5 < plain < 100
     assert ours == pytest.approx(plain, rel=1e-4) and command == pytest.approx(plain, rel=1e-4)
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+STEP: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}
+
+
+def trained(path: Path, tokens: Tensor, steps: int) -> list[float]:
+    """Losses of a run that starts from a directory."""
+    from zero_tp.config import RunConfig
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
+
+    config = RunConfig.load(path, world_size=torch.distributed.get_world_size())
+    hf_config, parallel = config.hf_config(), config.zero_tp.parallel
+    assert config.pretrained is not None
+    engine = TrainingEngine(
+        hf_config,
+        Topology(parallel.tensor, parallel.sequence),
+        config.deepspeed_config(),
+        seed=1,
+        source=PretrainedSource(config.pretrained, hf_config),
+    )
+    return [engine.train_step([(tokens[:, :-1], tokens[:, 1:])]) for _ in range(steps)]
+
+
+@pytest.mark.heavy
+def test_training_goes_on(ranks: Pools, smollm2: Path, tokens: Tensor, tmp_path: Path) -> None:
+    """TP 3, SP, ZeRO-1 takes the steps of transformers' model under torch's AdamW."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {**STEP, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "zero_tp": {
+            "model": {"from_pretrained": str(smollm2)},
+            "parallel": {"tensor": 3},
+            "data": {"train": "data/train", "sequence_length": LENGTH},
+            "training": {"steps": 3},
+        },
+    }
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    inputs = torch.cat((tokens, tokens[:, :1]), 1)
+    found = ranks(3).run(trained, tmp_path / "run.json", inputs, 3)
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**STEP, "betas": tuple(STEP["betas"])})
+    expected = []
+    for _ in range(3):
+        loss = model(inputs[:, :-1], labels=inputs[:, :-1], shift_labels=inputs[:, 1:].contiguous()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert expected[2] < expected[0] - 0.1, "it learns"
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=1e-4)
