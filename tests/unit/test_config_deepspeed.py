@@ -28,6 +28,10 @@ WORLD_SIZES = {
     "gpt2_355m": 8,
     "gpt2_2.5b": 16,
     "gpt2_8.3b": 512,
+    "llama_135m": 8,
+    "qwen3_0.6b": 8,
+    "llama3_8b": 64,
+    "pythia_410m": 8,
 }
 
 

@@ -23,6 +23,15 @@ def test_the_config_is_right(tmp_path: Path) -> None:
     assert (config.global_batch, config.data_parallel, config.zero_stage, config.dtype) == (16, 2, 2, "bf16")
 
 
+def test_the_page_on_architectures_shows_the_table_as_it_is() -> None:
+    page = (ROOT / "docs" / "adding-an-architecture.md").read_text()
+    table = (ROOT / "zero_tp" / "models" / "architectures" / "starcoder2.py").read_text()
+    pieces = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert len(pieces) > 5 and not [piece for piece in pieces if piece not in table]
+    named = set(re.findall(r"(?:tests|zero_tp)/[\w./]+\.py", page))
+    assert len(named) > 4 and not [name for name in named if not (ROOT / name).exists()]
+
+
 def test_every_file_that_is_named_exists() -> None:
     named = set(re.findall(r"(?<![\w/])(?:launch|eval|tests|docs|ds_configs|benchmarks)/[\w./-]+\.\w+", README))
     assert {"launch/quickstart.sh", "tests/run.sh", "docs/config.md"} <= named

@@ -14,7 +14,11 @@ from zero_tp.checkpoint.files import read_header
 from zero_tp.checkpoint.resume import describe_place
 
 PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
-SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+SIZES = (
+    *("n_layer", "n_embd", "n_head", "n_positions"),
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("max_position_embeddings", "vocab_size"),
+)
 
 
 def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from zero_tp.config.schema import MaskedObjective, RecomputePolicy, ZeroTP
 from zero_tp.config.suggest import shown
 from zero_tp.config.validation import fields_by_name
 from zero_tp.models.architectures import ARCHITECTURES
-from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, ROPE_KEYS
+from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG, ROPE_KEYS
 
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
 ANCHORS = {
@@ -197,10 +197,20 @@ def _models() -> Iterator[str]:
     yield ""
     yield (
         '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
-        f" working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
-        f" declare is refused. In all of them {_listed(FIXED_IN_EVERY_CONFIG)} stay off. Beside `from_pretrained` only"
-        " the dropout probabilities can be given. Each rank reads its slices of the weights. A run that resumes takes"
-        " its weights from the checkpoint, and still reads DIR's `config.json`."
+        " working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
+        " declare is refused. Beside `from_pretrained` only the dropout probabilities can be given. Each rank reads its"
+        " slices of the weights. A run that resumes takes its weights from the checkpoint, and still reads DIR's"
+        " `config.json`."
+    )
+    yield ""
+    yield "Whatever the model_type, in a written model, a `config.json` and a config object:"
+    yield ""
+    for field, (value, reason) in FIXED_IN_EVERY_CONFIG.items():
+        yield f"- `{field}` stays `{shown(value)}`: {reason}"
+    yield ""
+    yield (
+        f"These may be in a `config.json` and change nothing: {_listed(name for name in OF_EVERY_CONFIG)}; so may what"
+        " `GenerationConfig` declares."
     )
 
 

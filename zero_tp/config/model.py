@@ -6,6 +6,7 @@ The tables are read inside functions: they import torch and transformers, and ar
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,6 +71,7 @@ def written_config(model: dict[str, Any]) -> PreTrainedConfig:
     Raises:
         ConfigError: see `check_model`.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = _model_type(model, list(CONFIG_MAPPING))
@@ -85,11 +87,13 @@ def written_config(model: dict[str, Any]) -> PreTrainedConfig:
     _check_token_ids(fields, vocabulary)
     try:
         config: PreTrainedConfig = config_class(**fields)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
         # What the class checks itself. Sizes of zero reach its sums before ours.
         _check_written_sizes(fields, known)
         why = " ".join(str(error).split())
-        raise ConfigError(KEY, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
+        named = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
+        key = f"{KEY}.{named[-1]}" if named else KEY
+        raise ConfigError(key, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
     _check_sizes(config, fields, known)
     spec_of(config, fields)
     return config
@@ -105,8 +109,10 @@ def spec_of(config: PreTrainedConfig, fields: dict[str, Any] | None = None) -> T
         ConfigError: a value that is not computed exactly.
     """
     from zero_tp.models.architectures import architecture_of
+    from zero_tp.models.architectures.common import check_rope_names
 
     try:
+        check_rope_names(config, fields or {})
         return architecture_of(config).spec(config)
     except UserError as error:
         key, _, rest = str(error).partition(": ")
@@ -120,7 +126,7 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrai
 
     A field of `config.json` that neither its model_type declares nor every config may have is refused: nobody knows
     what it would have changed. A token id outside the vocabulary is None: it is the class's default, saved with the
-    rest.
+    rest; but a negative padding id counts from the vocabulary's end where the embedding has a padding row.
 
     Args:
         key: what the message starts with where the directory isn't a model's.
@@ -141,8 +147,12 @@ def _read_config(raw: dict[str, Any], directory: Path, changes: dict[str, Any]) 
         taken = _taken(raw, CONFIG_MAPPING[model_type], known)
         vocabulary = taken.get("vocab_size")
         for name in TOKEN_IDS:
-            if isinstance(taken.get(name), int) and isinstance(vocabulary, int) and not 0 <= taken[name] < vocabulary:
-                taken[name] = None
+            value = taken.get(name)
+            if not isinstance(value, int) or not isinstance(vocabulary, int) or 0 <= value < vocabulary:
+                continue
+            # transformers gives a padding row to a negative id too, as torch counts from the end.
+            has_row = name == "pad_token_id" and name in known.read and -vocabulary <= value < 0
+            taken[name] = value + vocabulary if has_row else None
         config = written_config({"model_type": model_type, **taken, **changes})
     except ConfigError as error:
         name = error.key.removeprefix(f"{KEY}.")
@@ -166,13 +176,14 @@ def _taken(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, A
     declared = _fields_model(config_class, known).model_fields
     # Old files hold settings of generation too, which transformers takes out.
     elsewhere = OF_EVERY_CONFIG.keys() | GenerationConfig._get_default_generation_params().keys()
+    fixed = {**FIXED_IN_EVERY_CONFIG, **known.fixed}
     taken = {}
     for name, value in raw.items():
         if name in declared:
             if known.irrelevant.get(name) != OF_A_HEAD:
                 taken[name] = value
-        elif name in FIXED_IN_EVERY_CONFIG:
-            only, reason = FIXED_IN_EVERY_CONFIG[name]
+        elif name in fixed:
+            only, reason = fixed[name]
             if value != only:
                 raise ConfigError(f"{KEY}.{name}", f"{shown(value)} is refused: {reason}", "give another model")
         elif name not in elsewhere and name not in known.irrelevant:
@@ -244,21 +255,23 @@ def _fields_model(config_class: Any, known: Fields) -> type[BaseModel]:
 
 
 def _check_fields(fields: dict[str, Any], config_class: Any, known: Fields) -> None:
-    from zero_tp.models.architectures.common import OF_A_HEAD
+    from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_A_HEAD
 
+    fixed = {**FIXED_IN_EVERY_CONFIG, **known.fixed}
     aliases: dict[str, str] = config_class.attribute_map
     for name, value in fields.items():
         key = f"{KEY}.{name}"
         if aliases.get(name) in fields:
             raise ConfigError(key, f"is another name of {aliases[name]}, which is given too", "keep one of them")
-        if name in known.fixed and value != known.fixed[name][0]:
-            only, reason = known.fixed[name]
+        if name in fixed and value != fixed[name][0]:
+            only, reason = fixed[name]
             raise ConfigError(key, f"{shown(value)} is refused: {reason}", f"leave it at {shown(only)}")
         if known.irrelevant.get(name) == OF_A_HEAD and value != getattr(config_class, name):
             raise ConfigError(key, "belongs to a head that is not trained here", "leave it out")
         options = known.choices.get(name)
-        if options is not None and value not in options:
-            raise ConfigError(key, f"{shown(value)} is not one of {', '.join(options)}", did_you_mean(value, options))
+        for one in value if isinstance(value, list) else [value]:
+            if options is not None and one is not None and one not in options:
+                raise ConfigError(key, f"{shown(one)} is not one of {', '.join(options)}", did_you_mean(one, options))
 
 
 def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
@@ -278,7 +291,7 @@ def _check_written_sizes(fields: dict[str, Any], known: Fields) -> None:
 
 def _check_sizes(config: PreTrainedConfig, fields: dict[str, Any], known: Fields) -> None:
     for name in known.sizes:
-        value = getattr(config, name)
+        value = getattr(config, name, None)
         if value is not None and value < 1:
             key = f"{KEY}.{_written(name, fields, config)}"
             raise ConfigError(key, f"{value} is not positive", "give 1 or more")

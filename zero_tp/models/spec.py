@@ -50,7 +50,7 @@ class TransformerSpec:
         query_key_norm: a norm over each head's d features of queries and keys.
         windows: of each layer, how many tokens a token sees, itself among them; None: all before it.
         tied: whether the output layer is the word embedding.
-        padding_token: whose row of the word embedding gets no gradient from the look-up.
+        padding_token: whose row of the word embedding starts as zeros and gets no gradient from the look-up.
         init_std: σ of N(0, σ). residual_std: that of the weights that end a residual branch.
     """
 

@@ -5,6 +5,8 @@ v vocabulary, h hidden, t TP size. Each rank holds ⌈v/t⌉ rows; the rows past
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ class VocabParallelEmbedding(nn.Module):
     """Looks up this rank's rows and sums over TP: all-reduce (f̄) forward, or reduce-scatter (ḡ) under SP.
 
     Args:
-        padding_token: whose row gets no gradient, as in torch's Embedding.
+        padding_token: whose row starts as zeros and gets no gradient, as in torch's Embedding.
     """
 
     def __init__(
@@ -25,6 +27,7 @@ class VocabParallelEmbedding(nn.Module):
     ):
         super().__init__()
         self.group = make.topology.tensor_group
+        init = replace(init, zero_row=padding_token)
         self.weight = make.make("weight", (vocabulary, hidden), Sharded(0, (vocabulary,), padded=True), init)
         self.rows = -(-vocabulary // make.topology.tensor)
         self.first = make.topology.tensor_rank * self.rows

@@ -23,9 +23,10 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std)."""
+    """N(0, std); zeros in the row `zero_row`, if there is one."""
 
     std: float
+    zero_row: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Drawn:
 
     seed: int
 
-    def _rows(self, name: str, first: int, last: int, total: int, width: int, std: float) -> Iterator[Tensor]:
+    def _rows(self, name: str, first: int, last: int, total: int, width: int, init: Normal) -> Iterator[Tensor]:
         """Rows [first, last) of the [total, width] matrix called `name`, block by block, fp32."""
         for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
             start = block * BLOCK_ROWS
@@ -62,8 +63,10 @@ class Drawn:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # torch.normal: zero.Init patches torch.empty and its like to make tensors in the run's dtype.
             drawn = torch.normal(
-                0.0, std, (stop - start, width), generator=generator, dtype=torch.float32, device="cpu"
+                0.0, init.std, (stop - start, width), generator=generator, dtype=torch.float32, device="cpu"
             )
+            if init.zero_row is not None and start <= init.zero_row < stop:
+                drawn[init.zero_row - start] = 0.0
             yield drawn[max(first - start, 0) : min(last, stop) - start]
 
     def fill(
@@ -79,7 +82,7 @@ class Drawn:
         width = local.numel() // max(rows.shape[0], 1)
         at = 0
         for start, stop, padding in ranges:
-            for drawn in self._rows(name, start, stop, whole[dim], width, init.std):
+            for drawn in self._rows(name, start, stop, whole[dim], width, init):
                 target = rows[at : at + len(drawn)]
                 target.copy_(drawn.view(target.shape))
                 at += len(drawn)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import gpt2, gpt_neox, llama, mistral, qwen2, qwen3
+from zero_tp.models.architectures import gpt2, gpt_neox, llama, mistral, qwen2, qwen3, starcoder2
 from zero_tp.models.architectures.table import Architecture, Fields, Weight
 
 ARCHITECTURES: dict[str, Architecture] = {
-    module.__name__.rpartition(".")[2]: module.ARCHITECTURE for module in (gpt2, gpt_neox, llama, mistral, qwen2, qwen3)
+    module.__name__.rpartition(".")[2]: module.ARCHITECTURE
+    for module in (gpt2, gpt_neox, llama, mistral, qwen2, qwen3, starcoder2)
 }
 """By model_type, which is the name of the table's file."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,16 @@ TOKENS = dict.fromkeys(GENERATION, "generation reads it")
 
 OF_EVERY_CONFIG = {
     "model_type": "it chose the table",
+    "_commit_hash": "where the file came from",
+    "attn_implementation": "zero_tp.attention decides",
+    "_attn_implementation_autoset": "zero_tp.attention decides",
+    "gradient_checkpointing": "zero_tp.recompute decides",
+    "tie_last_hidden_states": "what is returned besides",
     "architectures": "the class that an export opens as is that of model_type",
     "transformers_version": "who wrote the file",
     "_name_or_path": "where the file came from",
     "name_or_path": "where the file came from",
+    "_model_name_or_path": "where the file came from",
     "dtype": "of the stored weights; the run's JSON decides",
     "torch_dtype": "the old name of dtype",
     "return_dict": "how outputs are wrapped",
@@ -56,6 +62,7 @@ OF_EVERY_CONFIG = {
     "prefix": "generation reads it",
     "tokenizer_class": "the tokenizer's own file decides",
     "sep_token_id": "the tokenizer's own file decides",
+    "unk_token_id": "the tokenizer's own file decides",
     "decoder_start_token_id": "of encoder-decoders",
     "torchscript": "of an export that is gone",
     "use_bfloat16": "of TensorFlow models",
@@ -63,6 +70,7 @@ OF_EVERY_CONFIG = {
     "cross_attention_hidden_size": "of encoder-decoders",
     "tie_encoder_decoder": "of encoder-decoders",
     "transformers.js_config": "of another library",
+    "ignore_keys_at_rope_validation": "what transformers does not warn of",
 }
 """Fields that `config.json` may have whatever the model_type, and why they change nothing."""
 
@@ -70,6 +78,12 @@ FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
     "is_encoder_decoder": (False, "the model is a decoder alone"),
     "add_cross_attention": (False, "the model is a decoder alone"),
     "pruned_heads": ({}, "every head is computed"),
+    "is_causal": (True, "the model is a causal decoder"),
+    "use_bidirectional_attention": (False, "the model is a causal decoder"),
+    "attention_chunk_size": (None, "attention in chunks is not computed"),
+    "per_layer_config": (None, "all layers have the same sizes"),
+    "quantization_config": (None, "quantized weights are not trained; give whole ones"),
+    "auto_map": (None, "code that comes with a model is never run"),
 }
 
 ROPE_KEYS = {
@@ -90,8 +104,21 @@ ROPE_KEYS = {
 }
 """Each rope_type that is computed and the keys of `rope_parameters` that it reads."""
 
-ROPE_UNDECLARED = {"rope_theta": float, "rope_scaling": dict[str, Any] | None}
+ROPE_UNDECLARED: dict[str, Any] = {
+    "rope_theta": float,
+    "rope_scaling": dict[str, Any] | None,
+    "partial_rotary_factor": float,
+}
 """Older names of what `rope_parameters` holds."""
+
+ROPE = ("rope_parameters", *ROPE_UNDECLARED)
+
+_OLD_ROPE_NAMES = {
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "rotary_pct": "partial_rotary_factor",
+}
 
 
 def activation(name: str, field: str) -> Callable[[Tensor], Tensor]:
@@ -134,14 +161,21 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
     Args:
         partly: the architecture may turn a part of each head (`partial_rotary_factor`).
 
+    Dynamic scaling looks at the length of this forward alone; transformers' module keeps the frequencies of the longest
+    sequence that it has seen, until one below `max_position_embeddings` comes.
+
     Raises:
-        UserError: a type or a key of it that is not computed.
+        UserError: a type, a key or a value of it that is not computed.
     """
     parameters = dict(config.rope_parameters)
     kind, key = parameters.get("rope_type", "default"), "zero_tp.model.rope_parameters"
     if kind not in ROPE_KEYS:
         raise UserError(f"{key}.rope_type: {kind!r} is not supported; one of {', '.join(ROPE_KEYS)}")
-    share = float(parameters.get("partial_rotary_factor", 1.0))
+    if parameters.get("type", kind) != kind:
+        raise UserError(f"{key}.type: {parameters['type']!r} is another than rope_type, {kind!r}; keep one of them")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if not _positive(share) or share > 1:
+        raise UserError(f"{key}.partial_rotary_factor: {share!r} is not a share above 0 and up to 1")
     if share != 1.0 and not partly:
         raise UserError(f"{key}.partial_rotary_factor: {share} is refused: {config.model_type} turns whole heads")
     read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
@@ -149,9 +183,14 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
         if name not in read:
             raise UserError(f"{key}.{name}: rope_type {kind!r} does not read it; remove it")
     for name in ROPE_KEYS[kind]:
+        value = parameters.get(name)
         needed = name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if needed and not _positive(parameters.get(name)):
-            raise UserError(f"{key}.{name}: {parameters.get(name)!r} is not a positive number, which {kind!r} needs")
+        if needed and not _positive(value):
+            raise UserError(f"{key}.{name}: {value!r} is not a positive number, which {kind!r} needs")
+        if name == "truncate" and not isinstance(value, bool | None):
+            raise UserError(f"{key}.{name}: {value!r} is neither true nor false")
+        if not needed and name != "truncate" and value is not None and not _positive(value):
+            raise UserError(f"{key}.{name}: {value!r} is not a positive number; leave it out for the usual one")
     if not _positive(parameters.get("rope_theta")):
         raise UserError(f"{key}.rope_theta: {parameters.get('rope_theta')!r} is not a positive number")
     turning = int(head_size * share)
@@ -166,10 +205,34 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
         if kind == "default":
             base = parameters["rope_theta"]
             return 1.0 / (base ** (torch.arange(0, turning, 2, dtype=torch.float) / turning)), 1.0
-        found, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+        # A tensor, as transformers gives it: the same rounding.
+        longer = torch.tensor(length) if length > config.max_position_embeddings else None
+        found, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=longer)
         return found, float(scale)
 
+    try:
+        frequencies(1)
+    except (ArithmeticError, ValueError, RuntimeError) as error:
+        raise UserError(f"{key}: {kind!r} has no frequencies with these values ({error})") from error
     return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")
+
+
+def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
+    """Whether each of the names under which a file gives rotary parameters has arrived in `rope_parameters`.
+
+    Raises:
+        UserError: transformers took another one, or none.
+    """
+    for name, value in written.items():
+        given = {_OLD_ROPE_NAMES[name]: value} if name in _OLD_ROPE_NAMES else value if name in ROPE else None
+        for part, wanted in (given or {}).items():
+            found = config.rope_parameters.get(part)
+            if found != wanted:
+                shown = name if name in _OLD_ROPE_NAMES else f"{name}.{part}"
+                raise UserError(
+                    f"zero_tp.model.{shown}: {wanted!r}, but {type(config).__name__} takes {part} {found!r}; "
+                    f"give it as rope_parameters.{part} alone"
+                )
 
 
 def _positive(value: Any) -> bool:

@@ -26,7 +26,6 @@ FIELDS = Fields(
         "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
         "scale_attn_by_inverse_layer_idx": (False, "attention is not scaled by the layer's index"),
         "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
-        "add_cross_attention": (False, "the model is a decoder alone"),
     },
     irrelevant={
         **TOKENS,

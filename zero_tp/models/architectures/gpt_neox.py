@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from zero_tp.models.architectures.common import (
     ACTIVATIONS,
     OF_A_HEAD,
+    ROPE,
     ROPE_UNDECLARED,
     TOKENS,
     activation,
@@ -30,12 +31,12 @@ FIELDS = Fields(
     positive=("initializer_range", "layer_norm_eps"),
     dropouts=("attention_dropout", "hidden_dropout"),
     choices={"hidden_act": tuple(ACTIVATIONS)},
-    read=("tie_word_embeddings", "rope_parameters", "use_parallel_residual", "attention_bias"),
+    read=("tie_word_embeddings", *ROPE, "rotary_pct", "rotary_emb_base", "use_parallel_residual", "attention_bias"),
     irrelevant={
         **TOKENS,
         "pad_token_id": "the class gives it no row of its own",
-        "is_decoder": "the model is a causal decoder whatever it says",
         "classifier_dropout": OF_A_HEAD,
+        **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "the class has no such dropout"),
     },
     undeclared={**ROPE_UNDECLARED, "rotary_pct": float, "rotary_emb_base": float},
 )

@@ -10,7 +10,11 @@ from zero_tp.models.spec import TransformerSpec
 FIELDS = llama_like.fields(
     sizes=("head_dim",),
     read=("attention_bias", "mlp_bias"),
-    irrelevant={"pretraining_tp": "transformers computes the same whatever it says"},
+    fixed={"rope_interleaved": (False, "features turn with those half a head away, as the class does")},
+    irrelevant={
+        "pretraining_tp": "transformers computes the same whatever it says",
+        "is_llama_config": "a note of who wrote the file",
+    },
 )
 
 

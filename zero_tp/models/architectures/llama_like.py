@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from zero_tp.errors import UserError
 from zero_tp.models.architectures.common import (
     ACTIVATIONS,
+    ROPE,
     ROPE_UNDECLARED,
     TOKENS,
     activation,
@@ -27,6 +28,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def fields(
     *,
     sizes: tuple[str, ...] = (),
+    choices: Mapping[str, tuple[str, ...]] | None = None,
     read: tuple[str, ...] = (),
     fixed: Mapping[str, tuple[Any, str]] | None = None,
     irrelevant: Mapping[str, str] | None = None,
@@ -46,8 +48,8 @@ def fields(
         ),
         positive=("initializer_range", "rms_norm_eps"),
         dropouts=("attention_dropout",),
-        choices={"hidden_act": tuple(ACTIVATIONS)},
-        read=("tie_word_embeddings", "rope_parameters", "pad_token_id", *read),
+        choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
+        read=("tie_word_embeddings", *ROPE, "pad_token_id", *read),
         fixed=fixed or {},
         irrelevant={**TOKENS, **(irrelevant or {})},
         undeclared={**ROPE_UNDECLARED, **(undeclared or {})},
@@ -70,13 +72,7 @@ def spec(
     Raises:
         UserError: a field whose value is not computed.
     """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise UserError(
-            f"zero_tp.model.num_key_value_heads: {heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g}"
-            " each; give a divisor of num_attention_heads"
-        )
-    head_size = getattr(config, "head_dim", None) or whole_head_size(config)
+    heads, kv_heads, head_size = grouped_heads(config)
     return TransformerSpec(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -106,6 +102,21 @@ def spec(
     )
 
 
+def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Heads, KV heads and head size.
+
+    Raises:
+        UserError: the KV heads do not divide the heads, or the heads the hidden size where no head size is given.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UserError(
+            f"zero_tp.model.num_key_value_heads: {heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g}"
+            " each; give a divisor of num_attention_heads"
+        )
+    return heads, kv_heads, getattr(config, "head_dim", None) or whole_head_size(config)
+
+
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     """From `layer_types`.
 
@@ -124,38 +135,56 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 _OURS, _THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
+EMBEDDING, HEAD = (
+    Weight("transformer.embedding.word.weight", "model.embed_tokens.weight"),
+    Weight("head.weight", "lm_head.weight"),
+)
 
 
-def _linear(ours: str, *theirs: str, bias: bool) -> Iterator[Weight]:
+def layer_weights(ours: str, *theirs: str, bias: bool) -> Iterator[Weight]:
+    """Weight, and bias where there is one, of a norm or a linear layer of every layer; several of theirs are one of
+    ours."""
     for name in ("weight", "bias") if bias else ("weight",):
         yield Weight(f"{_OURS}{ours}.{name}", tuple(f"{_THEIRS}{each}.{name}" for each in theirs))
 
 
-def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
-    """Every parameter of a model of this spec."""
+def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
+    """Of `self_attn` in every layer."""
     queries, keys, values = (f"self_attn.{letter}_proj" for letter in "qkv")
-    found = [Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")]
-    found += _linear("attention_norm", "input_layernorm", bias=False)
     if spec.kv_heads == spec.heads:
-        found += _linear("attention.qkv", queries, keys, values, bias=spec.qkv_bias)
+        yield from layer_weights("attention.qkv", queries, keys, values, bias=spec.qkv_bias)
     else:
         for ours, theirs in (("query", queries), ("key", keys), ("value", values)):
-            found.append(Weight(f"{_OURS}attention.qkv.{ours}", f"{_THEIRS}{theirs}.weight"))
+            yield Weight(f"{_OURS}attention.qkv.{ours}", f"{_THEIRS}{theirs}.weight")
             if spec.qkv_bias:
-                found.append(Weight(f"{_OURS}attention.qkv.{ours}_bias", f"{_THEIRS}{theirs}.bias"))
+                yield Weight(f"{_OURS}attention.qkv.{ours}_bias", f"{_THEIRS}{theirs}.bias")
     if spec.query_key_norm:
-        found += _linear("attention.query_norm", "self_attn.q_norm", bias=False)
-        found += _linear("attention.key_norm", "self_attn.k_norm", bias=False)
-    found += _linear("attention.output", "self_attn.o_proj", bias=spec.output_bias)
-    found += _linear("mlp_norm", "post_attention_layernorm", bias=False)
-    found += _linear("mlp.gate_up", "mlp.gate_proj", "mlp.up_proj", bias=spec.mlp_bias)
-    found += _linear("mlp.down", "mlp.down_proj", bias=spec.mlp_bias)
-    found += [Weight("transformer.final_norm.weight", "model.norm.weight"), Weight("head.weight", "lm_head.weight")]
-    return tuple(found)
+        yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
+        yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
+    yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
 
 
-def architecture(fields: Fields, spec: Any, native_class: str) -> Architecture:
-    """The table of a descendant: its own fields and spec, the names that all have."""
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Every parameter of a model of this spec."""
+    return (
+        EMBEDDING,
+        *layer_weights("attention_norm", "input_layernorm", bias=False),
+        *attention_weights(spec),
+        *layer_weights("mlp_norm", "post_attention_layernorm", bias=False),
+        *layer_weights("mlp.gate_up", "mlp.gate_proj", "mlp.up_proj", bias=spec.mlp_bias),
+        *layer_weights("mlp.down", "mlp.down_proj", bias=spec.mlp_bias),
+        Weight("transformer.final_norm.weight", "model.norm.weight"),
+        HEAD,
+    )
+
+
+def architecture(
+    fields: Fields,
+    spec: Callable[[PretrainedConfig], TransformerSpec],
+    native_class: str,
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
+) -> Architecture:
+    """The table of a descendant: its own fields and spec, and the names that all have, or its own."""
     return Architecture(
         fields=fields,
         translate=spec,

@@ -8,10 +8,11 @@ from zero_tp.models.architectures import llama_like
 from zero_tp.models.spec import TransformerSpec
 
 FIELDS = llama_like.fields(
-    sizes=("sliding_window",),
-    read=("use_sliding_window", "layer_types"),
-    irrelevant={"max_window_layers": "layer_types, which is made from it, decides"},
-    undeclared={"head_dim": int | None},
+    sizes=("sliding_window", "head_dim"),
+    choices={"layer_types": (llama_like.FULL, llama_like.SLIDING)},
+    read=("use_sliding_window", "max_window_layers"),
+    fixed={"use_mrope": (False, "of models that see images")},
+    undeclared={"head_dim": int},
 )
 
 

@@ -9,8 +9,8 @@ from zero_tp.models.spec import TransformerSpec
 
 FIELDS = llama_like.fields(
     sizes=("head_dim", "sliding_window"),
-    read=("attention_bias", "use_sliding_window", "layer_types"),
-    irrelevant={"max_window_layers": "layer_types, which is made from it, decides"},
+    choices={"layer_types": (llama_like.FULL, llama_like.SLIDING)},
+    read=("attention_bias", "use_sliding_window", "max_window_layers"),
 )
 
 

@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
+from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 from zero_tp.models.spec import TransformerSpec
+
+_NO_DEFAULT = object()
 
 
 @dataclass(frozen=True)
@@ -90,17 +93,18 @@ class Weight:
 class Fields:
     """What becomes of the fields that the Hugging Face config of a model_type declares.
 
-    Every field is in exactly one of these; a field of `config.json` that is in none is refused.
+    Every field is in exactly one of these, or in OF_EVERY_CONFIG or FIXED_IN_EVERY_CONFIG; one of `config.json` or of a
+    config object that is in none is refused.
 
     Attributes:
         sizes: that the spec reads, positive integers, or None where the config allows it.
         positive: that the spec reads, numbers above 0.
         dropouts: that the spec reads, probabilities below 1.
-        choices: that the spec reads → the values that are computed.
+        choices: that the spec reads → the values that are computed, of the field or of each entry of a list.
         read: that the spec reads, anything else.
-        fixed: field → the only value that is computed, and why.
-        irrelevant: field → why it changes nothing here.
-        undeclared: fields that transformers obeys without declaring them → their type.
+        fixed: field → the only value that is computed, and why. It may be one that only files have.
+        irrelevant: field → why it changes nothing here. It may be one that only files have.
+        undeclared: those of the above that transformers obeys without declaring them → their type.
     """
 
     sizes: tuple[str, ...]
@@ -147,10 +151,29 @@ class Architecture:
         Raises:
             UserError: a field whose value is not computed exactly.
         """
-        for name, (only, reason) in self.fields.fixed.items():
-            if getattr(config, name) != only:
-                raise UserError(f"zero_tp.model.{name}: {getattr(config, name)!r} is refused: {reason}")
+        self._check_attributes(config)
         return self.translate(config)
+
+    def _check_attributes(self, config: PretrainedConfig) -> None:
+        """UserError: an attribute that nobody knows, or a value that is not the fixed one.
+
+        transformers' code reads attributes that no config class declares (`is_causal` makes any decoder look ahead).
+        """
+        if config.is_heterogeneous:
+            raise UserError(f"zero_tp.model.per_layer_config: refused: {FIXED_IN_EVERY_CONFIG['per_layer_config'][1]}")
+        fixed = {**FIXED_IN_EVERY_CONFIG, **self.fields.fixed}
+        known = {*self.fields.known(), *OF_EVERY_CONFIG}
+        for name, value in vars(config).items():
+            if name in fixed:
+                only, reason = fixed[name]
+                if value != only:
+                    raise UserError(f"zero_tp.model.{name}: {value!r} is refused: {reason}")
+            # One that the class declares and no table knows is of a newer transformers: its default changes nothing.
+            elif not name.startswith("_") and name not in known and value != getattr(type(config), name, _NO_DEFAULT):
+                raise UserError(
+                    f"zero_tp.model.{name}: {value!r} is not known to the table of {config.model_type}; delete the "
+                    "attribute if it changes nothing"
+                )
 
     def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Every parameter of a model of this spec, with its layer's number filled in."""
