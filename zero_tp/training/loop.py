@@ -25,11 +25,12 @@ from zero_tp.config.model import check_unchanged
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning.formulas import model_flops
 from zero_tp.planning.hardware import device_peak_flops
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
-from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
+from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.nvme import check_nvme
 from zero_tp.training.processes import Place
 from zero_tp.training.quiet import hushed
