@@ -45,14 +45,14 @@ def micro_batch(shape: Shape, settings: Sequence[Setting], *, ends_only: bool = 
 
 
 def _instants(shape: Shape, settings: Sequence[Setting], ends_only: bool) -> Iterator[Instant]:
-    last, ends = len(settings), _Ends(shape, settings[0])
+    last, ends = len(settings), _Ends(shape, settings)
     courses = [layer_course(shape, setting) for setting in settings]
 
     def shown(number: int) -> bool:
         beside = courses[max(number - 1, 0)], courses[min(number + 1, last - 1)]
         return not ends_only or number in (0, last - 1) or any(one is not courses[number] for one in beside)
 
-    base = ends.kept
+    base = ends.kept + ends.kept_mask
     for moment in ends.enter():
         yield Instant("forward", -1, moment.kept, moment.transient, 0.0)
     for number, course in enumerate(courses):
@@ -82,7 +82,8 @@ def _instants(shape: Shape, settings: Sequence[Setting], ends_only: bool) -> Ite
 class _Ends:
     """What is before the first layer and after the last."""
 
-    def __init__(self, shape: Shape, at: Setting):
+    def __init__(self, shape: Shape, settings: Sequence[Setting]):
+        at = settings[0]
         self.shape, self.at, self.e = shape, at, at.e
         tokens, self.split = at.s * at.b, at.sequence and at.t > 1
         rows = tokens / at.t if self.split else tokens
@@ -94,8 +95,11 @@ class _Ends:
         self.position = at.e * positions * shape.hidden if shape.learned_positions else 0.0
         self.table = at.e * shape.positions * shape.hidden if shape.learned_positions else 0.0
         self.ids = 8.0 * tokens * (3 if at.t > 1 else 1) + (tokens if at.t > 1 else 0)
-        self.kept = self.ids + (self.stream / at.e if shape.embedding_dropout else 0.0)
-        self.mask = float(at.e * at.s**2) if shape.eager else 0.0  # of eager attention, for all layers
+        self.kept = self.ids + (self.rows * shape.hidden if shape.embedding_dropout else 0.0)
+        # Eager attention's, for all layers: a region that runs again keeps it until then.
+        mask = float(at.e * at.s**2) if shape.eager else 0.0
+        again = any({"layer", "attention_core"} & set(setting.modules) for setting in settings)
+        self.mask, self.kept_mask = (0.0, mask) if again else (mask, 0.0)
 
     def enter(self) -> list[Moment]:
         """Tokens and the mask of the embedding's dropout are kept; the stream is a transient."""
@@ -107,7 +111,7 @@ class _Ends:
             walk.free("words")
             walk.make("words", self.whole)
             if self.split:
-                walk.make("piece", self.stream)
+                walk.make("piece", self.whole if self.at.cpu and self.e == 4 else self.stream)
                 walk.free("words")
             walk.free("masked")
         walk.make("positions", self.position)
@@ -148,10 +152,11 @@ class _Ends:
                 walk.make("product", e * self.word)
                 walk.free("product")
         if self.split:
-            if at.cpu:
+            # In fp32 the CPU's reduce-scatter adds the pieces up in the first one's place.
+            if at.cpu and e < 4:
                 walk.make("received", self.whole)
-            walk.make("piece", self.stream)
-            walk.free("received", "gradient")
+            walk.make("piece", self.whole if at.cpu and e == 4 else self.stream)
+            walk.free("gradient", "received")
         walk.free("gathered", "fp32" + now, "rounded" + now, "normed")
         kept, first = set(walk.alive), sum(size > 0 for _, size, _ in walk.events)
         walk.make("stream", self.stream)

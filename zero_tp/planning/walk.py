@@ -137,7 +137,7 @@ class _Layer:
         walk, at = self.walk, self.at
         whole_layer = "layer" in at.modules
         walk.make("input", self.residual)
-        self.forward(at.modules)
+        self.forward(at.modules, graphless=whole_layer)
         if whole_layer:
             walk.free(*[name for name in walk.alive if name not in ("input", "output")])
         walk.free("output")  # from here on it is the next one's input
@@ -165,21 +165,25 @@ class _Layer:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, modules: tuple[str, ...]) -> None:
+    def forward(self, modules: tuple[str, ...], *, graphless: bool = False) -> None:
         walk, e = self.walk, self.e
         self._norm("norm1")
         self._column("qkv", e * self.fused)
         if "norm" in modules:
             walk.free("norm1")
-        self._core()
+        self._core(again=graphless or "attention_core" in modules)
         if "attention_core" in modules:
             walk.free(*[name for name in walk.alive if name.startswith("core.")])
             if self.core == "maths":
                 walk.free("mixed")
+        if graphless:
+            walk.free("norm1", *[name for name in walk.alive if name.startswith("core.")])
         if self.core != "fused":
             walk.make("copy", e * self.query)  # as the projection takes it
         keeps_qkv = self.core == "fused" or "attention_core" in modules
         self._row("mask1", "middle", *(() if keeps_qkv else ("qkv",)), *(() if self.core == "fused" else ("mixed",)))
+        if graphless:
+            walk.free("copy", "qkv", "mixed", "mask1")
         self._norm("norm2")
         self._column("up", e * self.gate_up)
         if "norm" in modules:
@@ -214,10 +218,7 @@ class _Layer:
         walk = self.walk
         walk.make("product", self.whole)
         if self.split:
-            if self.at.cpu:
-                walk.make("received", self.whole)
-            walk.make("piece", self.residual)
-            walk.free("received", "product")
+            self._reduce_scatter("product")
         walk.free(*inputs)
         if self.shape.residual_dropout:
             walk.make("dropped", self.residual)
@@ -226,7 +227,19 @@ class _Layer:
         walk.make(name, self.residual)
         walk.free("dropped", "piece", "product")
 
-    def _core(self) -> None:
+    def _reduce_scatter(self, name: str) -> None:
+        """`name` → "piece". The CPU's receives all pieces, and in fp32 adds them up in the first one's place."""
+        walk = self.walk
+        if self.at.cpu:
+            walk.make("received", self.whole)
+        if self.at.cpu and self.e == 4:
+            walk.rename("received", "piece")
+        else:
+            walk.make("piece", self.residual)
+            walk.free("received")
+        walk.free(name)
+
+    def _core(self, *, again: bool = False) -> None:
         """Names that start with "core." are what a recomputed core does not keep."""
         walk, e = self.walk, self.e
         query, pair, scores, square = self.query, self.pair, self.scores, self.at.s**2
@@ -248,7 +261,7 @@ class _Layer:
             return
         copies = 4 if e < 4 else 0
         walk.make("copies", copies * (query + pair))
-        walk.make("core.v", copies * pair)
+        walk.make("core.v", 4 * pair)
         walk.make("core.q", 4 * query)
         walk.make("square", 5 * square)
         walk.make("core.k", 4 * pair)
@@ -259,6 +272,8 @@ class _Layer:
         walk.free("masked")
         walk.make("core.mask", 4 * scores)
         walk.make("core.dropped", 4 * scores)
+        if again:
+            walk.free("core.mask", "core.softmax")
         walk.make("weights", e * scores if e < 4 else 0.0)
         walk.make("product32", 4 * query)
         if e < 4:
@@ -299,7 +314,15 @@ class _Layer:
             walk.free("copy")
             if "attention_core" in modules:
                 self._core()
-        self._core_backward()
+        if "attention_core" in modules:
+            # The nested backward's caller holds its output and the gradient of it.
+            held = [name for name in ("back.mixed", "mixed") if name in walk.alive]
+            for name in held:
+                walk.rename(name, "held " + name)
+            self._core_backward()
+            walk.free(*["held " + name for name in held])
+        else:
+            self._core_backward()
         self._column_backward("back.qkv", self.qkv_weight, "norm1", remade="norm" in modules)
         self._norm_backward("norm1", "input")
 
@@ -323,16 +346,13 @@ class _Layer:
         walk.make("input gradient", self.whole)
         if remade:
             walk.make(norm, self.residual)
-        if self.split and self.at.cpu:
-            walk.make("received", self.whole)
-        elif self.split:
-            walk.make("piece", self.residual)
+        walk.make("reduced", self.whole if self.at.cpu else self.residual) if self.split else None
         walk.weight(weight, self.e)
-        if self.split:
-            if self.at.cpu:
-                walk.make("piece", self.residual)
-            walk.free("received", "input gradient", "gathered")
-        walk.free(name, norm, "weight")
+        if self.split and self.at.cpu and self.e < 4:
+            walk.make("piece", self.residual)
+        elif self.split:
+            walk.rename("reduced", "piece")
+        walk.free(*(("reduced", "input gradient", "gathered") if self.split else ()), name, norm, "weight")
 
     def _norm_backward(self, norm: str, saved: str) -> None:
         walk, residual = self.walk, self.residual
