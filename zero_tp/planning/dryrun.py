@@ -8,6 +8,7 @@ run on fake tensors; they come from planning/zero.py.
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ from zero_tp.activations.memory import ActivationMemory
 from zero_tp.config import RunConfig
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import GradientHooks
+from zero_tp.planning.memory import CATEGORIES, Point, held_bytes
 from zero_tp.planning.tracking import Allocation, Allocations
+from zero_tp.planning.zero import ZeroMemory
 from zero_tp.topology import Topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,12 +45,13 @@ class Moment:
     """What exists at one point of a pass, beside parameters, gradients that are done and model states [bytes].
 
     Attributes:
-        name: "forward" or "backward".
+        name: "forward" or "backward". place: the layer's number, -1 before the first and L after the last.
         activations: what backward will want. transients: everything else.
         gradients: elements of parameters whose gradients are done.
     """
 
     name: str
+    place: int
     activations: int
     transients: int
     gradients: int
@@ -115,30 +119,44 @@ def dry_run(config: RunConfig, *, fused_attention: bool = False) -> DryRun:
 
 def measure(model: ZeroTPForCausalLM, tokens: Tensor) -> tuple[Moment, ...]:
     """Forward and backward of one micro-batch; each gradient is let go of as soon as it is done."""
-    done: list[tuple[int, int]] = []
-    hooks = []
+    done: list[tuple[int, int, int]] = []
+    hooks: list[Any] = []
+    places = place_of_parameters(model)
     with Allocations() as allocations:
         allocations.mark(model.parameters(), "parameters")
         allocations.mark(model.buffers(), "parameters")
 
         def let_go(parameter: nn.Parameter) -> None:
             parameter.grad = None
-            done.append((allocations.clock, parameter.numel()))
+            done.append((allocations.clock, parameter.numel(), places[parameter]))
 
         for parameter in model.parameters():
             hooks.append(parameter.register_post_accumulate_grad_hook(let_go))
         begin = allocations.clock
+        started: list[int] = []
+        for module in (*model.transformer.layers, model.transformer.final_norm):
+            hooks.append(module.register_forward_pre_hook(lambda *_: started.append(allocations.clock)))
         loss = model(tokens, shift_labels=tokens).loss
         forward = allocations.clock
         loss.backward()
         del loss
     for hook in hooks:
         hook.remove()
-    return _moments(allocations, begin, forward, done)
+    return _moments(allocations, begin, forward, done, started[: len(model.transformer.layers) + 1])
+
+
+def place_of_parameters(model: ZeroTPForCausalLM) -> dict[nn.Parameter, int]:
+    """The layer's number of each parameter, -1 before the first and L after the last; a tied one is before."""
+    layers, places = len(model.transformer.layers), {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        after = parts[1] == "final_norm" or parts[0] == "head"
+        places[parameter] = int(parts[2]) if parts[1] == "layers" else layers if after else -1
+    return places
 
 
 def _moments(
-    allocations: Allocations, begin: int, forward: int, done: Sequence[tuple[int, int]]
+    allocations: Allocations, begin: int, forward: int, done: Sequence[tuple[int, int, int]], started: Sequence[int]
 ) -> tuple[Moment, ...]:
     def kept(one: Allocation) -> bool:
         return one.made <= forward and (one.gone is None or one.gone > forward)
@@ -152,6 +170,26 @@ def _moments(
         while waiting and waiting[0][0] < clock:
             finished += waiting.pop(0)[1]
         sizes[kept(one)] += sign * one.bytes
-        if sign > 0:
-            moments.append(Moment("forward" if clock <= forward else "backward", sizes[True], sizes[False], finished))
+        if sign < 0:
+            continue
+        if clock <= forward:
+            place = bisect.bisect_left(started, clock) - 1
+            moments.append(Moment("forward", place, sizes[True], sizes[False], 0))
+        else:
+            place = waiting[0][2] if waiting else -1
+            moments.append(Moment("backward", place, sizes[True], sizes[False], finished))
     return tuple(moments)
+
+
+def points(run: DryRun, zero: ZeroMemory) -> list[Point]:
+    """The measured micro-batch with ZeRO's account added, as the last micro-batch of a step."""
+    found = []
+    for number, moment in enumerate(run.moments):
+        micro, transients = zero.at.accumulation - 1, float(moment.transients)
+        held = zero.during(moment.name, moment.gradients, moment.place, micro, transients)
+        sizes = {**held_bytes(held), "activations": float(moment.activations), "transients": transients}
+        found.append(Point(moment.name, 2.0 * number / len(run.moments), sizes, held.host))
+    none = dict.fromkeys(CATEGORIES, 0.0)
+    for phase, held in (("reduce", zero.end_of_backward()), ("step", zero.step()), ("step", zero.states)):
+        found.append(Point(phase, 2.5, {**none, **held_bytes(held)}, held.host))
+    return found

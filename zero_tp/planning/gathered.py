@@ -1,4 +1,6 @@
-"""Which parameters ZeRO-3 has gathered while each module runs (deepspeed/runtime/zero/partitioned_param_coordinator.py).
+"""Which parameters ZeRO-3 has gathered while each module runs.
+
+It follows `PartitionedParameterCoordinator` of deepspeed/runtime/zero/partitioned_param_coordinator.py.
 
 From its second step on DeepSpeed knows the order of modules. Before a module runs, its parameters and those of the next
 modules, up to the prefetch bucket, are gathered; after it, they go unless they are wanted again within
@@ -59,14 +61,15 @@ def gathered_elements(
                 flat -= 0 if flight.waiting else flight.size
         while queue and queue[0][0] <= step:
             queue.popleft()
-        ahead, most = [], min(max_live - live, prefetch)
-        while queue and sum(sizes[name] for name in ahead) < most:
+        ahead: list[Name] = []
+        most = min(max_live - live, prefetch)
+        while queue and sum(sizes[each] for each in ahead) < most:
             wanted, name = queue.popleft()
             fetched_for[name] = wanted
             if name not in available:
                 available.add(name)
                 ahead.append(name)
-        fetching = sum(sizes[name] for name in ahead)
+        fetching = sum(sizes[each] for each in ahead)
         live += fetching
         if len(ahead) == 1:
             own += fetching  # gathered in its own place

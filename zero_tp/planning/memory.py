@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from zero_tp.planning import formulas
 from zero_tp.planning.outside import Instant, micro_batch
 from zero_tp.planning.shape import Shape
 from zero_tp.planning.walk import Setting
-from zero_tp.planning.zero import Held, Parameters, ZeroMemory
+from zero_tp.planning.zero import Held, ZeroMemory
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
 GIB = 2**30
@@ -70,21 +70,20 @@ class TrueView:
         return max(self.points(ends_only=True), key=lambda point: point.total)
 
     def _point(self, instant: Instant, position: float, micro: int) -> Point:
-        layers = len(self.settings)
-        share = (min(max(instant.place, -1), layers) + 1.5) / (layers + 2)
-        held = self.zero.during(instant.name, instant.gradients, share, micro, instant.transients)
+        held = self.zero.during(instant.name, instant.gradients, instant.place, micro, instant.transients)
         return Point(
             instant.name,
             position,
-            {**_by_category(held), "activations": instant.activations, "transients": instant.transients},
+            {**held_bytes(held), "activations": instant.activations, "transients": instant.transients},
             held.host,
         )
 
     def _bare(self, phase: str, position: float, held: Held) -> Point:
-        return Point(phase, position, {**_by_category(held), "activations": 0.0, "transients": 0.0}, held.host)
+        return Point(phase, position, {**held_bytes(held), "activations": 0.0, "transients": 0.0}, held.host)
 
 
-def _by_category(held: Held) -> dict[str, float]:
+def held_bytes(held: Held) -> dict[str, float]:
+    """ZeRO's part of CATEGORIES."""
     return {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
 
 
@@ -123,14 +122,12 @@ class PaperView:
     def bytes(self) -> dict[str, float]:
         """By category: parameters, gradients, optimizer, activations, activations outside the layers."""
         own = self.parameters / (self.setting.t * self.pipeline)
-        parts = {0: (2, 2, 12, 1, 1, 1), 1: (2, 2, 12, 1, 1, self.data)}
         split = {
             0: (1, 1, 1),
             1: (1, 1, self.data),
             2: (1, self.data, self.data),
             3: (self.data, self.data, self.data),
         }[self.stage]
-        assert parts
         at, shape = self.setting, self.shape
         activations = shape.layers * self.layer_bytes() * formulas.pipeline_factor(self.pipeline, self.interleaving)
         outside = formulas.kept_outside_layers(
@@ -156,8 +153,6 @@ def layer_settings(
         recomputed: numbers of the layers that it recomputes.
         activation_checkpointing: DeepSpeed's block.
     """
-    from dataclasses import replace
-
     if policy.mode == "none" or policy.keep_micro_batches:
         return (base,) * layers
     modules = ("layer",) if policy.mode == "full" else tuple(policy.chosen_modules)

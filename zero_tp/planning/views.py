@@ -25,7 +25,9 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> tuple[Sha
         UserError: an architecture or size that is not supported.
     """
     model = ZeroTPForCausalLM(config, Topology(tensor, sequence, world=tensor), device="meta")
-    matrices, flats, whole = [], [], 0
+    matrices: list[int] = []
+    flats: list[int] = []
+    whole = 0
     for parameter in model.parameters():
         dimensions = whole_shape(parameter)
         (matrices if len(dimensions) >= 2 else flats).append(parameter.numel())
@@ -33,12 +35,16 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> tuple[Sha
         for size in dimensions:
             product *= size
         whole += product
-    modules = tuple(
-        sizes
-        for module in model.modules()
-        if (sizes := tuple(parameter.numel() for parameter in module.parameters(recurse=False)))
-    )
-    return Shape.of(model.spec), Parameters(tuple(matrices), tuple(flats), modules), whole
+    modules: list[tuple[int, ...]] = []
+    places: list[int] = []
+    for name, module in model.named_modules():
+        if sizes := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
+            modules.append(sizes)
+            parts = name.split(".")
+            after = name == "head" or "final_norm" in parts
+            places.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
+    parameters = Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(places))
+    return Shape.of(model.spec), parameters, whole
 
 
 def base_setting(config: RunConfig, *, cpu: bool) -> Setting:
@@ -93,5 +99,3 @@ def paper_view(
         interleaving=interleaving,
         modules=policy.chosen_modules,
     )
-
-

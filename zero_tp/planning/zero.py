@@ -7,7 +7,7 @@ P is a rank's partition of the flattened parameters, e bytes an element of the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,11 +46,13 @@ class Parameters:
             the two groups by themselves, because weight decay skips the second.
         modules: elements of each parameter of each module, in the order in which forward runs them; a tied output
             layer has the embedding's again.
+        places: of each module the layer's number, -1 before the first and L after the last.
     """
 
     matrices: tuple[int, ...]
     flats: tuple[int, ...]
     modules: tuple[tuple[int, ...], ...]
+    places: tuple[int, ...]
 
     @cached_property
     def total(self) -> int:
@@ -211,8 +213,8 @@ class ZeroMemory:
         return self.parameters.matrices + self.parameters.flats
 
     @cached_property
-    def gathered_by_module(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Bytes gathered while each module of `parameters.modules` runs: forward, and backward in the same order."""
+    def gathered_at(self) -> dict[tuple[str, int], float]:
+        """The most bytes gathered for a while at each place of forward and backward."""
         at = self.at
         forward, backward = gathered_elements(
             self.parameters.modules,
@@ -221,17 +223,21 @@ class ZeroMemory:
             max_live=at.max_live,
             max_reuse=at.max_reuse,
         )
-        return [at.element * each for each in forward], [at.element * each for each in backward]
+        most: dict[tuple[str, int], float] = {}
+        for name, found in (("forward", forward), ("backward", backward)):
+            for place, elements in zip(self.parameters.places, found, strict=True):
+                most[name, place] = max(most.get((name, place), 0.0), at.element * elements)
+        return most
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
-    def during(self, phase: str, done: float, share: float, micro: int = 0, transients: float = 0.0) -> Held:
+    def during(self, phase: str, done: float, place: int, micro: int = 0, transients: float = 0.0) -> Held:
         """Of a moment inside a micro-batch.
 
         Args:
             phase: "forward" or "backward".
             done: elements whose gradients are done in this micro-batch.
-            share: how far forward has come, or how much backward has still to do: place in the modules, 0 to 1.
+            place: the layer's number, -1 before the first and L after the last.
             micro: the micro-batch's number in the step.
             transients: of the activations at that moment.
         """
@@ -239,10 +245,7 @@ class ZeroMemory:
         buckets = e * at.reduce_bucket * (2 if at.overlap else 1)
         total = self.parameters.total
         if at.stage == 3:
-            forward, backward = self.gathered_by_module
-            modules = forward if phase == "forward" else backward
-            number = min(len(modules) - 1, max(0, int(share * len(modules))))
-            return held._replace(gathered=held.gathered + modules[number])
+            return held._replace(gathered=held.gathered + self.gathered_at[phase, place])
         accumulated = e * (total if micro else min(done, total))
         if at.stage == 0:
             return held._replace(gradients=accumulated)
@@ -278,7 +281,7 @@ class ZeroMemory:
         at, held, e = self.at, self.states, self.at.element
         total, bucket = self.parameters.total, e * at.reduce_bucket
         if at.stage in (0, 3):
-            held = self.during("backward", total, 0.0, at.accumulation - 1)
+            held = self.during("backward", total, -1, at.accumulation - 1)
             flattened = e * min(total, ALLREDUCE_BUCKET) if at.stage == 0 and at.data > 1 else 0
             return held._replace(buffers=held.buffers + flattened)
         fill = e * min(at.reduce_bucket, total)
