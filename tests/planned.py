@@ -3,8 +3,8 @@
     python -m tests.planned 8 < configs.json
 
 Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
-MemTracker counts in the second step, and beside it what planning's true view gives. A process of its own, because DeepSpeed keeps
-its process groups in module globals.
+MemTracker counts in the second step, and beside it what planning's true view gives. A process of its own, because
+DeepSpeed keeps its process groups in module globals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Devices to plan for: memory, rates and links, from a table or from a person's own JSON file.
 
-Peak matrix rates are those of planning/hardware.py. Memory is what a process sees (torch's `total_memory`), which is less
-than the name says. Links are per device and direction; between nodes they are a property of the cluster, not of the
-device: the table has what is usual (a network port a device). The reached shares are a typical well-fed run's.
+Peak matrix rates are those of planning/hardware.py. Memory is what a process sees (torch's `total_memory`), which is
+less than the name says. Links are per device and direction; between nodes they are a property of the cluster: the table
+has what is usual (a network port a device). The reached shares are a typical well-fed run's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Device(Block):
         return self.name == "cpu"
 
 
-# name, name that torch gives, GiB, GB/s of memory, of links inside a node and between nodes, of the host, devices a node
+# name, name that torch gives, GiB, GB/s of memory, of links in a node and between nodes, of the host, devices a node
 _TABLE = (
     ("v100-16gb", "Tesla V100-SXM2-16GB", 15.8, 900, 150, 12.5, 12, 8),
     ("v100-32gb", "Tesla V100-SXM2-32GB", 31.7, 900, 150, 12.5, 12, 8),
@@ -75,8 +75,16 @@ _TABLE = (
     ("rtx4090-24gb", "NVIDIA GeForce RTX 4090", 23.6, 1008, 32, 12.5, 25, 8),
 )
 NAMES = (*(row[0] for row in _TABLE), "cpu")
-_SHORT = {"v100": "v100-32gb", "h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200-180gb", "mi300x": "mi300x-192gb",
-          "l40s": "l40s-48gb", "rtx4090": "rtx4090-24gb", "4090": "rtx4090-24gb"}  # fmt: skip
+_SHORT = {
+    "v100": "v100-32gb",
+    "h100": "h100-80gb",
+    "h200": "h200-141gb",
+    "b200": "b200-180gb",
+    "mi300x": "mi300x-192gb",
+    "l40s": "l40s-48gb",
+    "rtx4090": "rtx4090-24gb",
+    "rtx-4090": "rtx4090-24gb",
+}
 
 
 def device(name: str, ranks: int = 1) -> Device:

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.config import RunConfig
+from zero_tp.models.attention import SDPACore
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import GradientHooks
 from zero_tp.planning.memory import CATEGORIES, Point, held_bytes
@@ -105,7 +106,7 @@ def dry_run(config: RunConfig, *, fused_attention: bool = False) -> DryRun:
         model.train()
         if fused_attention:
             for module in model.modules():
-                if type(module).__name__ == "SDPACore":
+                if isinstance(module, SDPACore):
                     module.p = 0.0
         hooks = GradientHooks(model, topology.tensor_group)
         settings = config.deepspeed_config().get("activation_checkpointing", {})

@@ -11,9 +11,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 Name = tuple[int, int]
 """(module, position in it) of a parameter."""
+
+
+@lru_cache(maxsize=256)
+def most_gathered(
+    modules: tuple[tuple[int, ...], ...],
+    places: tuple[int, ...],
+    *,
+    threshold: int,
+    prefetch: int,
+    max_live: int,
+    max_reuse: int,
+) -> dict[tuple[str, int], float]:
+    """The most elements gathered for a while, by ("forward" or "backward", place); see `gathered_elements`.
+
+    Args:
+        places: of each module: the layer's number, -1 before the first and L after the last.
+    """
+    forward, backward = gathered_elements(
+        modules, threshold=threshold, prefetch=prefetch, max_live=max_live, max_reuse=max_reuse
+    )
+    most: dict[tuple[str, int], float] = {}
+    for name, found in (("forward", forward), ("backward", backward)):
+        for place, elements in zip(places, found, strict=True):
+            most[name, place] = max(most.get((name, place), 0.0), elements)
+    return most
 
 
 def gathered_elements(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_tp.planning.shape import Shape
-from zero_tp.planning.walk import Moment, Setting, Walk, layer_course
+from zero_tp.planning.walk import Moment, Setting, Walk, greatest_course, layer_course
 
 CHUNK_ELEMENTS = 2**23
 """Of parallel/loss.py, which imports torch; a test compares."""
@@ -38,15 +38,17 @@ def micro_batch(shape: Shape, settings: Sequence[Setting], *, ends_only: bool = 
 
     Args:
         settings: of each layer; they differ in what is recomputed only.
-        ends_only: of a stretch of layers of one kind give the first and the last only. From one to the next all bytes
-            change by the same amounts, so the greatest sum is among them.
+        ends_only: of a stretch of layers of one kind give the first and the last only, and of these the moments that
+            may be the greatest. From one layer to the next all bytes change by the same amounts.
     """
     return list(_instants(shape, settings, ends_only))
 
 
 def _instants(shape: Shape, settings: Sequence[Setting], ends_only: bool) -> Iterator[Instant]:
     last, ends = len(settings), _Ends(shape, settings)
-    courses = [layer_course(shape, setting) for setting in settings]
+    course_of = greatest_course if ends_only else layer_course
+    kinds = {setting: course_of(shape, setting) for setting in set(settings)}
+    courses = [kinds[setting] for setting in settings]
 
     def shown(number: int) -> bool:
         beside = courses[max(number - 1, 0)], courses[min(number + 1, last - 1)]

@@ -111,6 +111,25 @@ def layer_course(shape: Shape, setting: Setting) -> Course:
     return _Layer(shape, setting).course()
 
 
+@lru_cache(maxsize=100_000)
+def greatest_course(shape: Shape, setting: Setting) -> Course:
+    """The same with those moments only at which the device may hold the most, whatever the model states add."""
+    course = layer_course(shape, setting)
+    return course._replace(forward=_greatest(course.forward), backward=_greatest(course.backward))
+
+
+def _greatest(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Without those that another one exceeds or equals in bytes, in what is kept, and in gradients done."""
+    best: list[tuple[float, float, float, Moment]] = []
+    for moment in moments:
+        size = (moment.kept + moment.transient, moment.kept, moment.gradients)
+        if any(size[0] <= one[0] and size[1] <= one[1] and size[2] <= one[2] for one in best):
+            continue
+        best = [one for one in best if not (one[0] <= size[0] and one[1] <= size[1] and one[2] <= size[2])]
+        best.append((*size, moment))
+    return tuple(one[3] for one in best)
+
+
 class _Layer:
     def __init__(self, shape: Shape, setting: Setting):
         self.shape, self.at, self.walk = shape, setting, Walk()

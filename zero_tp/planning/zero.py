@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from zero_tp.planning.gathered import gathered_elements
+from zero_tp.planning.gathered import most_gathered
 
 MOMENT_BYTES = {"adam": 8, "adamw": 8, "lion": 4, "adagrad": 4, "sgd": 4}
 """Optimizer states a parameter beside the fp32 master."""
@@ -216,18 +216,15 @@ class ZeroMemory:
     def gathered_at(self) -> dict[tuple[str, int], float]:
         """The most bytes gathered for a while at each place of forward and backward."""
         at = self.at
-        forward, backward = gathered_elements(
+        most = most_gathered(
             self.parameters.modules,
+            self.parameters.places,
             threshold=at.persistence_threshold,
             prefetch=at.prefetch_bucket,
             max_live=at.max_live,
             max_reuse=at.max_reuse,
         )
-        most: dict[tuple[str, int], float] = {}
-        for name, found in (("forward", forward), ("backward", backward)):
-            for place, elements in zip(self.parameters.places, found, strict=True):
-                most[name, place] = max(most.get((name, place), 0.0), at.element * elements)
-        return most
+        return {where: at.element * elements for where, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
