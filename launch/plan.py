@@ -90,6 +90,9 @@ def main() -> None:
     if options.html:
         from zero_tp.planning.page import write_page
 
+        if found is None:
+            found, shown = advise.candidates(made, options.set, options.top)
+
         for path in write_page(made, options.html, found, shown):
             lines.append(f"wrote {path}")
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))

@@ -62,6 +62,13 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     tracker = MemTracker()
     # Engines before this one leave some of their tensors behind.
     tracker.track_external(*(each for each in existing() if each.untyped_storage()._cdata not in before))
+    begin = made.activations.begin_micro_batch
+
+    def begin_micro_batch(index: int) -> None:
+        tracker.reset_mod_stats()  # it keeps statistics of one forward only
+        begin(index)
+
+    made.activations.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with tracker:

@@ -11,7 +11,7 @@ from zero_tp.planning.dryrun_result import Comparison
 from zero_tp.planning.plan import Plan, as_on_the_cpu
 from zero_tp.planning.search import Candidate, Found, accepted, changed, refuse_if_nothing_fits, search, write
 
-__all__ = ["candidate_json", "compare", "search_and_check", "write"]
+__all__ = ["candidate_json", "candidates", "compare", "search_and_check", "write"]
 
 
 def compare(plan: Plan) -> Comparison:
@@ -25,14 +25,19 @@ def compare(plan: Plan) -> Comparison:
     return Comparison(measured, view.peak, run.seconds)
 
 
-def search_and_check(plan: Plan, overrides: Sequence[str], top: int) -> tuple[Found, list[Candidate], dict[str, Any]]:
+def search_and_check(
+    plan: Plan, overrides: Sequence[str], top: int, found: Found | None = None
+) -> tuple[Found, list[Candidate], dict[str, Any]]:
     """(what was found, the fastest `top` that a run accepts, the first one's config).
+
+    Args:
+        found: what `search` gave, if it has been asked already.
 
     Raises:
         UserError: nothing fits; says what is short and by how much.
     """
     config = plan.config
-    found = search(config, plan.device)
+    found = found or search(config, plan.device)
     refuse_if_nothing_fits(found, config, plan.device)
     raw = read_json(config.path)
     apply_overrides(raw, overrides)
@@ -53,6 +58,15 @@ def search_and_check(plan: Plan, overrides: Sequence[str], top: int) -> tuple[Fo
     if not shown:
         raise UserError(f"--search: every setting that fits is refused, the last one because: {refused}")
     return found, shown, best
+
+
+def candidates(plan: Plan, overrides: Sequence[str], top: int) -> tuple[Found, list[Candidate]]:
+    """As `search_and_check`, with an empty list where nothing fits."""
+    found = search(plan.config, plan.device)
+    if not found.fitting:
+        return found, []
+    _, shown, _ = search_and_check(plan, overrides, top, found)
+    return found, shown
 
 
 def candidate_json(one: Candidate) -> dict[str, Any]:
