@@ -39,7 +39,7 @@ def write_page(plan: Plan, path: Path, found: Found | None, shown: Sequence[Cand
         UserError: matplotlib is missing, or a file can't be written.
     """
     figures = pictures.of_plan(plan)
-    parts = [f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))} GiB</p>']
+    parts = [f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>']
     parts.append(f"<pre>{html.escape(report.describe(plan))}</pre>")
     parts += [svg(figure) for figure in figures.values()]
     if found is not None and shown is not None:

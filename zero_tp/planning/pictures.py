@@ -23,7 +23,9 @@ COLOURS = {
     "transients": "#AA3377",
 }
 LIMIT = "#222222"
-PHASES = ((0.0, "forward"), (1.0, "backward"), (2.0, "optimizer"))
+PHASES = {"forward": 0.0, "backward": 1.0, "optimizer": 2.0}
+SHOWN_POINTS = 600
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
 def figure_module() -> Any:
@@ -89,7 +91,7 @@ def bars(title: str, stacks: Sequence[Stack], limit: float | None) -> Any:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     widest = max(left)
     for number, total in enumerate(left):
-        axes.text(total, number, f" {_figure(total)}", va="center", fontsize=9)
+        axes.text(total + 0.006 * max(left), number, _figure(total), va="center", fontsize=9, zorder=4, bbox=PAPER)
     shown = limit if limit is not None and limit < 8 * widest else None
     axes.set_xlim(0, 1.12 * max(widest, shown or 0.0))
     _limit(axes, shown, vertical=True)
@@ -130,15 +132,14 @@ def areas(title: str, label: str, places: Sequence[float], stacks: Sequence[Mapp
 
 def over_time(title: str, points: Sequence[Point], limit: float | None, label: str = "one step") -> Any:
     """Memory over a step by category, with the phases named."""
+    points = _thinned(points)
     places = [point.position for point in points]
     figure, axes = areas(title, label, places, [point.bytes for point in points], limit)
-    axes.set_xticks([])
-    for start, name in PHASES:
+    for start in PHASES.values():
         if start:
             axes.axvline(start, color="#888888", linewidth=0.8)
-        axes.text(
-            start + 0.02, 0.985, name, transform=axes.get_xaxis_transform(), fontsize=9, va="top", color="#444444"
-        )
+    axes.set_xticks([start + 0.5 for start in PHASES.values()], list(PHASES))
+    axes.tick_params(axis="x", length=0)
     peak = max(points, key=lambda point: point.total)
     top = (peak.position, peak.total / GIB)
     axes.plot(*top, "o", color=LIMIT, markersize=4)
@@ -146,6 +147,13 @@ def over_time(title: str, points: Sequence[Point], limit: float | None, label: s
     axes.annotate(f"{_figure(top[1])} GiB", top, textcoords="offset points", xytext=(-6 if right else 6, 4), fontsize=9,
                   ha="right" if right else "left")  # fmt: skip
     return figure
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """Of many points the greatest of each stretch."""
+    length = -(-len(points) // SHOWN_POINTS)
+    inner = [points[start : start + length] for start in range(0, len(points), length)]
+    return [max(stretch, key=lambda point: point.total) for stretch in inner[:-1]] + list(inner[-1])
 
 
 def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one step") -> Any:

@@ -71,10 +71,10 @@ def memory(plan: Plan) -> list[str]:
 def verdict(plan: Plan) -> str:
     """Whether it fits, and what is the largest part of it."""
     if plan.fits:
-        return f"fits, {plan.spare / GIB:.2f} left"
+        return f"fits, {plan.spare / GIB:.2f} GiB left"
     name, size = max(plan.peak.bytes.items(), key=lambda item: item[1])
     return (
-        f"does not fit, short by {-plan.spare / GIB:.2f}; the most are {TITLES[name]}, {size / GIB:.2f} "
+        f"does not fit, short by {-plan.spare / GIB:.2f} GiB; the most are {TITLES[name]}, {size / GIB:.2f} "
         "(--search tries other settings)"
     )
 

@@ -87,7 +87,7 @@ def search(config: RunConfig, device: Device) -> Found:
     fitting: list[Candidate] = []
     smallest: Candidate | None = None
     tried = 0
-    for choice, model in _choices(config):
+    for choice, model in _choices(config, cpu=device.is_cpu):
         candidate = _evaluate(config, device, zero, choice, model)
         tried += 1
         if candidate.needed <= device.memory_gib * GIB:
@@ -121,7 +121,7 @@ def refuse_if_nothing_fits(found: Found, config: RunConfig, device: Device) -> N
     )
 
 
-def _choices(config: RunConfig) -> Iterator[tuple[Choice, Model]]:
+def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
     world, total = config.world_size, config.global_batch
     assert world is not None
     length, hf_config = config.zero_tp.data.sequence_length, config.hf_config()
@@ -136,9 +136,12 @@ def _choices(config: RunConfig) -> Iterator[tuple[Choice, Model]]:
                 model = model_of(hf_config, tensor, sequence)
             except UserError:  # heads or MLP do not divide
                 break
+            # A fused attention keeps nothing that selective recomputation would save.
+            fused = not (model[0].eager or (cpu and model[0].attention_dropout))
+            modes = [mode for mode in MODULES if not (fused and mode == "selective")]
             for micro in _divisors(total // data):
                 for stage in range(4):
-                    for recompute in MODULES:
+                    for recompute in modes:
                         offloads = [(False, False)] + [(True, False)] * (stage > 0) + [(True, True)] * (stage == 3)
                         for optimizer, parameters in offloads:
                             accumulation = total // data // micro

@@ -167,15 +167,17 @@ class Timing:
             gathers, reductions = 1, micro
         else:
             gathers, reductions = 1, 1
-        if zero.stage == 3:
+        calls = 0.0
+        if zero.stage == 3 and zero.data > 1:
             hidden = computing
+            calls = LATENCY * self.shape.layers * 3 * micro  # each layer's collectives begin somewhere
         elif zero.overlap:
             hidden = computing * (2 / 3 if zero.stage == 2 else 2 / 3 / micro)
         else:
             hidden = 0.0
         waiting = half if zero.stage < 3 else 0.0  # the updated parameters' all-gather
         communicating = half * (gathers + reductions) - waiting
-        return waiting * gathers + max(0.0, communicating - hidden)
+        return calls + waiting * gathers + max(0.0, communicating - hidden)
 
     def _optimizer(self) -> tuple[float, float]:
         """(update, host copies). Masters and moments are read and written, gradients read, parameters written."""

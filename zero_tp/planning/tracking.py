@@ -106,6 +106,10 @@ class Allocations(TorchDispatchMode):
             if isinstance(thing, Tensor) and type(thing) is not torch.nn.UninitializedParameter:
                 self._see(thing, "outside")
 
+    def known(self) -> set[int]:
+        """Addresses of the storages that exist."""
+        return set(self._alive)
+
     def alive(self) -> list[Allocation]:
         return [allocation for allocation, _ in self._alive.values()]
 

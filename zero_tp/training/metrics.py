@@ -119,13 +119,24 @@ def memory_gib(device_type: str = "cpu") -> float:
     return _peak_resident_bytes() / GIB
 
 
-def _peak_resident_bytes() -> int:
+def resident_gib() -> float:
+    """What this process has resident now, in GiB; 0 where the system doesn't tell."""
+    return _status_bytes("VmRSS") / GIB
+
+
+def _status_bytes(name: str) -> int:
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage: after fork and exec its maximum still holds the launcher's.
         for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
+    return 0
+
+
+def _peak_resident_bytes() -> int:
+    # Not getrusage where there is this: after fork and exec its maximum still holds the launcher's.
+    if found := _status_bytes("VmHWM"):
+        return found
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
