@@ -73,6 +73,7 @@ def candidate_json(one: Candidate) -> dict[str, Any]:
     return {
         **vars(one.choice),
         "needed_bytes": one.needed,
+        "host_node_bytes": one.host,
         "peak_bytes": {"phase": one.peak.phase, "total": one.peak.total, "host": one.peak.host, **one.peak.bytes},
         "step_seconds": {**one.time.terms(), "total": one.time.total},
     }

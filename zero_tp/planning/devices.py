@@ -36,6 +36,7 @@ class Device(Block):
     intra_gbps: Rate = Field(description="Link to devices of the same node, per direction [GB/s].")
     inter_gbps: Rate = Field(description="Link to other nodes, per device and direction [GB/s].")
     host_gbps: Rate = Field(default=25, description="Link to host memory, per direction [GB/s].")
+    host_memory_gib: Rate = Field(default=1024, description="Host memory of a node [GiB], for what is offloaded.")
     per_node: Annotated[int, Field(gt=0)] = Field(default=8, description="Devices of a node.")
     matrix_share: Share = Field(default=0.7, description="Share of the matrix peak that large products reach.")
     memory_share: Share = Field(default=0.8, description="Share of the memory bandwidth that is reached.")
@@ -138,6 +139,7 @@ def _this_cpu(ranks: int) -> Device:
         intra_gbps=1.0,
         inter_gbps=1.0,
         host_gbps=10,
+        host_memory_gib=memory,
         per_node=max(1, ranks),
         reserved_gib=0.5 if memory / ranks > 1 else 0.1,
     )

@@ -69,6 +69,11 @@ class TrueView:
         """The moment at which the device holds the most."""
         return max(self.points(ends_only=True), key=lambda point: point.total)
 
+    @cached_property
+    def host(self) -> float:
+        """The most in host memory, of one rank [bytes]."""
+        return max(self.zero.states.host, self.zero.step().host)
+
     def _point(self, instant: Instant, position: float, micro: int) -> Point:
         held = self.zero.during(instant.name, instant.gradients, instant.place, micro, instant.transients)
         return Point(

@@ -48,16 +48,21 @@ class Plan:
     @property
     def needed(self) -> float:
         """Bytes of the device's memory: the peak with the allocator's gaps and what is reserved."""
-        return self.peak.total * (1 + self.device.fragmentation) + self.device.reserved_gib * GIB
+        return needed(self.true, self.device)
 
     @property
     def spare(self) -> float:
-        """Bytes that stay free; negative: short by so much."""
+        """Bytes of the device that stay free; negative: short by so much."""
         return self.device.memory_gib * GIB - self.needed
 
     @property
+    def host_spare(self) -> float:
+        """Bytes of a node's host memory that stay free; negative: short by so much."""
+        return self.device.host_memory_gib * GIB - host_needed(self.true, self.device, self.ranks)
+
+    @property
     def fits(self) -> bool:
-        return self.spare >= 0
+        return self.spare >= 0 and self.host_spare >= 0
 
     @property
     def tokens(self) -> int:
@@ -108,12 +113,24 @@ class Plan:
             "peak_bytes": {"phase": peak.phase, "total": peak.total, "host": peak.host, **peak.bytes},
             "needed_bytes": self.needed,
             "spare_bytes": self.spare,
+            "host_spare_bytes": self.host_spare,
             "fits": self.fits,
             "step_seconds": {**self.time.terms(), "total": self.time.total},
             "tokens_per_second": self.tokens / self.time.total,
             "model_flops": self.model_flops,
             "mfu": self.mfu,
         }
+
+
+def needed(view: TrueView, device: Device) -> float:
+    """Bytes of the device's memory, margins included. A CPU rank's device is its host."""
+    tensors = view.peak.total + (view.host if device.is_cpu else 0.0)
+    return tensors * (1 + device.fragmentation) + device.reserved_gib * GIB
+
+
+def host_needed(view: TrueView, device: Device, ranks: int) -> float:
+    """Bytes of a node's host memory."""
+    return 0.0 if device.is_cpu else view.host * min(device.per_node, ranks)
 
 
 def check_device(device: Device, config: RunConfig) -> None:

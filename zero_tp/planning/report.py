@@ -72,6 +72,8 @@ def verdict(plan: Plan) -> str:
     """Whether it fits, and what is the largest part of it."""
     if plan.fits:
         return f"fits, {plan.spare / GIB:.2f} GiB left"
+    if plan.spare >= 0:
+        return f"does not fit, short by {-plan.host_spare / GIB:.1f} GiB of host memory a node for what is offloaded"
     name, size = max(plan.peak.bytes.items(), key=lambda item: item[1])
     return (
         f"does not fit, short by {-plan.spare / GIB:.2f} GiB; the most are {TITLES[name]}, {size / GIB:.2f} "

@@ -15,7 +15,7 @@ from zero_tp.config.errors import ConfigError
 from zero_tp.errors import UserError
 from zero_tp.planning.devices import Device
 from zero_tp.planning.memory import GIB, Point, TrueView
-from zero_tp.planning.plan import Model, check_device
+from zero_tp.planning.plan import Model, check_device, host_needed, needed
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.views import base_setting, model_of
 from zero_tp.planning.walk import Setting
@@ -53,13 +53,16 @@ class Candidate:
 
     Attributes:
         peak: the moment at which the device holds the most.
-        needed: bytes of the device's memory, margins included.
+        needed: bytes of the device's memory, margins included. host: of a node's host memory.
+        short: bytes that the device or a device's share of the host lacks, the greater; 0 or less where all fits.
         time: of a step.
     """
 
     choice: Choice
     peak: Point
     needed: float
+    host: float
+    short: float
     time: StepTime
 
 
@@ -69,7 +72,7 @@ class Found:
     Attributes:
         tried: how many candidates there were.
         fitting: those that fit, the fastest first.
-        smallest: the one that needs the least memory.
+        smallest: the one that is short of the least memory.
     """
 
     tried: int
@@ -90,9 +93,9 @@ def search(config: RunConfig, device: Device) -> Found:
     for choice, model in _choices(config, cpu=device.is_cpu):
         candidate = _evaluate(config, device, zero, choice, model)
         tried += 1
-        if candidate.needed <= device.memory_gib * GIB:
+        if candidate.short <= 0:
             fitting.append(candidate)
-        if smallest is None or candidate.needed < smallest.needed:
+        if smallest is None or candidate.short < smallest.short:
             smallest = candidate
     if smallest is None:
         raise UserError(
@@ -111,13 +114,13 @@ def refuse_if_nothing_fits(found: Found, config: RunConfig, device: Device) -> N
     if found.fitting:
         return
     least = found.smallest
-    short = (least.needed - device.memory_gib * GIB) / GIB
     parts = sorted(least.peak.bytes.items(), key=lambda item: -item[1])[:3]
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
     raise UserError(
         f"{config.path}: does not fit {config.world_size} × {device.name} in any of {found.tried} ways: "
-        f"{least.choice.describe()} needs the least, {least.needed / GIB:.1f} GiB of {device.memory_gib:.1f} "
-        f"({listed}), short by {short:.1f} GiB a device; use more or larger devices"
+        f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:g} GiB a device "
+        f"({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:g} GiB of a node's host memory, "
+        f"short by {least.short / GIB:.1f} GiB a device; use more or larger devices"
     )
 
 
@@ -176,9 +179,11 @@ def _evaluate(
     settings = (setting,) * shape.layers
     view = TrueView(shape, settings, ZeroMemory(parameters, zero))
     peak = view.peak
-    needed = peak.total * (1 + device.fragmentation) + device.reserved_gib * GIB
+    own, host = needed(view, device), host_needed(view, device, config.world_size)
+    lacking = (host - device.host_memory_gib * GIB) / device.per_node
+    short = max(own - device.memory_gib * GIB, lacking)
     time = Timing(shape, settings, zero, parameters.total, device, config.dtype).estimate()
-    return Candidate(choice, peak, needed, time)
+    return Candidate(choice, peak, own, host, short, time)
 
 
 # ---- back to a config ------------------------------------------------------------------------------------------------

@@ -134,7 +134,10 @@ class StepProfiler:
 
         name = f"steps_{self.first}-{self.last}"
         largest = sorted(self._operators.items(), key=lambda item: -item[1])[:OPERATORS]
-        operators = {key: value / max(1, self._timed) for key, value in largest}
+        operators = {
+            key.removeprefix("autograd::engine::evaluate_function: "): value / max(1, self._timed)
+            for key, value in largest
+        }
         peak = max(self._points, key=lambda point: point.total)
         figures = {"over_time": pictures.over_time(f"Memory over step {self.first}, measured", self._points, None)}
         if operators:
@@ -158,11 +161,15 @@ def _other_tensors(allocations: Allocations) -> Iterable[Tensor]:
             yield thing
 
 
+def _flat(one: Allocation) -> bool:
+    return len(one.shape) == 1
+
+
 def points(allocations: Allocations, begin: int) -> list[Point]:
     """Moments of the last micro-batch and the step, by category.
 
     What a forward makes and leaves is activations; what a backward makes and leaves, gradients; what was there before,
-    parameters, optimizer states and buffers; the rest of forward and backward transients, and of the step buffers.
+    parameters, optimizer states and buffers; the rest of forward and backward transients, of the step buffers.
     """
     marks = allocations.marks
     forward = max(clock for name, clock in marks if name == "forward")
@@ -181,7 +188,8 @@ def points(allocations: Allocations, begin: int) -> list[Point]:
                 continue
             following = min((c for _, c in marks if c > clock), default=step)
             if gone <= following:
-                return "transients"
+                # DeepSpeed's buckets are flat and empty at first; no operation of a layer makes such a tensor.
+                return "buffers" if name == "backward" and "empty" in one.operation and _flat(one) else "transients"
             return "activations" if name == "forward" else "gradients"
         return "buffers"
 
