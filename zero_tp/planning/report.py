@@ -58,10 +58,11 @@ def memory(plan: Plan) -> list[str]:
         f"  the peak is in {PHASES[peak.phase]}; with {device.reserved_gib:g} GiB for context and kernels and "
         f"{gaps:.2f} for gaps {plan.needed / GIB:.2f} of {device.memory_gib:g} GiB: {verdict(plan)}"
     )
-    if peak.host:
+    if plan.true.host and not device.is_cpu:
         node = min(device.per_node, plan.ranks)
+        each, together = plan.true.host / GIB, node * plan.true.host / GIB
         lines.append(
-            f"  host memory: {peak.host / GIB:.2f} GiB a rank, {node * peak.host / GIB:.1f} for {node} of a node"
+            f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:g} for the {node} of a node"
         )
     if plan.pipeline > 1:
         lines.append("  (allocated: a run has no pipeline, all layers are on each rank)")
