@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,3 +73,9 @@ def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:
     if not isinstance(layout, Sharded):
         return parameter.grad
     return layout.unshard(list(all_gather(parameter.grad.unsqueeze(0), group)))
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor]:
+    """Of every parameter of a ZeroTPForCausalLM; collective over its TP group."""
+    group = model.topology.tensor_group
+    return {name: whole_gradient(parameter, group) for name, parameter in model.named_parameters()}

@@ -9,22 +9,22 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.distributed.families import FAMILIES, SEQUENCE, model_sizes
 from tests.distributed.plain_run import (
     BETAS,
     CLIP,
     EPS,
     GLOBAL_BATCH,
     LEARNING_RATE,
-    SEQUENCE,
     STEPS,
     WEIGHT_DECAY,
-    model_sizes,
 )
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import deepspeed_models
@@ -94,7 +94,7 @@ FACTORS: dict[str, dict[str, Changes]] = {
 }
 
 
-def config_of(cell: Cell, seed: int = 0) -> dict[str, Any]:
+def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]:
     """The JSON config of a cell."""
     config: dict[str, Any] = {
         "train_batch_size": GLOBAL_BATCH,
@@ -104,7 +104,7 @@ def config_of(cell: Cell, seed: int = 0) -> dict[str, Any]:
             "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
         },
         "zero_tp": {
-            "model": model_sizes(seed),
+            "model": model_sizes(seed, family),
             "data": {"train": "corpus", "sequence_length": SEQUENCE},
             "training": {"steps": STEPS, "seed": seed},
         },
@@ -120,9 +120,9 @@ def config_of(cell: Cell, seed: int = 0) -> dict[str, Any]:
     return config
 
 
-def write_config(cell: Cell, folder: Path, seed: int = 0) -> Path:
+def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") -> Path:
     path = folder / "run.json"
-    path.write_text(json.dumps(config_of(cell, seed)))
+    path.write_text(json.dumps(config_of(cell, seed, family)))
     return path
 
 
@@ -205,8 +205,28 @@ def covering_array() -> tuple[Cell, ...]:
     return tuple(sorted(chosen, key=list(pairs).index))
 
 
+@cache
+def families() -> dict[Cell, str]:
+    """The model that each cell of the covering array trains: every family with every setting that can be.
+
+    No setting is refused for a family's sake, so that families need no place in the product. Greedy: a cell gets the
+    family that has met the fewest of its settings, the one with the fewest cells among equals.
+    """
+    chosen: dict[Cell, str] = {}
+    met: dict[str, set[Setting]] = {family: set() for family in FAMILIES}
+    # The settings that are in few cells first, so that none is left with cells that are all given away.
+    cells = covering_array()
+    count = Counter(setting for cell in cells for setting in zip(FACTORS, cell, strict=True))
+    for cell in sorted(cells, key=lambda cell: min(count[setting] for setting in zip(FACTORS, cell, strict=True))):
+        settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
+        given = Counter(chosen.values())
+        chosen[cell] = max(FAMILIES, key=lambda family: (len(settings - met[family]), -given[family]))
+        met[chosen[cell]] |= settings
+    return chosen
+
+
 def describe(cell: Cell) -> str:
-    return " | ".join(cell)
+    return " | ".join((*cell, families()[cell]))
 
 
 def table() -> str:

@@ -68,16 +68,16 @@ def train(path: Path, more_steps: int = 0) -> Trace:
 
 def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """TP-local tensors by our names → whole fp32 copies by Hugging Face's. Collective over the TP group."""
+    from tests.native import to_theirs
     from zero_tp.parallel.collectives import all_gather
     from zero_tp.parallel.layout import layout_of
 
     named = dict(engine.model.named_parameters())
     found = {}
-    for weight in engine.model.architecture.each_weight(engine.model.spec):
-        tensor = local[weight.ours].detach().float()
-        shards = all_gather(tensor.unsqueeze(0), engine.topology.tensor_group)
-        found[weight.theirs] = weight.convert(layout_of(named[weight.ours]).unshard(list(shards))).clone()
-    return found
+    for name, parameter in named.items():
+        shards = all_gather(local[name].detach().float().unsqueeze(0), engine.topology.tensor_group)
+        found[name] = layout_of(parameter).unshard(list(shards))
+    return {name: tensor.clone() for name, tensor in to_theirs(engine.model.config, found).items()}
 
 
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The run that a parallel one is compared with: GPT2LMHeadModel with torch's AdamW in one process.
+"""The run that a parallel one is compared with: transformers' own class with torch's AdamW in one process.
 
 Both start with the weights that zero_tp draws from the seed, and see the same batches.
 """
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.compare import norm
+from tests.distributed.families import SEQUENCE, model_sizes
+from tests.native import to_theirs
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -28,33 +30,7 @@ EPS, DEFAULT_EPS = 1e-3, 1e-8
 # 4 steps up to 1.7, 1.3 and 1.2 times as far from fp32 as one another.
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-3, 0.1, (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
-GLOBAL_BATCH, SEQUENCE = 24, 24
-
-
-def model_sizes(seed: int) -> dict[str, Any]:
-    """`zero_tp.model` of a small GPT-2, its sizes drawn from the seed.
-
-    12 heads divide by every TP size here, the vocabulary by none; every other one of 3 layers is not all of them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=generator))
-
-    return {
-        "model_type": "gpt2",
-        "n_layer": 3,
-        "n_embd": 12 * pick(2, 6),
-        "n_head": 12,
-        "n_inner": 12 * pick(4, 12),
-        "vocab_size": 12 * pick(7, 12) + (1, 2, 5, 7, 10, 11)[pick(0, 6)],
-        "n_positions": SEQUENCE + pick(0, 4),
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+GLOBAL_BATCH = 24
 
 
 def batch_of(seed: int, step: int, vocabulary: int) -> Tensor:
@@ -85,29 +61,32 @@ class Trace:
     stale: list[str] = field(default_factory=list)
 
 
-def initial_model(seed: int, start: torch.dtype, **kernels: Any) -> GPT2LMHeadModel:
+def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) -> Any:
     """Hugging Face's fp32 model with the weights that a run of this seed and dtype starts with.
 
     Args:
         kernels: fields of the config that choose how Hugging Face computes the same function.
     """
-    sizes = {name: value for name, value in model_sizes(seed).items() if name != "model_type"}
-    config = GPT2Config(**sizes)
-    ours = ZeroTPForCausalLM(config, Topology(world=1), seed=seed, dtype=start)
+    sizes = model_sizes(seed, family)
+    model_type = sizes.pop("model_type")
+    ours = ZeroTPForCausalLM(AutoConfig.for_model(model_type, **sizes), Topology(world=1), seed=seed, dtype=start)
+    attention = kernels.pop("attn_implementation", None)
+    config = AutoConfig.for_model(model_type, **{**sizes, **kernels})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     parameters = dict(ours.named_parameters())
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **kernels))
     named = dict(model.named_parameters())
-    weights = list(ours.architecture.each_weight(ours.spec))
-    assert {weight.theirs for weight in weights} == named.keys()
+    drawn = to_theirs(ours.config, parameters)
+    assert drawn.keys() == named.keys()
     with torch.no_grad():
-        for weight in weights:
-            named[weight.theirs].copy_(weight.convert(parameters[weight.ours]))
+        for name, weight in named.items():
+            weight.copy_(drawn[name])
     return model
 
 
 @cache
 def plain(
     seed: int,
+    family: str = "gpt2",
     *,
     start: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
@@ -123,7 +102,7 @@ def plain(
         more_steps: at the default eps, whose losses are added.
         kernels: see `initial_model`.
     """
-    model = initial_model(seed, start, **kernels)
+    model = initial_model(seed, family, start, **kernels)
     masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
     nn.Module.to(model, dtype)
     named = dict(model.named_parameters())

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.compare import check_close, grid, whole_gradient
-from tests.distributed.test_model import SIZES, Native, batch, parallel_model, reference_model
+from tests.compare import check_close, grid, whole_gradients
+from tests.distributed.test_model import SIZES, batch, reference_model
+from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.models.wrapper import shifted
 from zero_tp.parallel.layout import GradientHooks
@@ -27,8 +28,6 @@ def build(topology: Any, stage: int, *, dropout: bool = False, **changes: Any) -
     from zero_tp.training.engine import TrainingEngine
 
     reference = reference_model(**DROPOUT if dropout else {})
-    plain = parallel_model(reference, grid(1, False))
-    weights = {weight.ours: weight for weight in plain.architecture.each_weight(plain.spec)}
     settings = {
         "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -39,8 +38,7 @@ def build(topology: Any, stage: int, *, dropout: bool = False, **changes: Any) -
         "zero_optimization": {"stage": stage},
         **changes,
     }
-    source = Native(reference, weights)
-    return TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=source)
+    return TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference))
 
 
 def tokens_of_the_step() -> Tensor:
@@ -120,12 +118,7 @@ def clipped(world: int, limit: float) -> tuple[float, float]:
     norm = gradient_norm(model.parameters(), topology)
     assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=1e-5)
     clip_gradients(model.parameters(), norm, limit)
-    theirs, ours = dict(reference.named_parameters()), dict(model.named_parameters())
-    weights = list(model.architecture.each_weight(model.spec))
-    check_close(
-        {weight.ours: whole_gradient(ours[weight.ours], topology.tensor_group) for weight in weights},
-        {weight.ours: weight.convert(theirs[weight.theirs].grad) for weight in weights},
-    )
+    check_close(whole_gradients(model), to_ours(model.config, gradients(reference)))
     return norm.item(), expected.item()
 
 

@@ -17,6 +17,7 @@ from tests.compare import grid
 from tests.distributed.test_checkpoint import OFFLOADS
 from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
+from tests.native import to_theirs
 from tests.pools import Pools
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.inspect import inspect
@@ -185,10 +186,11 @@ def test_a_real_checkpoint_on_eight_ranks(microformer: Path) -> None:
         for rank in range(8)
     ]
     shards = [dict(model.named_parameters()) for model in models]
-    found = {}
-    for weight in models[0].architecture.each_weight(models[0].spec):
-        parts = [shard[weight.ours].detach() for shard in shards]
-        found[weight.theirs] = weight.convert(layout_of(shards[0][weight.ours]).unshard(parts))
+    ours = {
+        name: layout_of(parameter).unshard([shard[name].detach() for shard in shards])
+        for name, parameter in shards[0].items()
+    }
+    found = to_theirs(models[0].config, ours)
     assert not differing(found | {"lm_head.weight": found["transformer.wte.weight"]}, reference.state_dict())
 
 

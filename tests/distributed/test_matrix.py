@@ -1,8 +1,9 @@
 """The promise: whatever settings the config accepts, the parallel run trains the Hugging Face model.
 
-Every cell of the covering array (matrix.py) is trained on 4 ranks and compared with GPT2LMHeadModel and torch's AdamW
-in one process (closeness.py): losses and norms of 4 steps, every gradient of the first, the norm after clipping, all
-fp32 weights and both of Adam's moments after the last. `-s` shows the cells and how far off each was.
+Every cell of the covering array (matrix.py) is trained on 4 ranks, with a model of one of the families (families.py),
+and compared with transformers' own class and torch's AdamW in one process (closeness.py): losses and norms of 4 steps,
+every gradient of the first, the norm after clipping, all fp32 weights and both of Adam's moments after the last. `-s`
+shows the cells and how far off each was.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.closeness import of_bf16, of_fp32
-from tests.distributed.matrix import FACTORS, WORLD, Cell, covering_array, describe, write_config
+from tests.distributed.matrix import FACTORS, WORLD, Cell, covering_array, describe, families, write_config
 from tests.distributed.parallel_run import train
 from tests.distributed.plain_run import CLIP, Trace
 from tests.pools import Pools, RankError
@@ -29,7 +30,7 @@ def test_every_cell_trains_the_plain_model(
     failures = []
     for cell in cells:
         try:
-            traces = ranks(WORLD).run(train, write_config(cell, tmp_path, run_seed))
+            traces = ranks(WORLD).run(train, write_config(cell, tmp_path, run_seed, families()[cell]))
         except RankError as error:
             failures.append(f"{describe(cell)}: {error}")
             continue
@@ -53,7 +54,7 @@ def distances(cell: Cell, traces: list[Trace], seed: int) -> dict[str, float]:
     wrong += ["nothing was clipped"] * (min(first.norms) <= CLIP)
     far = dict.fromkeys(wrong, math.inf)
     if named["dtype"] == "fp32":
-        return far | of_fp32(first, seed)
+        return far | of_fp32(first, seed, families()[cell])
     data, accumulation = WORLD // int(named["tensor"][3:]), int(named["accumulation"][2:])
     summed_in_bf16 = data * accumulation if named["dtype"] == "bf16" else 1
-    return far | of_bf16(first, seed, int(named["stage"][5:]), summed_in_bf16)
+    return far | of_bf16(first, seed, families()[cell], int(named["stage"][5:]), summed_in_bf16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.compare import check_close, grid, whole_gradient
+from tests.compare import check_close, grid, whole_gradients
+from tests.native import gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -37,24 +37,6 @@ def reference_model(attention: str = "sdpa", **changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
-
-
-class Native:
-    """A WeightSource that reads a live Hugging Face model."""
-
-    def __init__(self, model: GPT2LMHeadModel, weights: dict[str, Any]) -> None:
-        self.state, self.weights = model.state_dict(), weights
-
-    def fill(self, local: Tensor, name: str, whole: Any, layout: Any, init: Any, topology: Topology) -> None:
-        tensor = self.weights[name].convert(self.state[self.weights[name].theirs])
-        assert tuple(tensor.shape) == tuple(whole)
-        local.copy_(layout.shard(tensor, topology.tensor_rank, topology.tensor))
-
-
-def parallel_model(reference: GPT2LMHeadModel, topology: Topology, **options: Any) -> Any:
-    plain = ZeroTPForCausalLM(copy.deepcopy(reference.config), Topology(world=1), device="meta")
-    weights = {weight.ours: weight for weight in plain.architecture.each_weight(plain.spec)}
-    return ZeroTPForCausalLM(copy.deepcopy(reference.config), topology, source=Native(reference, weights), **options)
 
 
 def batch(vocabulary: int, padding: str) -> dict[str, Tensor]:
@@ -93,15 +75,8 @@ def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, 
     expected.loss.backward()
     found.loss.backward()
     assert all(fired == 1 for fired in hooks.fired.values()) and bool(hooks.fired) == sequence
-    theirs = dict(reference.named_parameters())
-    ours = dict(model.named_parameters())
-    weights = list(model.architecture.each_weight(model.spec))
-    assert {weight.ours for weight in weights} == ours.keys() and len(weights) == len(theirs)
-    group = topology.tensor_group
-    check_close(
-        {weight.ours: whole_gradient(ours[weight.ours], group) for weight in weights},
-        {weight.ours: weight.convert(theirs[weight.theirs].grad) for weight in weights},
-    )
+    found_gradients = whole_gradients(model)
+    check_close(found_gradients, to_ours(model.config, gradients(reference)))
 
     with torch.no_grad():
         losses = model(**inputs, reduction="none").loss
@@ -111,7 +86,7 @@ def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, 
         ).view(shifted.shape)
     assert losses.shape == (BATCH, LENGTH) and not losses[:, -1].any()
     check_close({"token losses": losses[:, :-1]}, {"token losses": each.detach()})
-    return len(weights)
+    return len(found_gradients)
 
 
 @EACH_GRID
@@ -212,7 +187,7 @@ def test_a_description_of_a_grid_cannot_run() -> None:
     [
         ({"n_head": 3}, "3 attention heads do not divide by tensor 2"),
         ({"n_inner": 7}, "7 MLP features do not divide by tensor 2"),
-        ({"n_head": 5}, "5 heads do not divide n_embd 24"),
+        ({"n_head": 5}, "n_embd: hidden size 24 ≠ heads 5"),
         ({"activation_function": "tanh"}, "'tanh' is not supported"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),

@@ -33,7 +33,7 @@ def test_a_parallel_run_trains_the_plain_model(
     traces = ranks(world).run(train, path, more_steps=MORE_STEPS)
     for trace in traces:
         assert trace.losses == traces[0].losses, "ranks disagree on the loss"
-    far = of_fp32(traces[0], run_seed, MORE_STEPS)
+    far = of_fp32(traces[0], run_seed, more_steps=MORE_STEPS)
     assert not {name: distance for name, distance in far.items() if not distance <= 1}
     expected = plain(run_seed, more_steps=MORE_STEPS)
     assert len(traces[0].losses) == STEPS + MORE_STEPS

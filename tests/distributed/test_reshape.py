@@ -11,13 +11,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.test_checkpoint import MODEL, OFFLOADS, build, steps_of
+from tests.distributed.test_checkpoint import MODEL, OFFLOADS, VOCABULARY, build, steps_of
 from tests.pools import Pools
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.resume import find_resumable
 
 SAVED, MORE = 2, 10
+
+
+MODELS = {
+    "gpt2": MODEL | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
+    # 2 KV heads: whole at TP 1, split at TP 2, replicated at TP 4; 3: replicated at TP 2 and 4, unevenly used.
+    **{
+        f"{count} KV heads": {
+            "model_type": "qwen3",
+            "num_hidden_layers": 2,
+            "hidden_size": 24,
+            "num_attention_heads": 12,
+            "num_key_value_heads": count,
+            "head_dim": 4,
+            "intermediate_size": 40,
+            "attention_bias": True,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 16,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        for count in (2, 3)
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -30,11 +53,13 @@ class Place:
     stage: int
     dtype: str = "fp32"
     offload: str = "none"
+    model: str = "gpt2"
 
     @property
     def name(self) -> str:
         sp, offload = "SP " if self.sequence else "", "" if self.offload == "none" else f" {self.offload}"
-        return f"TP {self.tensor} × DP {self.world // self.tensor} {sp}ZeRO-{self.stage} {self.dtype}{offload}"
+        place = f"TP {self.tensor} × DP {self.world // self.tensor} {sp}ZeRO-{self.stage} {self.dtype}{offload}"
+        return place if self.model == "gpt2" else f"{self.model} {place}"
 
     def write(self, path: Path) -> Path:
         optimizer = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
@@ -53,7 +78,7 @@ class Place:
                 **OFFLOADS[self.offload],
             },
             "zero_tp": {
-                "model": MODEL | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
+                "model": MODELS[self.model],
                 "parallel": {"tensor": self.tensor, "sequence": self.sequence},
                 "data": {"train": "nowhere/train", "sequence_length": 16},
                 "training": {"steps": 12, "seed": 5},
@@ -72,6 +97,14 @@ THREE = Place(3, 1, False, 3)
 BF16, BF16_ZERO3 = Place(4, 2, True, 1, "bf16"), Place(4, 2, True, 3, "bf16", "parameters")
 OFFLOADED, UNPARTITIONED = Place(4, 1, False, 2, "fp32", "optimizer"), Place(4, 2, True, 0)
 BF16_UNPARTITIONED = Place(2, 2, True, 0, "bf16")
+WHOLE, SPLIT, REPLICATED = (
+    Place(world, tensor, tensor > 1, stage, model="2 KV heads")
+    for world, tensor, stage in ((2, 1, 2), (2, 2, 3), (4, 4, 1))
+)
+WHOLE_3, UNEVEN_2, UNEVEN_4 = (
+    Place(world, tensor, tensor > 1, stage, model="3 KV heads")
+    for world, tensor, stage in ((4, 1, 3), (4, 2, 1), (4, 4, 3))
+)
 
 PAIRS: dict[Place, list[Place]] = {
     DP2: [DP4, TP2, TP4, MIXED, BF16],
@@ -84,6 +117,12 @@ PAIRS: dict[Place, list[Place]] = {
     BF16_UNPARTITIONED: [TP4, BF16],
     OFFLOADED: [MIXED, DP2],
     THREE: [TP4, UNPARTITIONED],
+    WHOLE: [SPLIT, REPLICATED],
+    SPLIT: [REPLICATED],
+    REPLICATED: [SPLIT, WHOLE],
+    WHOLE_3: [UNEVEN_2],
+    UNEVEN_2: [UNEVEN_4],
+    UNEVEN_4: [WHOLE_3],
 }
 
 

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.compare import grid
-from tests.distributed.test_model import SIZES, batch, parallel_model, reference_model
+from tests.distributed.test_model import SIZES, batch, reference_model
+from tests.native import parallel_model
 from tests.pools import Pools, RankError
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM

@@ -5,9 +5,9 @@ Each is a mistake of the kind that this field makes: the code still runs and tra
 
 from __future__ import annotations
 
-from tests.mutants import layers, runs
+from tests.mutants import decoders, layers, runs
 from tests.mutants.mutant import Mutant
 
-MUTANTS: dict[str, Mutant] = {**layers.MUTANTS, **runs.MUTANTS}
+MUTANTS: dict[str, Mutant] = {**layers.MUTANTS, **decoders.MUTANTS, **runs.MUTANTS}
 
 __all__ = ["MUTANTS", "Mutant"]

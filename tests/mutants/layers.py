@@ -27,8 +27,8 @@ MUTANTS: dict[str, Mutant] = {
     "final-norm-forgotten": Mutant(
         "One norm, outside the layers, is not told that its input is a sequence shard.",
         "zero_tp/models/transformer.py",
-        "return self.final_norm(stream, sequence=sequence)",
-        "return self.final_norm(stream, sequence=False)",
+        "return self.final_norm(stream, part=sequence)",
+        "return self.final_norm(stream, part=False)",
         (GRADIENTS_SP,),
     ),
     "position-gradient-not-summed": Mutant(
@@ -84,10 +84,10 @@ MUTANTS: dict[str, Mutant] = {
     "input-gradient-reduced-twice": Mutant(
         "The column layer's input gradient is all-reduced a second time.",
         "zero_tp/parallel/linear.py",
-        "return reducing.wait() if reducing is not None else None, weight_gradient, bias_gradient, None, None",
+        "return reducing.wait() if reducing is not None else None, None, None, None, *of_weights, *of_biases",
         "if reducing is not None and not ctx.sequence:\n"
         "            reducing = start_all_reduce(reducing.wait(), ctx.group)\n"
-        "        return reducing.wait() if reducing is not None else None, weight_gradient, bias_gradient, None, None",
+        "        return reducing.wait() if reducing is not None else None, None, None, None, *of_weights, *of_biases",
         (GRADIENTS_TP,),
     ),
     "own-shard-for-the-gathered-input": Mutant(
@@ -114,7 +114,7 @@ MUTANTS: dict[str, Mutant] = {
     # ---- layouts ---------------------------------------------------------------------------------------------------
     "qkv-cut-plainly": Mutant(
         "The fused QKV is one part: with TP a rank's queries are keys to another, and TP changes the model.",
-        "zero_tp/models/attention.py",
+        "zero_tp/models/projection.py",
         "spec.hidden, (width, width, width), bias",
         "spec.hidden, (3 * width,), bias",
         (GRADIENTS_TP,),

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.attention import CORES, visible
+from zero_tp.models.attention import CORES
+from zero_tp.models.visibility import Visibility
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
@@ -40,11 +41,15 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
-    output = core(*given.permute(2, 1, 3, 0, 4), core.mask(tokens, LENGTH, fused))
+    visibility = Visibility(LENGTH, LENGTH, padding=tokens)
+    output = core(*given.permute(2, 1, 3, 0, 4), core.mask(visibility, fused))
     output.backward(upstream)
 
     query, key, value = exact.permute(2, 1, 3, 0, 4)
-    seen = visible(torch.ones(1, LENGTH) if tokens is None else tokens, LENGTH)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    if tokens is not None:
+        seen = seen & tokens.bool()[:, None, None, :]
+        seen = seen | (torch.eye(LENGTH, dtype=torch.bool) & ~seen.any(-1, keepdim=True))
     scores = (query @ key.transpose(-2, -1) / SIZE**0.5).masked_fill(~seen, -torch.inf)
     expected = scores.softmax(-1) @ value
     expected.backward(upstream.double())

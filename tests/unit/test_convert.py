@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.checkpoints import drawn, write_checkpoint
 from tests.memory import PeakMemory
+from tests.native import to_ours, to_theirs
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import architecture_of
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 61  # no TP size divides it
@@ -38,12 +38,8 @@ def config(**changes: Any) -> GPT2Config:
 
 
 def expected(of: GPT2Config) -> dict[str, Tensor]:
-    architecture = architecture_of(of)
-    found = {}
-    for weight in architecture.each_weight(architecture.spec(of)):
-        shape = weight.convert_shape(AutoModelForCausalLM.from_config(of).state_dict()[weight.theirs].shape)
-        found[weight.theirs] = weight.convert(drawn(weight.ours, "master", shape))
-    return found
+    shapes = to_ours(of, AutoModelForCausalLM.from_config(of).state_dict())
+    return to_theirs(of, {name: drawn(name, "master", like.shape) for name, like in shapes.items()})
 
 
 def stored(directory: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.native import to_theirs
 from zero_tp.config.model import pretrained_config
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
@@ -64,8 +65,8 @@ def is_native(model: Any, reference: Any) -> int:
     """Every weight equals the reference's, bit for bit; how many there are."""
     state = reference.state_dict()
     parameters = dict(model.named_parameters())
-    for weight in model.architecture.each_weight(model.spec):
-        assert torch.equal(weight.convert(parameters[weight.ours]), state[weight.theirs]), weight.theirs
+    for name, tensor in to_theirs(model.config, parameters).items():
+        assert torch.equal(tensor, state[name]), name
     return len(parameters)
 
 
@@ -213,7 +214,7 @@ def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "bert"}, r'config\.json: model_type: "bert" is not built yet; supported: gpt2'),
+        ({"model_type": "bert"}, r'config\.json: model_type: "bert" has no table here; supported: gpt2'),
         ({"n_head": 5}, r"config\.json: n_embd: hidden size 32 ≠ heads 5"),
         ({"n_head": "four"}, r"config\.json: n_head: expected an integer"),
         ({"reorder_and_upcast_attn": True}, r"config\.json: reorder_and_upcast_attn: true is refused"),

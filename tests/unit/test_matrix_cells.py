@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
-from tests.distributed.matrix import FACTORS, LEAST_CELLS, Cell, Setting, covering_array, idle, judged
+from tests.distributed.families import FAMILIES
+from tests.distributed.matrix import (
+    FACTORS,
+    LEAST_CELLS,
+    WORLD,
+    Cell,
+    Setting,
+    covering_array,
+    families,
+    idle,
+    judged,
+    write_config,
+)
+from zero_tp.config import RunConfig
 
 CONTIGUOUS = ("full, contiguous", "full, contiguous, cpu")
 
@@ -84,3 +98,15 @@ def test_what_does_nothing_is_known() -> None:
     assert idle(("TP 2", "SP", "ZeRO-1", "full, P_a", *rest)) == {("recompute", "full, P_a")}
     assert idle(("TP 2", "no SP", "ZeRO-1", "full, P_a", *rest)) == set()
     assert idle(("TP 1", "no SP", "ZeRO-1", "full, contiguous", *rest)) == {("recompute", "full, contiguous")}
+
+
+def test_every_family_meets_every_setting(tmp_path: Path) -> None:
+    """And the config accepts every family in every cell of the array."""
+    met = {(setting, family) for cell, family in families().items() for setting in set(settings_of(cell)) - idle(cell)}
+    acting = {setting for cell in covering_array() for setting in set(settings_of(cell)) - idle(cell)}
+    assert families().keys() == set(covering_array())
+    assert met == set(itertools.product(acting, FAMILIES))
+    for cell in covering_array():
+        for family in FAMILIES:
+            config = RunConfig.load(write_config(cell, tmp_path, family=family), world_size=WORLD)
+            assert config.hf_config().model_type == config.zero_tp.model["model_type"]

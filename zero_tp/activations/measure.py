@@ -85,6 +85,6 @@ def kept_by_layer(model: ZeroTPForCausalLM, number: int, length: int, batch: int
     topology, weight = model.topology, next(model.transformer.layers[number].parameters())
     shard = length // topology.tensor if topology.sequence else length
     stream = torch.randn(shard, batch, model.spec.hidden, dtype=weight.dtype, device=weight.device)
-    mask = model.transformer.mask(None, length, stream)
-    layer = partial(model.transformer.layers[number], mask=mask, sequence=topology.sequence)
+    shared = model.transformer.shared(length, stream)
+    layer = partial(model.transformer.layers[number], shared=shared, sequence=topology.sequence)
     return kept_by_backward(layer, stream)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.files import Entry
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import Weight, architecture_of
+from zero_tp.models.architectures import architecture_of
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
+from zero_tp.weights.native import native_entries
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -84,14 +84,8 @@ def checkpoint_entries(reader: CheckpointReader, config: PretrainedConfig, dtype
         UserError: the checkpoint lacks a parameter of the config's model.
     """
     architecture = architecture_of(config)
-    entries = []
-    for weight in architecture.each_weight(architecture.spec(config)):
+    weights = list(architecture.each_weight(architecture.spec(config)))
+    for weight in weights:
         if weight.ours not in reader.parameters:
             raise UserError(f"{reader.directory}: its manifest has no parameter {weight.ours}")
-        shape = weight.convert_shape(reader.parameters[weight.ours].shape)
-
-        def read(weight: Weight = weight) -> Tensor:
-            return weight.convert(reader.whole(weight.ours))
-
-        entries.append(Entry(weight.theirs, shape, dtype, read))
-    return entries
+    return native_entries(weights, lambda name: reader.parameters[name].shape, reader.whole, dtype)

@@ -19,12 +19,13 @@ from pydantic_core import PydanticUndefined
 
 from zero_tp.config.auto import AUTO, BATCH_KEYS
 from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
-from zero_tp.config.model import ARCHITECTURES, DROPOUTS
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, ZeroTP
 from zero_tp.config.suggest import shown
 from zero_tp.config.validation import fields_by_name
+from zero_tp.models.architectures import ARCHITECTURES
+from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, ROPE_KEYS
 
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
 ANCHORS = {
@@ -120,7 +121,7 @@ def page() -> str:
                 ),
             ),
             "",
-            f"`zero_tp.model.model_type` other than {_listed(ARCHITECTURES)}.",
+            f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
             "",
             "### Removed from DeepSpeed, or renamed",
             "",
@@ -179,18 +180,27 @@ def _default(field: FieldInfo) -> str:
 
 def _models() -> Iterator[str]:
     for name, architecture in ARCHITECTURES.items():
-        yield f"`{name}`: the fields of transformers' own config class, under its names, except:"
+        fields = architecture.fields
+        yield f"`{name}` ({architecture.native_class}): the fields of transformers' own config class, under its names."
         yield ""
-        yield f"- `activation_function` is one of {_listed(architecture.activations)}"
-        for field, (value, reason) in architecture.fixed.items():
+        for field, options in fields.choices.items():
+            yield f"- `{field}` is one of {_listed(options)}"
+        for field, (value, reason) in fields.fixed.items():
             yield f"- `{field}` stays `{shown(value)}`: {reason}"
-        yield f"- `{architecture.unused}*` belong to a head that is not trained"
+        reasons: dict[str, list[str]] = {}
+        for field, reason in fields.irrelevant.items():
+            reasons.setdefault(reason, []).append(field)
+        for reason, ignored in reasons.items():
+            yield f"- {_listed(ignored)}: accepted, {reason}"
+        yield ""
+    yield f"`rope_parameters.rope_type` is one of {_listed(ROPE_KEYS)}; a key that the type does not read is refused."
     yield ""
     yield (
         '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
-        f" working directory; the same rules hold for its `config.json`. Beside it only {_listed(DROPOUTS)} can be"
-        " given. Each rank reads its slices of the weights. A run that resumes takes its weights from the checkpoint,"
-        " and still reads DIR's `config.json`."
+        f" working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
+        f" declare is refused. In all of them {_listed(FIXED_IN_EVERY_CONFIG)} stay off. Beside `from_pretrained` only"
+        " the dropout probabilities can be given. Each rank reads its slices of the weights. A run that resumes takes"
+        " its weights from the checkpoint, and still reads DIR's `config.json`."
     )
 
 

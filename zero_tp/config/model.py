@@ -1,8 +1,10 @@
-"""`zero_tp.model`: Hugging Face's own config fields, checked against what the layers here compute."""
+"""`zero_tp.model`: Hugging Face's own config fields, checked against what the architecture's table computes.
+
+The tables are read inside functions: they import torch and transformers, and are not needed to read a config file.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,43 +16,31 @@ from zero_tp.config.pretrained import read_config_json
 from zero_tp.config.schema import Block, ZeroTP
 from zero_tp.config.suggest import did_you_mean, shown
 from zero_tp.config.validation import validate
+from zero_tp.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from zero_tp.models.architectures import Fields
+    from zero_tp.models.spec import TransformerSpec
+
 KEY = "zero_tp.model"
 FROM = "from_pretrained"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """What the layers can compute of one `model_type`.
+def supported() -> list[str]:
+    """Every model_type that has a table."""
+    from zero_tp.models.architectures import ARCHITECTURES
 
-    Attributes:
-        activations: accepted values of `activation_function`.
-        fixed: fields that have to keep this value, with the reason.
-        unused: prefix of the fields that belong to heads which are not trained.
-    """
-
-    activations: tuple[str, ...]
-    fixed: dict[str, tuple[Any, str]]
-    unused: str
+    return list(ARCHITECTURES)
 
 
-ARCHITECTURES = {
-    "gpt2": Architecture(
-        activations=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu"),
-        fixed={
-            "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
-            "scale_attn_by_inverse_layer_idx": (False, "attention is not scaled by the layer's index"),
-            "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
-            "add_cross_attention": (False, "the model is a decoder alone"),
-        },
-        unused="summary_",
-    ),
-}
+def fields_of(model_type: str) -> Fields:
+    """What becomes of the fields of a supported model_type."""
+    from zero_tp.models.architectures import ARCHITECTURES
+
+    return ARCHITECTURES[model_type].fields
 
 
 def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
@@ -62,7 +52,7 @@ def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
     """
     model = zero_tp.model
     if not {"model_type", FROM} & model.keys():
-        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
+        remedy = f'supported: {", ".join(supported())}; or give {{"{FROM}": DIR}}'
         raise ConfigError(f"{KEY}.model_type", "required, but not given", remedy)
     config = written_config(model) if FROM not in model else _config_from(model)
     _check_split(config, zero_tp)
@@ -80,26 +70,54 @@ def written_config(model: dict[str, Any]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = _model_type(model, list(CONFIG_MAPPING))
-    architecture, config_class = ARCHITECTURES[model_type], cast(Any, CONFIG_MAPPING[model_type])
+    known, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
-    fields = validate(_fields_model(config_class), written, KEY).model_dump(exclude_unset=True)
-    _check_fields(fields, config_class, architecture)
+    fields = validate(_fields_model(config_class, known), written, KEY).model_dump(exclude_unset=True)
+    _check_fields(fields, config_class, known)
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
         default = getattr(config_class, name)
         if isinstance(default, int) and default >= vocabulary:
             fields.setdefault(name, None)
     _check_token_ids(fields, vocabulary)
-    config: PreTrainedConfig = config_class(**fields)
-    _check_sizes(config, fields)
+    try:
+        config: PreTrainedConfig = config_class(**fields)
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        # What the class checks itself. Sizes of zero reach its sums before ours.
+        _check_written_sizes(fields, known)
+        why = " ".join(str(error).split())
+        raise ConfigError(KEY, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
+    _check_sizes(config, fields, known)
+    spec_of(config, fields)
     return config
+
+
+def spec_of(config: PreTrainedConfig, fields: dict[str, Any] | None = None) -> TransformerSpec:
+    """What the config's table makes of it.
+
+    Args:
+        fields: as they are written; an error names the one that is, where a field has two names.
+
+    Raises:
+        ConfigError: a value that is not computed exactly.
+    """
+    from zero_tp.models.architectures import architecture_of
+
+    try:
+        return architecture_of(config).spec(config)
+    except UserError as error:
+        key, _, rest = str(error).partition(": ")
+        problem, _, remedy = rest.partition("; ")
+        name = _written(key.removeprefix(f"{KEY}."), fields or {}, config)
+        raise ConfigError(f"{KEY}.{name}", problem, remedy or "leave it out") from None
 
 
 def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrainedConfig:
     """The config of a Hugging Face directory, held to the same rules as one that is written in the file.
 
-    Of `config.json` the fields that its model_type declares are taken, besides those of heads that are not trained,
-    and `dtype`. A token id outside the vocabulary is None: it is the class's default, saved with the rest.
+    A field of `config.json` that neither its model_type declares nor every config may have is refused: nobody knows
+    what it would have changed. A token id outside the vocabulary is None: it is the class's default, saved with the
+    rest.
 
     Args:
         key: what the message starts with where the directory isn't a model's.
@@ -113,8 +131,8 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrai
     raw = read_config_json(directory, key)
     try:
         model_type = _model_type(raw, list(CONFIG_MAPPING))
-        known, unused = _fields_model(CONFIG_MAPPING[model_type]).model_fields, ARCHITECTURES[model_type].unused
-        taken = {name: raw[name] for name in raw if name in known and not name.startswith(unused)}
+        known = fields_of(model_type)
+        taken = _taken(raw, CONFIG_MAPPING[model_type], known)
         vocabulary = taken.get("vocab_size")
         for name in TOKEN_IDS:
             if isinstance(taken.get(name), int) and isinstance(vocabulary, int) and not 0 <= taken[name] < vocabulary:
@@ -133,6 +151,30 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrai
     return config
 
 
+def _taken(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
+    """The fields of a config.json that the model_type has."""
+    from transformers import GenerationConfig
+
+    from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_A_HEAD, OF_EVERY_CONFIG
+
+    declared = _fields_model(config_class, known).model_fields
+    # Old files hold settings of generation too, which transformers takes out.
+    elsewhere = OF_EVERY_CONFIG.keys() | GenerationConfig._get_default_generation_params().keys()
+    taken = {}
+    for name, value in raw.items():
+        if name in declared:
+            if known.irrelevant.get(name) != OF_A_HEAD:
+                taken[name] = value
+        elif name in FIXED_IN_EVERY_CONFIG:
+            only, reason = FIXED_IN_EVERY_CONFIG[name]
+            if value != only:
+                raise ConfigError(f"{KEY}.{name}", f"{shown(value)} is refused: {reason}", "give another model")
+        elif name not in elsewhere and name not in known.irrelevant:
+            problem = f"{shown(value)} is no field of {config_class.__name__}"
+            raise ConfigError(f"{KEY}.{name}", problem, "remove it from the file if it changes nothing")
+    return taken
+
+
 def check_unchanged(directory: Path, config: PreTrainedConfig, saved: dict[str, Any]) -> None:
     """Whether a run that resumes still has the model it was started with.
 
@@ -143,11 +185,11 @@ def check_unchanged(directory: Path, config: PreTrainedConfig, saved: dict[str, 
     Raises:
         ConfigError: names the first field that is another one.
     """
-    unused = ARCHITECTURES[config.model_type].unused
-    for name in inspect.get_annotations(type(config)):
-        found, before = getattr(config, name), saved.get(name)
+    known = fields_of(config.model_type)
+    for name in (*inspect.get_annotations(type(config)), *known.undeclared):
+        found, before = getattr(config, name, None), saved.get(name)
         # The tokenizer beside the data decides the token ids.
-        if name not in TOKEN_IDS and not name.startswith(unused) and found != before:
+        if name not in TOKEN_IDS and name not in known.irrelevant and found != before:
             problem = f"{name} in {directory} is {shown(found)}, but the run was started with {shown(before)}"
             raise ConfigError(f"{KEY}.{FROM}", problem, "start it with that, or give another --output-dir")
 
@@ -158,49 +200,55 @@ def _config_from(model: dict[str, Any]) -> PreTrainedConfig:
     if not isinstance(directory, str) or not directory:
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
     changes = {name: value for name, value in model.items() if name != FROM}
+    dropouts = list(dict.fromkeys(name for model_type in supported() for name in fields_of(model_type).dropouts))
     for name in changes:
-        if name not in DROPOUTS:
+        if name not in dropouts:
             problem = f"given beside {FROM}, but {directory} decides it"
-            raise ConfigError(f"{KEY}.{name}", problem, f"leave it out; only {', '.join(DROPOUTS)} can be given")
+            raise ConfigError(f"{KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
     return pretrained_config(Path(directory), key, **changes)
 
 
 def _model_type(model: dict[str, Any], known: list[str]) -> str:
-    supported = ", ".join(ARCHITECTURES)
+    listed = f"supported: {', '.join(supported())}"
     if "model_type" not in model:
-        raise ConfigError(f"{KEY}.model_type", "required, but not given", f"supported: {supported}")
+        raise ConfigError(f"{KEY}.model_type", "required, but not given", listed)
     model_type, key = model["model_type"], f"{KEY}.model_type"
     if not isinstance(model_type, str):
-        raise ConfigError(key, f"expected a string, got {shown(model_type)}", f"supported: {supported}")
-    if model_type in ARCHITECTURES:
+        raise ConfigError(key, f"expected a string, got {shown(model_type)}", listed)
+    if model_type in supported():
         return model_type
     if model_type in known:
-        raise ConfigError(key, f"{shown(model_type)} is not built yet", f"supported: {supported}")
-    hint = did_you_mean(model_type, ARCHITECTURES)
-    raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else f"supported: {supported}")
+        raise ConfigError(key, f"{shown(model_type)} has no table here", listed)
+    hint = did_you_mean(model_type, supported())
+    raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else listed)
 
 
-def _fields_model(config_class: Any) -> type[BaseModel]:
-    """The fields that a Hugging Face config class declares itself, under its names and the general ones."""
+def _fields_model(config_class: Any, known: Fields) -> type[BaseModel]:
+    """The fields that a Hugging Face config class declares itself, under its names and the general ones, and those that
+    it obeys without declaring them."""
     hints = inspect.get_annotations(config_class, eval_str=True)
     hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
-    fields: dict[str, Any] = {name: (hint, None) for name, hint in hints.items()}
+    if "rope_parameters" in hints:
+        hints["rope_parameters"] = dict[str, Any] | None  # its TypedDict is none that pydantic takes before Python 3.12
+    fields: dict[str, Any] = {name: (hint, None) for name, hint in {**hints, **known.undeclared}.items()}
     return create_model("Fields", __base__=Block, **fields)
 
 
-def _check_fields(fields: dict[str, Any], config_class: Any, architecture: Architecture) -> None:
+def _check_fields(fields: dict[str, Any], config_class: Any, known: Fields) -> None:
+    from zero_tp.models.architectures.common import OF_A_HEAD
+
     aliases: dict[str, str] = config_class.attribute_map
     for name, value in fields.items():
         key = f"{KEY}.{name}"
         if aliases.get(name) in fields:
             raise ConfigError(key, f"is another name of {aliases[name]}, which is given too", "keep one of them")
-        if name in architecture.fixed and value != architecture.fixed[name][0]:
-            only, reason = architecture.fixed[name]
+        if name in known.fixed and value != known.fixed[name][0]:
+            only, reason = known.fixed[name]
             raise ConfigError(key, f"{shown(value)} is refused: {reason}", f"leave it at {shown(only)}")
-        if name.startswith(architecture.unused) and value != getattr(config_class, name):
+        if known.irrelevant.get(name) == OF_A_HEAD and value != getattr(config_class, name):
             raise ConfigError(key, "belongs to a head that is not trained here", "leave it out")
-        if name == "activation_function" and value not in architecture.activations:
-            options = architecture.activations
+        options = known.choices.get(name)
+        if options is not None and value not in options:
             raise ConfigError(key, f"{shown(value)} is not one of {', '.join(options)}", did_you_mean(value, options))
 
 
@@ -213,43 +261,43 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
                 raise ConfigError(f"{KEY}.{name}", f"{token} is outside the vocabulary of {vocabulary}", remedy)
 
 
-def _check_sizes(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    reverse = {target: alias for alias, target in config.attribute_map.items()}
-    positive = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size")
-    for name in (*positive, "n_inner"):
-        own = config.attribute_map.get(name, name)
-        value = getattr(config, own)
-        if value is not None and value < 1:
-            raise ConfigError(f"{KEY}.{_written(own, fields, reverse)}", f"{value} is not positive", "give 1 or more")
-    for name in DROPOUTS:
+def _check_written_sizes(fields: dict[str, Any], known: Fields) -> None:
+    for name in known.sizes:
+        if fields.get(name) is not None and fields[name] < 1:
+            raise ConfigError(f"{KEY}.{name}", f"{fields[name]} is not positive", "give 1 or more")
+
+
+def _check_sizes(config: PreTrainedConfig, fields: dict[str, Any], known: Fields) -> None:
+    for name in known.sizes:
         value = getattr(config, name)
-        if not 0 <= value < 1:
+        if value is not None and value < 1:
+            key = f"{KEY}.{_written(name, fields, config)}"
+            raise ConfigError(key, f"{value} is not positive", "give 1 or more")
+    for name in known.dropouts:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
             raise ConfigError(f"{KEY}.{name}", f"{value} is not a probability below 1", "give 0.0, or as 0.1")
-    for name in ("layer_norm_epsilon", "initializer_range"):
+    for name in known.positive:
         if not getattr(config, name) > 0:
             raise ConfigError(f"{KEY}.{name}", f"{getattr(config, name)} is not positive", "give more than 0")
-    if config.hidden_size % config.num_attention_heads:
-        key = _written(config.attribute_map["hidden_size"], fields, reverse)
-        share = config.hidden_size / config.num_attention_heads
-        sums = f"hidden size {config.hidden_size} ≠ heads {config.num_attention_heads} × head size {share:.4g}"
-        raise ConfigError(f"{KEY}.{key}", sums, "give a hidden size that is a multiple of the heads")
 
 
-def _written(own: str, fields: dict[str, Any], reverse: dict[str, str]) -> str:
+def _written(own: str, fields: dict[str, Any], config: PreTrainedConfig) -> str:
     """The name under which the file gives a field: Hugging Face's general one, or the architecture's own."""
+    reverse = {target: alias for alias, target in config.attribute_map.items()}
     return reverse[own] if reverse.get(own) in fields else own
 
 
 def _check_split(config: PreTrainedConfig, zero_tp: ZeroTP) -> None:
-    tensor, length = zero_tp.parallel.tensor, zero_tp.data.sequence_length
-    heads, inner = config.num_attention_heads, config.n_inner or 4 * config.hidden_size
-    for what, size in (("heads", heads), ("MLP width", inner)):
+    tensor, length, spec = zero_tp.parallel.tensor, zero_tp.data.sequence_length, spec_of(config)
+    for what, size in (("heads", spec.heads), ("MLP width", spec.mlp_size)):
         if size % tensor:
             sums = f"{what} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
             raise ConfigError("zero_tp.parallel.tensor", sums, f"use a tensor degree that divides {size}")
-    if length > config.max_position_embeddings:
-        problem = f"{length} tokens, but the model has {config.max_position_embeddings} positions"
-        longer = "use another model" if FROM in zero_tp.model else "raise zero_tp.model.n_positions"
+    if length > spec.positions:
+        problem = f"{length} tokens, but the model has {spec.positions} positions"
+        name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        longer = "use another model" if FROM in zero_tp.model else f"raise {KEY}.{name}"
         raise ConfigError("zero_tp.data.sequence_length", problem, f"shorten it, or {longer}")
     if zero_tp.parallel.sequence and length % tensor:
         sums = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"

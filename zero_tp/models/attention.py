@@ -5,33 +5,37 @@ s sequence, b batch, h hidden, a heads, d head size, t TP size.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
+from zero_tp.models.norm import NORMS
+from zero_tp.models.position import Rotation, rotate
+from zero_tp.models.projection import projection
 from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
-from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from zero_tp.models.visibility import Visibility
+from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
 
 
-def visible(padding: Tensor, length: int) -> Tensor:
-    """Who attends to whom, boolean [b, 1, s, s]: causal, with padding [b, s] (1 = a token, 0 = padding).
-
-    A position that sees no token at all (padding on the left) attends to itself, so that its softmax is defined; nobody
-    reads its output.
-    """
-    causal = torch.ones(length, length, dtype=torch.bool, device=padding.device).tril()
-    seen = causal & padding.bool()[:, None, None, :]
-    itself = torch.eye(length, dtype=torch.bool, device=padding.device)
-    return seen | (itself & ~seen.any(-1, keepdim=True))
+def for_each_head(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for the queries that they serve in turn. [b, k, s, d] → [b, heads, s, d]."""
+    times = heads // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
 
 
 class AttentionCore(nn.Module):
-    """softmax(QKᵀ/√d)V with dropout on the softmax. Q, K, V [b, a/t, s, d] → [b, a/t, s, d].
+    """softmax(QKᵀ/√d)V with dropout on the softmax. Q [b, a/t, s, d], K and V of as many heads or of a divisor of
+    them, each serving as many queries in turn → [b, a/t, s, d].
 
     Dropout draws from the per-rank stream: heads differ over TP.
     """
@@ -41,16 +45,14 @@ class AttentionCore(nn.Module):
         self.p, self.streams = spec.dropouts.attention, streams
 
     @staticmethod
-    def mask(padding: Tensor | None, length: int, like: Tensor) -> Tensor | None:
-        """What is added to the scores, [b, 1, s, s] or [1, 1, s, s]: 0, or -∞ where nothing is seen. Made once for all
-        layers; None where the core needs no mask.
+    def mask(visibility: Visibility, like: Tensor) -> Tensor | None:
+        """What is added to the scores, [b or 1, 1, s, keys]: 0, or -∞ where nothing is seen. Made once for all layers
+        that see alike; None where the core needs no mask.
 
         Args:
-            padding: [b, s], 1 for a token and 0 for padding; None when nothing is padded.
-            length: s.
             like: of the dtype and on the device of the activations.
         """
-        seen = visible(torch.ones(1, length, device=like.device) if padding is None else padding, length)
+        seen = visibility.seen(like.device)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -61,15 +63,17 @@ class SDPACore(AttentionCore):
     """
 
     @staticmethod
-    def mask(padding: Tensor | None, length: int, like: Tensor) -> Tensor | None:
-        return None if padding is None else AttentionCore.mask(padding, length, like)
+    def mask(visibility: Visibility, like: Tensor) -> Tensor | None:
+        return None if visibility.is_causal_alone else AttentionCore.mask(visibility, like)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        causal = mask is None
-        if self.p == 0.0 or not self.training:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
-        with self.streams.use(PER_RANK):
-            return F.scaled_dot_product_attention(query, key, value, mask, self.p, causal)
+        causal = mask is None and query.shape[2] > 1  # a single query sees every key
+        dropped = self.p if self.training else 0.0
+        if mask is not None and query.device.type != "cpu":
+            key, value = for_each_head(key, value, query.shape[1])  # beside a mask CUDA's fused kernels take no groups
+        grouped = key.shape[1] != query.shape[1]
+        with self.streams.use(PER_RANK) if dropped else nullcontext():
+            return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)
 
 
 class EagerCore(AttentionCore):
@@ -87,7 +91,9 @@ class EagerCore(AttentionCore):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape
-        added = mask.expand(batch, heads, length, length).flatten(0, 1)  # no copy unless rows are padded differently
+        key, value = for_each_head(key, value, heads)
+        # No copy unless rows are padded differently.
+        added = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
         scores = torch.baddbmm(added, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
         return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
 
@@ -95,27 +101,60 @@ class EagerCore(AttentionCore):
 CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
 
 
-class Attention(nn.Module):
-    """Fused QKV by columns, attention over this rank's heads, output projection by rows.
+@dataclass(frozen=True)
+class Shared:
+    """What all layers of one forward share.
 
-    [s, b, h] → [s, b, h], sequence shards under SP. The QKV weight holds Q | K | V blocks, each split by heads.
+    Attributes:
+        masks: by window, see AttentionCore.mask.
+        rotation: of rotary positions.
+        cache: keys and values of the tokens before, of this rank's KV heads; `update` adds the present ones.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, regions: LayerRegions):
+    masks: dict[int | None, Tensor | None]
+    rotation: Rotation | None = None
+    cache: Cache | None = None
+
+
+class Attention(nn.Module):
+    """QKV by columns, attention over this rank's heads, output projection by rows.
+
+    [s, b, h] → [s, b, h], sequence shards under SP.
+
+    Args:
+        number: the layer's.
+    """
+
+    def __init__(
+        self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, regions: LayerRegions, number: int
+    ):
         super().__init__()
-        self.head_size, self.regions = spec.head_size, regions
-        width = spec.heads * spec.head_size
-        self.qkv = ColumnParallelLinear(
-            make.child("qkv"), spec.hidden, (width, width, width), bias=spec.bias, init=Normal(spec.init_std)
-        )
+        self.number, self.window, self.regions = number, spec.windows[number], regions
+        self.qkv = projection(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(
-            make.child("output"), width, spec.hidden, bias=spec.bias, init=Normal(spec.residual_std)
+            make.child("output"),
+            spec.heads * spec.head_size,
+            spec.hidden,
+            bias=spec.output_bias,
+            init=Normal(spec.residual_std),
         )
+        self.split_heads = make.topology.tensor > 1
+        norm = NORMS[spec.norm]
+        self.query_norm = self.key_norm = None
+        if spec.query_key_norm:
+            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon)
+            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon)
 
-    def forward(self, tensor: Tensor, mask: Tensor | None, *, sequence: bool) -> Tensor:
-        fused = self.qkv(tensor, sequence=sequence)  # [s, b, 3·h/t]
-        length, batch, _ = fused.shape
-        query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)  # [b, a/t, s, d]
-        mixed = self.regions.attention_core(partial(self.core, mask=mask), query, key, value)
-        return self.output(mixed.permute(2, 0, 1, 3).reshape(length, batch, -1), sequence=sequence)
+    def forward(self, tensor: Tensor, shared: Shared, *, sequence: bool) -> Tensor:
+        query, key, value = self.qkv(tensor, sequence=sequence)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query, part=self.split_heads), self.key_norm(key, part=self.split_heads)
+        if shared.rotation is not None:
+            query, key = rotate(query, shared.rotation), rotate(key, shared.rotation)
+        if shared.cache is not None:
+            key, value = shared.cache.update(key, value, self.number)
+        key, value = self.qkv.for_each_query(key), self.qkv.for_each_query(value)
+        core = partial(self.core, mask=shared.masks[self.window])
+        mixed = self.regions.attention_core(core, query, key, value)  # [b, a/t, s, d]
+        return self.output(mixed.permute(2, 0, 1, 3).flatten(2), sequence=sequence)

@@ -1,4 +1,7 @@
-"""Positions. A position class says what is added to the embedding."""
+"""Positions: what is added to the embedding, and how queries and keys turn.
+
+s sequence, b batch, d head size, r features of a head that turn.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero_tp.models.spec import Rotary
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -18,10 +22,35 @@ class LearnedPosition(nn.Module):
         layout = Replicated("partial" if make.topology.sequence else "identical")
         self.weight = make.make("weight", (positions, hidden), layout, init)
 
-    def forward(self, first: int, length: int) -> Tensor:
-        """Positions [first, first + length) → [length, 1, h]."""
-        positions = torch.arange(first, first + length, device=self.weight.device)
-        return F.embedding(positions, self.weight).unsqueeze(1)
+    def forward(self, positions: Tensor) -> Tensor:
+        """[s, b or 1] → [s, b or 1, h]."""
+        return F.embedding(positions, self.weight)
 
 
-POSITIONS = {"learned": LearnedPosition}
+POSITIONS: dict[str, type[LearnedPosition] | None] = {"learned": LearnedPosition, "rotary": None}
+"""What is added to the word embedding; rotary positions add nothing."""
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of every position's angles, [b or 1, 1, s, r]."""
+
+
+def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype) -> Rotation:
+    """Cosine and sine for `positions` [b or 1, s], computed in fp32 whatever the model's dtype.
+
+    Args:
+        length: of the sequence so far, positions that are cached included.
+        dtype: of the activations.
+    """
+    frequencies, scale = rotary.frequencies(length)
+    angles = positions[:, None, :, None].float() * frequencies.to(positions.device)
+    angles = torch.cat((angles, angles), -1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def rotate(tensor: Tensor, by: Rotation) -> Tensor:
+    """Turn the first r features of every head: feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
+    cosine, sine = by
+    turning, staying = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cosine + torch.cat((-second, first), -1) * sine
+    return turned if staying.shape[-1] == 0 else torch.cat((turned, staying), -1)

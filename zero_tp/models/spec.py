@@ -21,22 +21,43 @@ class Dropouts:
 
 
 @dataclass(frozen=True)
-class TransformerSpec:
-    """The choices that make one decoder. Classes are picked by name from the tables of norm.py, position.py, mlp.py.
+class Rotary:
+    """Rotary positions (RoFormer, arXiv 2104.09864, section 3.4) of queries and keys.
 
     Attributes:
-        hidden, layers, heads, head_size, mlp_size, vocabulary, positions: sizes (h, L, a, h/a, 4h, v, longest
-            sequence).
-        norm, position, mlp: names in the tables NORMS, POSITIONS, MLPS.
+        frequencies: length of the sequence so far → (angles a position, fp32 [size / 2], factor on cosine and sine).
+        size: features of a head that turn, from the first; the others stay.
+        by_length: the frequencies depend on the length (dynamic scaling).
+    """
+
+    frequencies: Callable[[int], tuple[Tensor, float]]
+    size: int
+    by_length: bool = False
+
+
+@dataclass(frozen=True)
+class TransformerSpec:
+    """The choices that make one decoder. Classes are picked by name from the tables of norm.py, mlp.py and others.
+
+    Attributes:
+        hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
+            of keys and values serves a/k heads (arXiv 2305.13245).
+        positions: longest sequence that the model is made for; learned positions end there.
+        norm, layer, position, mlp: names in the tables NORMS, LAYERS, POSITIONS, MLPS.
+        rotary: with the position "rotary".
         activation: the MLP's elementwise function.
-        bias: whether linear layers have biases.
+        qkv_bias, output_bias, mlp_bias: which linear layers have biases.
+        query_key_norm: a norm over each head's d features of queries and keys.
+        windows: of each layer, how many tokens a token sees, itself among them; None: all before it.
         tied: whether the output layer is the word embedding.
-        init_std: σ of N(0, σ); residual outputs get σ/√(2L) (arXiv 1909.08053, section 4).
+        padding_token: whose row of the word embedding gets no gradient from the look-up.
+        init_std: σ of N(0, σ). residual_std: that of the weights that end a residual branch.
     """
 
     hidden: int
     layers: int
     heads: int
+    kv_heads: int
     head_size: int
     mlp_size: int
     vocabulary: int
@@ -46,16 +67,24 @@ class TransformerSpec:
     position: str
     mlp: str
     activation: Callable[[Tensor], Tensor]
-    bias: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
     tied: bool
     init_std: float
+    residual_std: float
     dropouts: Dropouts
+    windows: tuple[int | None, ...]
+    rotary: Rotary | None = None
+    layer: str = "sequential"
+    query_key_norm: bool = False
+    padding_token: int | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
 
     def check(self, tensor: int) -> None:
         """
         Raises:
-            UserError: a size that TP has to split does not divide.
+            UserError: a size that TP has to split does not divide. KV heads need not: see `models/projection.py`.
         """
         for what, size in (("attention heads", self.heads), ("MLP features", self.mlp_size)):
             if size % tensor:
@@ -63,7 +92,3 @@ class TransformerSpec:
                     f"zero_tp.parallel.tensor: {size} {what} do not divide by tensor {tensor}; "
                     f"choose a tensor size that divides {size}"
                 )
-
-    @property
-    def residual_std(self) -> float:
-        return self.init_std / (2 * self.layers) ** 0.5

@@ -7,62 +7,102 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
-from zero_tp.models.attention import CORES, Attention
+from zero_tp.models.attention import CORES, Attention, Shared
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
-from zero_tp.models.position import POSITIONS
+from zero_tp.models.position import POSITIONS, rotation
 from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
+from zero_tp.models.visibility import Visibility
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 
 
 class Embedding(nn.Module):
-    """Words plus positions, then dropout. Token ids [s, b] → [s, b, h], [s/t, b, h] under SP."""
+    """Words plus learned positions, if there are any, then dropout. Token ids [s, b] → [s, b, h], [s/t, b, h] under
+    SP."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
         super().__init__()
         init = Normal(spec.init_std)
         self.tensor_rank = make.topology.tensor_rank
-        self.word = VocabParallelEmbedding(make.child("word"), spec.vocabulary, spec.hidden, init=init)
-        self.position = POSITIONS[spec.position](make.child("position"), spec.positions, spec.hidden, init=init)
+        self.word = VocabParallelEmbedding(
+            make.child("word"), spec.vocabulary, spec.hidden, init=init, padding_token=spec.padding_token
+        )
+        position = POSITIONS[spec.position]
+        self.position = None
+        if position is not None:
+            self.position = position(make.child("position"), spec.positions, spec.hidden, init=init)
         self.dropout = dropout
 
-    def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
-        words = self.word(tokens, sequence=sequence)
-        length = words.shape[0]
-        first = self.tensor_rank * length if sequence else 0
-        return self.dropout(words + self.position(first, length))
+    def forward(self, tokens: Tensor, positions: Tensor, *, sequence: bool) -> Tensor:
+        """`positions` [s, b or 1], whole also under SP."""
+        stream = self.word(tokens, sequence=sequence)
+        if self.position is not None:
+            length = stream.shape[0]
+            first = self.tensor_rank * length if sequence else 0
+            stream = stream + self.position(positions[first : first + length])
+        return self.dropout(stream)
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x)). [s, b, h] → [s, b, h], shards under SP.
+    """What every layer has. [s, b, h] → [s, b, h], shards under SP.
 
     Attributes:
         regions: what backward may compute again; a recompute policy changes them.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout):
+    def __init__(
+        self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
+    ):
         super().__init__()
         self.regions = LayerRegions()
         norm = NORMS[spec.norm]
         self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon)
-        self.attention = Attention(make.child("attention"), spec, streams, self.regions)
+        self.attention = Attention(make.child("attention"), spec, streams, self.regions, number)
         self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon)
         self.mlp = MLPS[spec.mlp](make.child("mlp"), spec, self.regions)
         self.dropout = dropout
 
-    def forward(self, stream: Tensor, mask: Tensor | None, *, sequence: bool) -> Tensor:
-        return self.regions.layer(partial(self._forward, mask=mask, sequence=sequence), stream)
+    def forward(self, stream: Tensor, shared: Shared, *, sequence: bool) -> Tensor:
+        return self.regions.layer(partial(self._forward, shared=shared, sequence=sequence), stream)
 
-    def _forward(self, stream: Tensor, mask: Tensor | None, sequence: bool) -> Tensor:
-        norm, attention = self.attention_norm, partial(self.attention, mask=mask, sequence=sequence)
-        stream = stream + self.dropout(self.regions.norm(partial(norm, sequence=sequence), stream, attention))
+    def _forward(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
+        raise NotImplementedError
+
+    def _attended(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
+        """attention(norm(x)), dropped out."""
+        norm, attention = self.attention_norm, partial(self.attention, shared=shared, sequence=sequence)
+        return self.dropout(self.regions.norm(partial(norm, part=sequence), stream, attention))
+
+    def _transformed(self, stream: Tensor, sequence: bool) -> Tensor:
+        """mlp(norm(x)), dropped out."""
         norm, mlp = self.mlp_norm, partial(self.mlp, sequence=sequence)
-        return stream + self.dropout(self.regions.norm(partial(norm, sequence=sequence), stream, mlp))
+        return self.dropout(self.regions.norm(partial(norm, part=sequence), stream, mlp))
+
+
+class SequentialLayer(TransformerLayer):
+    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def _forward(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
+        stream = stream + self._attended(stream, shared, sequence)
+        return stream + self._transformed(stream, sequence)
+
+
+class ParallelLayer(TransformerLayer):
+    """Both branches start from the layer's input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, arXiv
+    2204.06745, section 2.1)."""
+
+    def _forward(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
+        return self._transformed(stream, sequence) + self._attended(stream, shared, sequence) + stream
+
+
+LAYERS: dict[str, type[TransformerLayer]] = {"sequential": SequentialLayer, "parallel": ParallelLayer}
 
 
 class Transformer(nn.Module):
@@ -72,20 +112,70 @@ class Transformer(nn.Module):
         super().__init__()
         # Under SP a rank drops its own positions; without it TP ranks repeat the residual stream and must agree.
         stream = PER_RANK if make.topology.sequence else SHARED
-        self.mask = CORES[spec.attention].mask
+        self.spec = spec
         self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
         self.layers = nn.ModuleList(
-            TransformerLayer(
-                make.child(f"layers.{index}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream)
+            LAYERS[spec.layer](
+                make.child(f"layers.{number}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream), number
             )
-            for index in range(spec.layers)
+            for number in range(spec.layers)
         )
         self.final_norm = NORMS[spec.norm](make.child("final_norm"), spec.hidden, spec.norm_epsilon)
 
-    def forward(self, tokens: Tensor, padding: Tensor | None = None, *, sequence: bool) -> Tensor:
-        """`padding` [b, s]: 1 for a token, 0 for padding; None when nothing is padded."""
-        stream = self.embedding(tokens, sequence=sequence)
-        mask = self.mask(padding, tokens.shape[0], stream)
+    def shared(
+        self,
+        length: int,
+        like: Tensor,
+        *,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Shared:
+        """What all layers need for a forward of `length` tokens.
+
+        Args:
+            like: of the dtype and on the device of the activations.
+            positions: [b or 1, s]; by default those after the cached ones.
+        """
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        mask = CORES[self.spec.attention].mask
+        masks: dict[int | None, Tensor | None] = {}
+        for number, window in enumerate(self.spec.windows):
+            if window not in masks:
+                keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
+                masks[window] = mask(Visibility(length, keys, past, first, padding, documents, window), like)
+        rotary, turning = self.spec.rotary, None
+        if rotary is not None:
+            if positions is None:
+                positions = torch.arange(past, past + length, device=like.device)[None]
+            until = int(positions.max()) + 1 if rotary.by_length else past + length
+            turning = rotation(rotary, positions, until, like.dtype)
+        return Shared(masks, turning, cache)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        padding: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        sequence: bool,
+    ) -> Tensor:
+        """
+        Args:
+            padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
+            positions: [b or 1, s]; by default those after the cached ones.
+            documents: [b, s], the number of each token's document, which it sees alone.
+            cache: keys and values of the tokens before; gets the present ones.
+        """
+        length = tokens.shape[0]
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(past, past + length, device=tokens.device)[None]
+        stream = self.embedding(tokens, positions.t(), sequence=sequence)
+        shared = self.shared(length, stream, positions=positions, padding=padding, documents=documents, cache=cache)
         for layer in self.layers:
-            stream = layer(stream, mask, sequence=sequence)
-        return self.final_norm(stream, sequence=sequence)
+            stream = layer(stream, shared, sequence=sequence)
+        return self.final_norm(stream, part=sequence)

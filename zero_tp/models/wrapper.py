@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.errors import UserError
+from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
@@ -48,9 +50,17 @@ class OutputLayer(nn.Module):
             )
         )
 
-    def forward(self, hidden: Tensor, labels: Tensor | None, *, sequence: bool, each_token: bool = False) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        *,
+        sequence: bool,
+        each_token: bool = False,
+        keep: int | Tensor = 0,
+    ) -> Tensor:
         """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b]; token losses [s, b] when
-        `each_token`; logits [s, b, v] without labels."""
+        `each_token`; without labels logits [s, b, v], of the last `keep` positions, or of those it lists; 0: all."""
         if labels is not None and not each_token:
             return vocab_parallel_cross_entropy(
                 hidden,
@@ -63,7 +73,8 @@ class OutputLayer(nn.Module):
             )
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
-            return vocab_parallel_logits(whole, self.weight, vocabulary=self.vocabulary, group=self.group)
+            kept = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
+            return vocab_parallel_logits(kept, self.weight, vocabulary=self.vocabulary, group=self.group)
         return vocab_parallel_token_losses(
             whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group, ignore_index=IGNORE_INDEX
         )
@@ -76,7 +87,7 @@ def shifted(labels: Tensor) -> Tensor:
     return moved
 
 
-class ZeroTPForCausalLM(PreTrainedModel):
+class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
     """A decoder with a language-model head, split over the topology's TP group.
 
     Args:
@@ -159,16 +170,27 @@ class ZeroTPForCausalLM(PreTrainedModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
         shift_labels: Tensor | None = None,
         return_logits: bool | None = None,
+        return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutputWithPast:
         """Loss and, when asked or when there are no labels, logits.
 
         Args:
             input_ids: [b, s].
-            attention_mask: [b, s], 1 for a token and 0 for padding.
+            attention_mask: [b, all tokens so far], 1 for a token and 0 for padding.
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
+            position_ids: [b or 1, s]; by default those after the cached tokens.
+            document_ids: [b, s], numbers of the documents packed in a row; a token sees its own document alone.
+            past_key_values: keys and values of the tokens before, which gets the present ones too.
+            use_cache: start such a cache where none is given, and return it.
+            logits_to_keep: logits of the last so many positions, or of those it lists; 0: of all.
             shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` gives each token's loss, for evaluation, without gradient.
@@ -178,33 +200,87 @@ class ZeroTPForCausalLM(PreTrainedModel):
             0 where a label is ignored.
 
         Raises:
-            UserError: s does not divide by t while gradients are taken under SP, or exceeds the model's positions.
-            ValueError: labels of another shape than the input ids, or an unknown reduction.
+            UserError: s does not divide by t while gradients are taken under SP, or exceeds learned positions, or a
+                cache is used while gradients are taken.
+            ValueError: a shape that does not fit, an unknown reduction, documents beside a cache, `return_dict=False`.
             RuntimeError: a token id or label outside the vocabulary (on an accelerator: when it is next synchronised).
         """
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
+        if return_dict is False:
+            raise ValueError("return_dict=False: outputs are CausalLMOutputWithPast; take what you need by name")
         if self.topology.tensor > 1 and self.topology.tensor_group is None:
             raise RuntimeError("the topology only describes a grid; a forward needs its process groups")
-        length = input_ids.shape[1]
-        if length > self.spec.positions:
-            raise UserError(f"sequence length {length} exceeds the model's {self.spec.positions} positions")
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         self._check_ids("token ids", input_ids)
-        sequence = self._runs_sequence_parallel(length)
+        sequence = self._runs_sequence_parallel(input_ids.shape[1])
         targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
         if targets is not None:
             if targets.shape != input_ids.shape:
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
-        hidden = self.transformer(input_ids.t().contiguous(), attention_mask, sequence=sequence)
+        hidden = self.transformer(
+            input_ids.t().contiguous(),
+            attention_mask,
+            positions=position_ids,
+            documents=document_ids,
+            cache=past_key_values,
+            sequence=sequence,
+        )
         loss = logits = None
         if targets is not None:
             each_token = reduction == "none"
             loss = self.head(hidden, targets.t().contiguous(), sequence=sequence, each_token=each_token)
             loss = loss.t() if each_token else loss
         if return_logits or targets is None:
-            logits = self.head(hidden, None, sequence=sequence).transpose(0, 1)
-        return CausalLMOutput(loss=loss, logits=logits)
+            logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+
+    def _check_shapes(
+        self,
+        ids: Tensor,
+        padding: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: Cache | None,
+    ) -> None:
+        batch, length = ids.shape
+        past = int(cache.get_seq_length()) if cache is not None else 0
+        if cache is not None and torch.is_grad_enabled():
+            raise UserError("a KV cache serves generation, not training: wrap the forward in torch.no_grad()")
+        if cache is not None and documents is not None:
+            raise ValueError("document_ids beside a cache: give packed documents in one forward")
+        if self.spec.position == "learned" and past + length > self.spec.positions:
+            raise UserError(f"sequence length {past + length} exceeds the model's {self.spec.positions} positions")
+        shapes = {"attention_mask": (padding, past + length), "position_ids": (positions, length)}
+        for name, (given, columns) in {**shapes, "document_ids": (documents, length)}.items():
+            rows = (1, batch) if name == "position_ids" else (batch,)
+            if given is not None and (given.ndim != 2 or given.shape[0] not in rows or given.shape[1] != columns):
+                raise ValueError(f"{name} is {tuple(given.shape)}, expected {(batch, columns)}")
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *arguments: Any, **options: Any) -> Any:
+        """transformers' own `generate`. Under TP it is collective over the TP group, and every rank returns the same:
+        ranks sample with the random numbers of the group's first, whose generators go on as in one process.
+
+        Raises:
+            UserError: the TP ranks were given different prompts.
+            RuntimeError: they ended with different tokens.
+        """
+        group = self.topology.tensor_group
+        prompt = inputs if inputs is not None else options.get("input_ids")
+        if prompt is not None and not agree_on_tokens(prompt, group):
+            raise UserError(
+                "generate: the tensor parallel ranks were given different prompts; give all of them the same"
+            )
+        with random_numbers_of_first(group, self.device):
+            output: Any = super().generate(inputs, *arguments, **options)  # type: ignore[misc]
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        if not agree_on_tokens(sequences, group):
+            raise RuntimeError("generate: the tensor parallel ranks ended with different tokens")
+        return output
 
     @classmethod
     def from_pretrained(  # type: ignore[override]

@@ -14,22 +14,30 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Looks up this rank's rows and sums over TP: all-reduce (f̄) forward, or reduce-scatter (ḡ) under SP."""
+    """Looks up this rank's rows and sums over TP: all-reduce (f̄) forward, or reduce-scatter (ḡ) under SP.
 
-    def __init__(self, make: ParameterMaker, vocabulary: int, hidden: int, *, init: Normal):
+    Args:
+        padding_token: whose row gets no gradient, as in torch's Embedding.
+    """
+
+    def __init__(
+        self, make: ParameterMaker, vocabulary: int, hidden: int, *, init: Normal, padding_token: int | None = None
+    ):
         super().__init__()
         self.group = make.topology.tensor_group
         self.weight = make.make("weight", (vocabulary, hidden), Sharded(0, (vocabulary,), padded=True), init)
         self.rows = -(-vocabulary // make.topology.tensor)
         self.first = make.topology.tensor_rank * self.rows
+        here = padding_token is not None and 0 <= padding_token - self.first < self.rows
+        self.padding_row = padding_token - self.first if here and padding_token is not None else None
 
     def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
         """Token ids [s, b] → [s, b, h], or this rank's [s/t, b, h] when `sequence`."""
         if group_size(self.group) == 1:
-            return F.embedding(tokens, self.weight)
+            return F.embedding(tokens, self.weight, self.padding_row)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.rows)
-        looked_up = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        looked_up = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self.padding_row)
         looked_up = looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
         return leave(looked_up, self.group)

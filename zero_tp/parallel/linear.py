@@ -20,6 +20,7 @@ gradient, so that every rank has the whole of it and nothing more is communicate
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,40 +40,74 @@ from zero_tp.parallel.collectives import (
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
 
+Rows = tuple[int, int]
+"""First and last + 1 of the output features that a rank computes of a replicated weight."""
+
 
 class _ColumnParallel(torch.autograd.Function):
-    """Y = X Wᵀ + b with X's collective inside, so that backward can overlap both.
+    """Y_j = X W_jᵀ + b_j for one or several weights, with X's collective inside, so that backward can overlap both.
 
-    Under SP only the input shard X_i is kept for backward; the whole input is gathered again there.
+    Under SP only the input shard X_i is kept for backward; the whole input is gathered again there. `rows` says for
+    each weight which of its rows are used (None: all); the gradient of the others is zero.
     """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
-        ctx.save_for_backward(shard, weight)
-        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
+    def forward(
+        ctx: Any, shard: Tensor, group: Group, sequence: bool, rows: tuple[Rows | None, ...], *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[: len(rows)], parameters[len(rows) :]
+        # Whole parameters, not views of their rows: ZeRO-3 takes a parameter's data away until backward.
+        ctx.save_for_backward(shard, *weights)
+        ctx.group, ctx.sequence, ctx.rows = group, sequence, rows
         whole = all_gather(shard, group) if sequence else shard
-        return F.linear(whole, weight, bias)
+        return tuple(
+            F.linear(whole, _cut(weight, cut), _cut(bias, cut))
+            for weight, bias, cut in zip(weights, biases, rows, strict=True)
+        )
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        shard, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gradient = gradient.contiguous()
-        gathering = start_all_gather(shard, ctx.group) if ctx.sequence and needs_weight else None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        shard, *weights = ctx.saved_tensors
+        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
+        gradients = tuple(gradient.contiguous() for gradient in gradients)
+        gathering = start_all_gather(shard, ctx.group) if ctx.sequence and any(needs_weights) else None
         reducing = None
         if needs_input:
-            whole_gradient = gradient @ weight
+            pairs = zip(gradients, weights, ctx.rows, strict=True)
+            whole_gradient = _sum(gradient @ _cut(weight, cut) for gradient, weight, cut in pairs)
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
             reducing = start(whole_gradient, ctx.group)
-        weight_gradient = bias_gradient = None
-        if needs_weight:
-            whole = gathering.wait() if gathering is not None else shard
-            weight_gradient = gradient.flatten(0, 1).t() @ whole.flatten(0, 1)
-        if needs_bias:
-            bias_gradient = gradient.sum((0, 1))
-        return reducing.wait() if reducing is not None else None, weight_gradient, bias_gradient, None, None
+        whole = gathering.wait() if gathering is not None else shard
+        of_weights: list[Tensor | None] = [None] * len(weights)
+        of_biases: list[Tensor | None] = [None] * len(weights)
+        for index, (gradient, weight, cut) in enumerate(zip(gradients, weights, ctx.rows, strict=True)):
+            if needs_weights[index]:
+                of_weights[index] = _uncut(gradient.flatten(0, 1).t() @ whole.flatten(0, 1), cut, weight.shape[0])
+            if needs_biases[index]:
+                of_biases[index] = _uncut(gradient.sum((0, 1)), cut, weight.shape[0])
+        return reducing.wait() if reducing is not None else None, None, None, None, *of_weights, *of_biases
+
+
+def _cut(parameter: Any, rows: Rows | None) -> Any:
+    return parameter if parameter is None or rows is None else parameter[rows[0] : rows[1]]
+
+
+def _uncut(gradient: Tensor, rows: Rows | None, total: int) -> Tensor:
+    if rows is None:
+        return gradient
+    whole = gradient.new_zeros(total, *gradient.shape[1:])
+    whole[rows[0] : rows[1]] = gradient
+    return whole
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    total, *others = terms
+    for term in others:
+        total += term
+    return total
 
 
 class _RowParallel(torch.autograd.Function):
@@ -112,12 +147,26 @@ class _RowParallel(torch.autograd.Function):
 
 
 def column_parallel_linear(
-    tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, sequence: bool
-) -> Tensor:
-    """[s, b, i] (a sequence shard [s/t, b, i] under SP) × weight [o/t, i] → [s, b, o/t]. f, or g under SP."""
+    tensor: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Group,
+    *,
+    sequence: bool,
+    rows: Sequence[Rows | None] | None = None,
+) -> tuple[Tensor, ...]:
+    """[s, b, i] (a sequence shard [s/t, b, i] under SP) × weights [o/t, i] → as many [s, b, o/t]. f, or g under SP,
+    once for all of them.
+
+    Args:
+        rows: of each weight, those that this rank uses; by default all.
+    """
+    cuts = tuple(rows) if rows is not None else (None,) * len(weights)
     if group_size(group) == 1:
-        return F.linear(tensor, weight, bias)
-    return _ColumnParallel.apply(tensor, weight, bias, group, sequence)
+        cut = zip(weights, biases, cuts, strict=True)
+        return tuple(F.linear(tensor, _cut(weight, of), _cut(bias, of)) for weight, bias, of in cut)
+    outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, group, sequence, cuts, *weights, *biases)
+    return outputs
 
 
 class ColumnParallelLinear(nn.Module):
@@ -143,7 +192,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """[s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
-        return column_parallel_linear(tensor, self.weight, self.bias, self.group, sequence=sequence)
+        (output,) = column_parallel_linear(tensor, (self.weight,), (self.bias,), self.group, sequence=sequence)
+        return output
 
 
 class RowParallelLinear(nn.Module):

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.weights.files import INDEX
-from zero_tp.weights.native import native_model, native_shapes
+from zero_tp.weights.native import native_entries, native_model, native_shapes
 
 if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -54,24 +54,20 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
 
 
-def native_entries(model: ZeroTPForCausalLM, dtype: torch.dtype) -> list[Entry]:
+def live_entries(model: ZeroTPForCausalLM, dtype: torch.dtype) -> list[Entry]:
     """Every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
     parameters = dict(model.named_parameters())
-    entries = []
-    for weight in model.architecture.each_weight(model.spec):
-        parameter = parameters[weight.ours]
-
-        def read(parameter: nn.Parameter = parameter, weight: Any = weight) -> Tensor:
-            whole: Tensor = weight.convert(whole_parameter(parameter, model.topology.tensor_group))
-            return whole
-
-        entries.append(Entry(weight.theirs, weight.convert_shape(whole_shape(parameter)), dtype, read))
-    return entries
+    return native_entries(
+        model.architecture.each_weight(model.spec),
+        lambda name: whole_shape(parameters[name]),
+        lambda name: whole_parameter(parameters[name], model.topology.tensor_group),
+        dtype,
+    )
 
 
 def native_tensors(model: ZeroTPForCausalLM) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
-    for entry in native_entries(model, next(model.parameters()).dtype):
+    for entry in live_entries(model, next(model.parameters()).dtype):
         yield entry.name, entry.read()
 
 
@@ -134,7 +130,9 @@ def write_native(
     config = copy.deepcopy(config)
     config.dtype = dtype
     config.architectures = [architecture_of(config).native_class]
-    shards = plan_shards([_as(dtype, entry) for entry in entries], max_shard_size)
+    stored = architecture_of(config).stored
+    written = [replace(_as(dtype, entry), name=stored.get(entry.name, entry.name)) for entry in entries]
+    shards = plan_shards(written, max_shard_size)
     expected, found = native_shapes(config), {entry.name: tuple(entry.shape) for entry in entries}
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):
@@ -204,7 +202,7 @@ def save_pretrained(
         UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
     """
     chosen = dtype or next(model.parameters()).dtype
-    entries = native_entries(model, chosen)
+    entries = live_entries(model, chosen)
     shards = plan_shards(entries, max_shard_size)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
     gathered = _gathered(entry for planned in shards.values() for entry in planned)

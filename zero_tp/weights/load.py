@@ -66,28 +66,42 @@ class PretrainedSource:
     ) -> None:
         weight = self.weights[name]
         if not isinstance(layout, Sharded):
-            local.copy_(self._read(weight, 0, 0, whole[0]))
+            local.copy_(self._read(weight, 0, 0, whole[0], whole[0]))
             return
         at = 0
         for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):
             rows = stop - start
             if rows:  # none where a rank has padding alone
-                local.narrow(layout.dim, at, rows).copy_(self._read(weight, layout.dim, start, stop))
+                local.narrow(layout.dim, at, rows).copy_(self._read(weight, layout.dim, start, stop, whole[0]))
             local.narrow(layout.dim, at + rows, padding).zero_()
             at += rows + padding
 
-    def _read(self, weight: Weight, dim: int, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of dimension `dim` of our parameter."""
-        theirs = 1 - dim if weight.transposed else dim
-        index = (slice(None),) * theirs + (slice(start, stop),)
-        piece: Tensor = self.files.get_slice(self.stored[weight.theirs])[index]
-        alias = self.aliases.get(weight.theirs)
+    def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
+        """Rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
+        pieces = []
+        for run in weight.runs(rows):
+            first, last = run.start, run.start + run.length
+            if dim == 0:  # what of this run is wanted
+                first += max(start - run.ours, 0)
+                last -= max(run.ours + run.length - stop, 0)
+            if first >= last:
+                continue
+            index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
+            pieces.append(self._slice(run.theirs, index, transposed=weight.transposed))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _slice(self, theirs: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
+        """A slice of one of their tensors, as ours lies."""
+        if transposed:
+            index = (slice(None),) * (2 - len(index)) + index[::-1]
+        piece: Tensor = self.files.get_slice(self.stored[theirs])[index]
+        alias = self.aliases.get(theirs)
         if alias is not None and not torch.equal(piece, self.files.get_slice(self.stored[alias])[index]):
             raise UserError(
-                f"{self.directory}: tensors {weight.theirs} and {alias} differ, but its config ties them; set "
+                f"{self.directory}: tensors {theirs} and {alias} differ, but its config ties them; set "
                 "tie_word_embeddings to false in its config.json"
             )
-        return weight.convert(piece)
+        return piece.t() if transposed else piece
 
 
 def _names(
@@ -98,8 +112,10 @@ def _names(
     Files of the bare decoder leave out the prefix of the class with a head; what the architecture ignores is left out.
     """
     stored: dict[str, str] = {}
+    named = {theirs: name for name, theirs in architecture.stored.items()}
     for found in files.names():
-        name = found if found in expected else architecture.base_prefix + found
+        name = named.get(found, found)
+        name = name if name in expected else architecture.base_prefix + name
         if name in stored:
             raise UserError(f"{directory}: tensors {stored[name]} and {found} are both {name}")
         if name in expected:

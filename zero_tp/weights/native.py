@@ -1,13 +1,19 @@
-"""The native transformers class of a config, without data: what it is made of and what its tensors look like."""
+"""The native transformers class of a config, without data: what it is made of, what its tensors look like, and how they
+come from our parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import torch
 from accelerate import init_empty_weights
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from zero_tp.models.architectures import architecture_of
+from zero_tp.checkpoint.files import Entry
+from zero_tp.models.architectures import Weight, architecture_of
 
 
 def native_model(config: PretrainedConfig) -> Any:
@@ -21,3 +27,36 @@ def native_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     aliases = architecture_of(config).tied if config.tie_word_embeddings else {}
     state = native_model(config).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in aliases}
+
+
+def native_entries(
+    weights: Iterable[Weight],
+    shape: Callable[[str], tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+) -> list[Entry]:
+    """Every Hugging Face tensor, read from our parameters one at a time.
+
+    One parameter can be several tensors (gate and up): the last one read is kept, so that tensors that are read one
+    after another read it once.
+
+    Args:
+        shape: our parameter's name → its whole shape.
+        read: our parameter's name → the whole of it.
+    """
+    last: list[tuple[str, dict[str, Tensor]]] = []
+
+    def theirs(weight: Weight, name: str) -> Tensor:
+        if not last or last[0][0] != weight.ours:
+            last.clear()
+            last.append((weight.ours, weight.to_theirs(read(weight.ours))))
+        found = last[0][1][name]
+        if len(weight.names) == 1:
+            last.clear()
+        return found
+
+    entries = []
+    for weight in weights:
+        for name, whole in weight.shapes(shape(weight.ours)).items():
+            entries.append(Entry(name, whole, dtype, partial(theirs, weight, name)))
+    return entries

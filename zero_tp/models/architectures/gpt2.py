@@ -2,52 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.config.model import ARCHITECTURES as RULES
-from zero_tp.errors import UserError
-from zero_tp.models.architectures.table import Architecture, Weight
+from zero_tp.models.architectures.common import (
+    ACTIVATIONS,
+    OF_A_HEAD,
+    TOKENS,
+    activation,
+    attention_of,
+    dropout_of,
+    whole_head_size,
+)
+from zero_tp.models.architectures.table import Architecture, Fields, Weight
 from zero_tp.models.spec import Dropouts, TransformerSpec
 
-# gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
-_gelu_tanh = partial(F.gelu, approximate="tanh")
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-}
-
-_RULES = RULES["gpt2"]
-assert set(ACTIVATIONS) == set(_RULES.activations)
+FIELDS = Fields(
+    sizes=("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),
+    positive=("layer_norm_epsilon", "initializer_range"),
+    dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    choices={"activation_function": tuple(ACTIVATIONS)},
+    read=("tie_word_embeddings",),
+    fixed={
+        "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
+        "scale_attn_by_inverse_layer_idx": (False, "attention is not scaled by the layer's index"),
+        "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
+        "add_cross_attention": (False, "the model is a decoder alone"),
+    },
+    irrelevant={
+        **TOKENS,
+        "n_ctx": "the old name of n_positions, which is in every file beside it",
+        "pad_token_id": "the class gives it no row of its own",
+        **dict.fromkeys(
+            (
+                "summary_type",
+                "summary_use_proj",
+                "summary_activation",
+                "summary_proj_to_labels",
+                "summary_first_dropout",
+            ),
+            OF_A_HEAD,
+        ),
+    },
+)
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """
     Raises:
-        UserError: a field whose value this table does not compute.
+        UserError: a field whose value is not computed.
     """
-    for field, (value, reason) in _RULES.fixed.items():
-        if getattr(config, field) != value:
-            raise UserError(f"zero_tp.model.{field}: only {value} is supported for gpt2, because {reason}")
-    if config.activation_function not in ACTIVATIONS:
-        raise UserError(
-            f"zero_tp.model.activation_function: {config.activation_function!r} is not supported; "
-            f"one of {', '.join(ACTIVATIONS)}"
-        )
-    if config.n_embd % config.n_head:
-        raise UserError(f"zero_tp.model.n_head: {config.n_head} heads do not divide n_embd {config.n_embd}")
     return TransformerSpec(
         hidden=config.n_embd,
         layers=config.n_layer,
         heads=config.n_head,
-        head_size=config.n_embd // config.n_head,
+        kv_heads=config.n_head,
+        head_size=whole_head_size(config),
         mlp_size=config.n_inner or 4 * config.n_embd,
         vocabulary=config.vocab_size,
         positions=config.n_positions,
@@ -55,21 +64,28 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         norm_epsilon=config.layer_norm_epsilon,
         position="learned",
         mlp="mlp",
-        activation=ACTIVATIONS[config.activation_function],
-        bias=True,
+        activation=activation(config.activation_function, "activation_function"),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
         tied=config.tie_word_embeddings,
         init_std=config.initializer_range,
-        dropouts=Dropouts(config.embd_pdrop, config.resid_pdrop, config.attn_pdrop),
-        attention="eager" if config._attn_implementation == "eager" else "sdpa",
+        residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
+        dropouts=Dropouts(
+            dropout_of(config, "embd_pdrop"), dropout_of(config, "resid_pdrop"), dropout_of(config, "attn_pdrop")
+        ),
+        windows=(None,) * config.n_layer,
+        attention=attention_of(config),
     )
 
 
 _LAYER = "transformer.layers.{layer}."
 _THEIRS = "transformer.h.{layer}."
 
-ARCHITECTURE = Architecture(
-    spec=spec,
-    weights=(
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Every parameter: it has them all, whatever its config."""
+    return (
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
         Weight(_LAYER + "attention_norm.weight", _THEIRS + "ln_1.weight"),
@@ -87,7 +103,13 @@ ARCHITECTURE = Architecture(
         Weight("transformer.final_norm.weight", "transformer.ln_f.weight"),
         Weight("transformer.final_norm.bias", "transformer.ln_f.bias"),
         Weight("head.weight", "lm_head.weight"),
-    ),
+    )
+
+
+ARCHITECTURE = Architecture(
+    fields=FIELDS,
+    translate=spec,
+    weights=weights,
     tied={"lm_head.weight": "transformer.wte.weight"},
     native_class="GPT2LMHeadModel",
     base_prefix="transformer.",

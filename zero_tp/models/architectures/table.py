@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from zero_tp.errors import UserError
 from zero_tp.models.spec import TransformerSpec
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows [ours, ours + length) of our parameter are rows [start, start + length) of their tensor."""
+
+    theirs: str
+    ours: int
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -17,51 +30,136 @@ class Weight:
 
     Attributes:
         ours: its name in ZeroTPForCausalLM.
-        theirs: its name in the Hugging Face class.
+        theirs: its name in the Hugging Face class; several when our parameter is theirs one after another, in equal
+            parts.
         transposed: Hugging Face stores [in, out] (Conv1D).
+        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
     """
 
     ours: str
-    theirs: str
+    theirs: str | tuple[str, ...]
     transposed: bool = False
+    heads: int | None = None
 
-    def convert(self, whole: Tensor) -> Tensor:
-        """Theirs as ours or ours as theirs: the same operation both ways."""
-        return whole.t() if self.transposed else whole
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
-    def convert_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what `convert` gives."""
-        return shape[::-1] if self.transposed else shape
+    def of_layer(self, number: int) -> Weight:
+        theirs = tuple(name.format(layer=number) for name in self.names)
+        return replace(self, ours=self.ours.format(layer=number), theirs=theirs)
+
+    def runs(self, rows: int) -> Iterator[Run]:
+        """Where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
+        if self.heads is not None:
+            size = rows // (3 * self.heads)
+            for part in range(3):
+                for head in range(self.heads):
+                    yield Run(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
+            return
+        each = rows // len(self.names)
+        for index, name in enumerate(self.names):
+            yield Run(name, index * each, 0, each)
+
+    def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The shapes of their tensors, from that of our whole parameter."""
+        part = (whole[0] // len(self.names), *whole[1:])
+        return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
+
+    def to_theirs(self, whole: Tensor) -> dict[str, Tensor]:
+        """Their tensors from our whole parameter; views where that is possible."""
+        pieces: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self.names}
+        for run in self.runs(whole.shape[0]):
+            pieces[run.theirs].append((run.start, whole[run.ours : run.ours + run.length]))
+        found = {}
+        for name, parts in pieces.items():
+            ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
+            joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+            found[name] = joined.t() if self.transposed else joined
+        return found
+
+    def to_ours(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Our whole parameter from their tensors."""
+        theirs = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
+        rows = sum(tensor.shape[0] for tensor in theirs.values())
+        parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.runs(rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What becomes of the fields that the Hugging Face config of a model_type declares.
+
+    Every field is in exactly one of these; a field of `config.json` that is in none is refused.
+
+    Attributes:
+        sizes: that the spec reads, positive integers, or None where the config allows it.
+        positive: that the spec reads, numbers above 0.
+        dropouts: that the spec reads, probabilities below 1.
+        choices: that the spec reads → the values that are computed.
+        read: that the spec reads, anything else.
+        fixed: field → the only value that is computed, and why.
+        irrelevant: field → why it changes nothing here.
+        undeclared: fields that transformers obeys without declaring them → their type.
+    """
+
+    sizes: tuple[str, ...]
+    positive: tuple[str, ...]
+    dropouts: tuple[str, ...]
+    choices: Mapping[str, tuple[str, ...]]
+    read: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    irrelevant: Mapping[str, str] = field(default_factory=dict)
+    undeclared: Mapping[str, Any] = field(default_factory=dict)
+
+    def known(self) -> list[str]:
+        """All of them, each as often as it is listed."""
+        listed = (self.sizes, self.positive, self.dropouts, self.choices, self.read, self.fixed, self.irrelevant)
+        return [name for part in listed for name in part]
 
 
 @dataclass(frozen=True)
 class Architecture:
     """
     Attributes:
-        spec: Hugging Face config → TransformerSpec; raises UserError for what it does not compute exactly.
-        weights: every parameter; those with `{layer}` once a layer.
+        fields: of the Hugging Face config.
+        translate: Hugging Face config → TransformerSpec; raises UserError for what it does not compute exactly.
+        weights: every parameter of a model of this spec; those with `{layer}` once a layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that an export opens as.
+        stored: names that files give other than the class's, {the class's: the files'}.
         base_prefix: what files of the class without a head leave out before its tensors' names.
         old: patterns of tensors that older versions of the class saved and that are no weights (buffers), without the
             prefix.
     """
 
-    spec: Callable[[PretrainedConfig], TransformerSpec]
-    weights: tuple[Weight, ...]
+    fields: Fields
+    translate: Callable[[PretrainedConfig], TransformerSpec]
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]]
     tied: dict[str, str]
     native_class: str
     base_prefix: str
     old: tuple[str, ...] = ()
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    def spec(self, config: PretrainedConfig) -> TransformerSpec:
+        """
+        Raises:
+            UserError: a field whose value is not computed exactly.
+        """
+        for name, (only, reason) in self.fields.fixed.items():
+            if getattr(config, name) != only:
+                raise UserError(f"zero_tp.model.{name}: {getattr(config, name)!r} is refused: {reason}")
+        return self.translate(config)
 
     def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Every parameter of a model of this spec, with its layer's number filled in."""
         aliases = self.tied if spec.tied else {}
-        for weight in self.weights:
-            if weight.theirs in aliases:
+        for weight in self.weights(spec):
+            if weight.names[0] in aliases:
                 continue
             if "{layer}" not in weight.ours:
                 yield weight
                 continue
             for layer in range(spec.layers):
-                yield Weight(weight.ours.format(layer=layer), weight.theirs.format(layer=layer), weight.transposed)
+                yield weight.of_layer(layer)

@@ -1,0 +1,104 @@
+"""Random small decoders of every model_type, as hypothesis draws them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zero_tp.models.architectures import ARCHITECTURES
+
+LENGTH, BATCH = 16, 3
+HEADS = 4  # what TP 4 divides
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 8,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}
+
+
+def _choices(draw: st.DrawFn, names: dict[str, Any]) -> dict[str, Any]:
+    return {name: draw(st.sampled_from(values), label=name) for name, values in names.items()}
+
+
+BOOLEAN = (False, True)
+
+
+@st.composite
+def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
+    """Fields of a Hugging Face config: every choice that the table computes can come up."""
+    kind = "gpt2" if model_type == "gpt2" else "decoder"
+    fields: dict[str, Any] = {"model_type": model_type}
+    declared = vars(AutoConfig.for_model(model_type)).keys()
+    heads = HEADS * draw(st.integers(1, 3), label="heads / 4")
+    sizes = {
+        "hidden": heads * 2 * draw(st.integers(1, 3), label="half a head"),
+        "mlp": 4 * draw(st.integers(2, 12), label="MLP / 4"),
+        "layers": draw(st.integers(1, 3), label="layers"),
+        "vocab_size": draw(st.integers(11, 70), label="vocabulary"),
+    }
+    fields["vocab_size"] = sizes["vocab_size"]
+    if kind == "gpt2":
+        fields |= {"n_embd": sizes["hidden"], "n_layer": sizes["layers"], "n_head": heads, "n_inner": sizes["mlp"]}
+        fields |= {"n_positions": LENGTH, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+        fields |= _choices(draw, {"activation_function": ("gelu_new", "gelu", "relu"), "tie_word_embeddings": BOOLEAN})
+        return fields | {"bos_token_id": 0, "eos_token_id": 0}
+    fields |= {"hidden_size": sizes["hidden"], "num_hidden_layers": sizes["layers"], "num_attention_heads": heads}
+    fields |= {"intermediate_size": sizes["mlp"], "max_position_embeddings": LENGTH, "bos_token_id": 0}
+    fields |= _choices(draw, {"hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"), "tie_word_embeddings": BOOLEAN})
+    fields |= {"eos_token_id": 0, "pad_token_id": draw(st.sampled_from([None, 0, 7]), label="padding token")}
+    rope = draw(st.sampled_from(list(ROPE)), label="rope")
+    fields["rope_parameters"] = {"rope_type": rope, "rope_theta": 100.0, **ROPE[rope]}
+    flags = ("attention_bias", "mlp_bias", "use_parallel_residual", "use_bias")
+    fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
+    if "num_key_value_heads" in declared:
+        divisors = [count for count in range(1, heads + 1) if heads % count == 0]
+        fields["num_key_value_heads"] = draw(st.sampled_from(divisors), label="KV heads")
+    if "head_dim" in declared:
+        # The norm of a head of 2 features is ill-conditioned: transformers' own fp32 gradients are then 1e-5 off.
+        fields["head_dim"] = 2 * draw(st.integers(2, 5), label="head size / 2")
+    if "sliding_window" in declared:
+        fields["sliding_window"] = draw(st.integers(2, LENGTH), label="window")
+    if "layer_types" in declared:
+        kinds = st.sampled_from(["full_attention", "sliding_attention"])
+        fields["layer_types"] = draw(st.lists(kinds, min_size=sizes["layers"], max_size=sizes["layers"]))
+        fields["use_sliding_window"] = True
+    head_size = fields.get("head_dim", sizes["hidden"] // heads)
+    if model_type == "gpt_neox":
+        share = draw(st.sampled_from([0.5, 1.0] if head_size > 2 else [1.0]), label="share that turns")
+        fields["rope_parameters"]["partial_rotary_factor"] = share
+        head_size = int(head_size * share)
+    if rope == "dynamic" and head_size <= 2:  # transformers divides by zero
+        fields["rope_parameters"]["rope_type"] = "linear"
+    return fields
+
+
+def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
+    """Hugging Face's model, random everywhere: biases and norms too, so that none is missed."""
+    named = dict(fields)
+    config = AutoConfig.for_model(named.pop("model_type"), **named)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def tokens_for(fields: dict[str, Any]) -> torch.Tensor:
+    """Random ones, the padding token surely among them: its row gets no gradient from the look-up. [BATCH, LENGTH]"""
+    tokens = torch.randint(fields["vocab_size"], (BATCH, LENGTH))
+    tokens[0, 3] = fields.get("pad_token_id") or 0
+    return tokens
+
+
+MODEL_TYPES = sorted(ARCHITECTURES)

@@ -1,0 +1,95 @@
+"""Small models of each family that the parity proofs train, their sizes drawn from a seed.
+
+12 heads divide by every TP size here, the vocabulary by none; every other one of 3 layers is not all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SEQUENCE = 24
+
+Pick = Callable[[int, int], int]
+
+
+def _vocabulary(pick: Pick) -> int:
+    return 12 * pick(7, 12) + (1, 2, 5, 7, 10, 11)[pick(0, 6)]
+
+
+def _gpt2(pick: Pick) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_layer": 3,
+        "n_embd": 12 * pick(2, 6),
+        "n_head": 12,
+        "n_inner": 12 * pick(4, 12),
+        "vocab_size": _vocabulary(pick),
+        "n_positions": SEQUENCE + pick(0, 4),
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def _decoder(pick: Pick) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 3,
+        "hidden_size": 12 * pick(2, 6),
+        "num_attention_heads": 12,
+        "intermediate_size": 12 * pick(4, 12),
+        "vocab_size": _vocabulary(pick),
+        "max_position_embeddings": SEQUENCE + pick(0, 4),
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def _grouped(pick: Pick) -> dict[str, Any]:
+    """As many KV heads as the largest TP size: each rank has its own."""
+    return {"model_type": "llama", **_decoder(pick), "num_key_value_heads": 4, "head_dim": 2 * pick(1, 4)}
+
+
+def _fewer_kv_heads(pick: Pick) -> dict[str, Any]:
+    """Replicated at TP 2 and 4, serving unevenly many queries a rank; with biases, a norm of each
+    head, a window, a padding token, tied."""
+    return {
+        "model_type": "qwen3",
+        **_decoder(pick),
+        "num_key_value_heads": 3,
+        "head_dim": 2 * pick(2, 4),  # the norm of 2 features is ill-conditioned
+        "attention_bias": True,
+        "pad_token_id": 1,
+        "tie_word_embeddings": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": pick(4, SEQUENCE),
+    }
+
+
+def _parallel_residual(pick: Pick) -> dict[str, Any]:
+    sizes = _decoder(pick)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return {"model_type": "gpt_neox", **sizes, "hidden_size": 2 * sizes["hidden_size"], "rope_parameters": rope}
+
+
+FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "grouped queries": _grouped,
+    "fewer KV heads than TP": _fewer_kv_heads,
+    "parallel residual": _parallel_residual,
+}
+
+
+def model_sizes(seed: int, family: str = "gpt2") -> dict[str, Any]:
+    """`zero_tp.model` of a small model of the family."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    return FAMILIES[family](pick)

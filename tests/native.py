@@ -1,0 +1,58 @@
+"""A model and its Hugging Face twin: the same weights under both names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.models.architectures import Weight, architecture_of
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.layout import Layout
+from zero_tp.parallel.parameter import Init
+from zero_tp.topology import Topology
+
+
+def weights_of(config: PretrainedConfig) -> list[Weight]:
+    architecture = architecture_of(config)
+    return list(architecture.each_weight(architecture.spec(config)))
+
+
+def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's tensors, or what belongs to each, under our names."""
+    return {weight.ours: weight.to_ours(theirs) for weight in weights_of(config)}
+
+
+def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our whole parameters, or what belongs to each, under Hugging Face's names."""
+    return {name: found for weight in weights_of(config) for name, found in weight.to_theirs(ours[weight.ours]).items()}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
+
+
+class Native:
+    """A WeightSource that reads a live Hugging Face model."""
+
+    def __init__(self, model: Any) -> None:
+        self.tensors = to_ours(model.config, model.state_dict())
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        assert tuple(self.tensors[name].shape) == tuple(whole)
+        local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
+
+
+def parallel_model(reference: Any, topology: Topology, **options: Any) -> Any:
+    """This rank's part of a Hugging Face model."""
+    return ZeroTPForCausalLM(copy.deepcopy(reference.config), topology, source=Native(reference), **options)

@@ -1,0 +1,89 @@
+"""Queries, keys and values of this rank's heads.
+
+s sequence, b batch, h hidden, a heads, k KV heads, d head size, t TP size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zero_tp.models.spec import TransformerSpec
+from zero_tp.parallel.layout import Layout, Replicated, Sharded
+from zero_tp.parallel.linear import ColumnParallelLinear, column_parallel_linear
+from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [b, a/t, s, d]; keys and values [b, the KV heads that these need, s, d]."""
+
+
+class FusedProjection(ColumnParallelLinear):
+    """As many KV heads as heads: one weight of Q | K | V blocks, each split by heads."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+        width = spec.heads * spec.head_size
+        super().__init__(make, spec.hidden, (width, width, width), bias=spec.qkv_bias, init=Normal(spec.init_std))
+        self.head_size = spec.head_size
+
+    def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:  # type: ignore[override]
+        """[s, b, h], a sequence shard when `sequence` → heads of the whole sequence."""
+        fused = super().forward(tensor, sequence=sequence)  # [s, b, 3·a·d/t]
+        length, batch, _ = fused.shape
+        query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)
+        return query, key, value
+
+    def for_each_query(self, kept: Tensor) -> Tensor:
+        """Keys or values as the core takes them: there is one for each query already."""
+        return kept
+
+
+class GroupedProjection(nn.Module):
+    """Fewer KV heads than heads (arXiv 2305.13245): query, key and value weights of their own.
+
+    Where k does not divide by t, keys and values are replicated: a rank computes those heads that its queries need, so
+    its gradients are parts, which a hook sums over TP. The parameters' names are the same on every topology.
+    """
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+        super().__init__()
+        topology = make.topology
+        self.head_size, self.group = spec.head_size, topology.tensor_group
+        width, kept = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+        split = spec.kv_heads % topology.tensor == 0
+        replicated: Layout = Replicated("partial")
+        kept_layout = Sharded(0, (kept,)) if split else replicated
+
+        def bias(name: str, size: int, layout: Layout) -> nn.Parameter | None:
+            return make.make(name, (size,), layout, Constant(0.0)) if spec.qkv_bias else None
+
+        init = Normal(spec.init_std)
+        self.query = make.make("query", (width, spec.hidden), Sharded(0, (width,)), init)
+        self.key = make.make("key", (kept, spec.hidden), kept_layout, init)
+        self.value = make.make("value", (kept, spec.hidden), kept_layout, init)
+        self.query_bias = bias("query_bias", width, Sharded(0, (width,)))
+        self.key_bias = bias("key_bias", kept, kept_layout)
+        self.value_bias = bias("value_bias", kept, kept_layout)
+
+        local, each = spec.heads // topology.tensor, spec.heads // spec.kv_heads
+        serving = [head // each for head in range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)]
+        first, last = serving[0], serving[-1] + 1
+        self.rows = None if split else (first * spec.head_size, last * spec.head_size)
+        uses = [serving.count(head) for head in range(first, last)]
+        # The cores repeat evenly by themselves; with k = 3 and t = 2 a rank may hold 4 queries of one and 2 of another.
+        self.serving = None if len(set(uses)) == 1 else [head - first for head in serving]
+
+    def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
+        """[s, b, h], a sequence shard when `sequence` → heads of the whole sequence."""
+        weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
+        rows = (None, self.rows, self.rows)
+        found = column_parallel_linear(tensor, weights, biases, self.group, sequence=sequence, rows=rows)
+        query, key, value = (each.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for each in found)
+        return query, key, value
+
+    def for_each_query(self, kept: Tensor) -> Tensor:
+        """Keys or values [b, KV heads, s, d] as the core takes them: evenly many queries for each."""
+        return kept if self.serving is None else kept[:, self.serving]
+
+
+def projection(make: ParameterMaker, spec: TransformerSpec) -> FusedProjection | GroupedProjection:
+    """The projection of the spec's heads."""
+    return (FusedProjection if spec.kv_heads == spec.heads else GroupedProjection)(make, spec)
