@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_tp.planning.shape import Shape
-from zero_tp.planning.walk import Moment, Setting, Walk, greatest_course, layer_course
+from zero_tp.planning.walk import Moment, Setting, Walk, greatest_course, layer_course, norm_backward
 
 CHUNK_ELEMENTS = 2**23
 """Of parallel/loss.py, which imports torch; a test compares."""
@@ -97,7 +97,8 @@ class _Ends:
         self.position = at.e * positions * shape.hidden if shape.learned_positions else 0.0
         self.table = at.e * shape.positions * shape.hidden if shape.learned_positions else 0.0
         self.ids = 8.0 * tokens * (3 if at.t > 1 else 1) + (tokens if at.t > 1 else 0)
-        self.kept = self.ids + (self.rows * shape.hidden if shape.embedding_dropout else 0.0)
+        turning = 2 * at.e * at.s * shape.rotary_size  # cosines and sines, for all layers
+        self.kept = self.ids + turning + (self.rows * shape.hidden if shape.embedding_dropout else 0.0)
         # Eager attention's, for all layers: a region that runs again keeps it until then.
         mask = float(at.e * at.s**2) if shape.eager else 0.0
         again = any({"layer", "attention_core"} & set(setting.modules) for setting in settings)
@@ -164,7 +165,7 @@ class _Ends:
         walk.make("stream", self.stream)
         walk.make("scaled", e * self.word)
         walk.free("gradient", "piece", "weight")
-        walk.make("back.norm", self.stream)
+        norm_backward(walk, self.shape, self.stream, e)
         walk.free("stream", "input", "rows")
         if not self.shape.tied:
             walk.free("scaled")

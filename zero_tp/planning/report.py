@@ -62,7 +62,7 @@ def memory(plan: Plan) -> list[str]:
         node = min(device.per_node, plan.ranks)
         each, together = plan.true.host / GIB, node * plan.true.host / GIB
         lines.append(
-            f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:g} for the {node} of a node"
+            f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:g} for {node} of a node"
         )
     if plan.pipeline > 1:
         lines.append("  (allocated: a run has no pipeline, all layers are on each rank)")

@@ -19,6 +19,8 @@ class Shape:
         gated: the MLP has a gate beside its first weight.
         rms_norm: norms keep one number a row instead of two.
         learned_positions: positions are a weight; else rotary.
+        rotary_size: features of a head that turn.
+        query_key_norm: a norm over each head's features of queries and keys.
         parallel_layer: attention and MLP both start from the layer's input.
         tied: the output layer is the word embedding.
         embedding_dropout, residual_dropout, attention_dropout: whether there is any.
@@ -36,6 +38,8 @@ class Shape:
     gated: bool
     rms_norm: bool
     learned_positions: bool
+    rotary_size: int
+    query_key_norm: bool
     parallel_layer: bool
     tied: bool
     embedding_dropout: bool
@@ -49,7 +53,7 @@ class Shape:
             hidden=spec.hidden,
             layers=spec.layers,
             heads=spec.heads,
-            kv_heads=getattr(spec, "kv_heads", spec.heads),
+            kv_heads=spec.kv_heads,
             head_size=spec.head_size,
             mlp_size=spec.mlp_size,
             vocabulary=spec.vocabulary,
@@ -57,7 +61,9 @@ class Shape:
             gated=spec.mlp == "gated",
             rms_norm=spec.norm == "rms_norm",
             learned_positions=spec.position == "learned",
-            parallel_layer=getattr(spec, "layer", "sequential") == "parallel",
+            rotary_size=spec.rotary.size if spec.rotary is not None else 0,
+            query_key_norm=spec.query_key_norm,
+            parallel_layer=spec.layer == "parallel",
             tied=spec.tied,
             embedding_dropout=spec.dropouts.embedding > 0,
             residual_dropout=spec.dropouts.residual > 0,

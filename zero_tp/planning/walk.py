@@ -130,6 +130,17 @@ def _greatest(moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
     return tuple(one[3] for one in best)
 
 
+def norm_backward(walk: Walk, shape: Shape, residual: float, e: int) -> None:
+    """Makes "back.norm"; RMSNorm computes in fp32, in separate operations."""
+    if shape.rms_norm:
+        wide = 4 * residual / e
+        for name in ("normed", "back.wide32", "product32", "difference"):
+            walk.make(name, wide)
+        walk.free("product32")
+    walk.make("back.norm", residual)
+    walk.free("normed", "back.wide32", "difference")
+
+
 class _Layer:
     def __init__(self, shape: Shape, setting: Setting):
         self.shape, self.at, self.walk = shape, setting, Walk()
@@ -150,6 +161,8 @@ class _Layer:
         self.down_weight = h * shape.mlp_size / t
         self.up_weight = self.down_weight * (2 if shape.gated else 1)
         self.core = "eager" if shape.eager else "maths" if setting.cpu and shape.attention_dropout else "fused"
+        # A fused core gives its output in the order of its queries' memory, which turning a part of each head changes.
+        self.copies = self.core != "fused" or 0 < shape.rotary_size < shape.head_size
         self.dropped = shape.attention_dropout and self.core != "fused"
 
     def course(self) -> Course:
@@ -185,24 +198,67 @@ class _Layer:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, modules: tuple[str, ...], *, graphless: bool = False) -> None:
+        """
+        Args:
+            graphless: nothing is kept for backward, whatever names stand for.
+        """
+        if self.shape.parallel_layer:
+            self._mlp(modules, "branch", graphless=graphless)
+            self._attention(modules, "sum", graphless=graphless)
+            self.walk.make("output", self.residual)
+            self.walk.free("branch", "sum")
+        else:
+            self._attention(modules, "middle", graphless=graphless)
+            self._mlp(modules, "output", graphless=graphless)
+
+    def _attention(self, modules: tuple[str, ...], name: str, *, graphless: bool) -> None:
         walk, e = self.walk, self.e
         self._norm("norm1")
         self._column("qkv", e * self.fused)
         if "norm" in modules:
             walk.free("norm1")
+        self._turn(fused=self.core == "fused" or "attention_core" in modules)
         self._core(again=graphless or "attention_core" in modules)
         if "attention_core" in modules:
-            walk.free(*[name for name in walk.alive if name.startswith("core.")])
+            walk.free(*[one for one in walk.alive if one.startswith("core.")])
             if self.core == "maths":
                 walk.free("mixed")
         if graphless:
-            walk.free("norm1", *[name for name in walk.alive if name.startswith("core.")])
-        if self.core != "fused":
+            walk.free("norm1", *[one for one in walk.alive if one.startswith("core.")])
+        if self.copies:
             walk.make("copy", e * self.query)  # as the projection takes it
         keeps_qkv = self.core == "fused" or "attention_core" in modules
-        self._row("mask1", "middle", *(() if keeps_qkv else ("qkv",)), *(() if self.core == "fused" else ("mixed",)))
+        keeps_mixed = self.core == "fused" and not (self.copies and "attention_core" in modules)
+        self._row("mask1", name, *(() if keeps_qkv else ("qkv",)), *(() if keeps_mixed else ("mixed",)))
         if graphless:
-            walk.free("copy", "qkv", "mixed", "mask1")
+            walk.free("copy", "qkv", "mixed", "mask1", "turned", "heads", "heads.rows")
+
+    def _turn(self, *, fused: bool) -> None:
+        """Norms of queries and keys, and rotary positions: new queries and keys beside those of the projection.
+
+        Where one weight makes Q, K and V, the values are a part of its output, which then stays as a whole. A core that
+        copies its inputs anyway takes the turned ones as they are.
+
+        Args:
+            fused: the core keeps its inputs.
+        """
+        shape, walk, size = self.shape, self.walk, self.e * (self.query + self.pair)
+        if not shape.rotary_size:
+            return
+        if shape.query_key_norm:
+            walk.make("heads.rows", 4 * (self.query + self.pair) / shape.head_size)
+            walk.make("heads", size)
+        if fused:
+            if shape.query_key_norm or shape.kv_heads == shape.heads:
+                walk.make("turned", size)
+        elif not shape.query_key_norm:
+            walk.free("qkv")
+            walk.make("qkv", self.e * self.pair)  # values alone
+        if fused:
+            walk.free("heads")
+
+    def _mlp(self, modules: tuple[str, ...], name: str, *, graphless: bool) -> None:
+        walk, e = self.walk, self.e
         self._norm("norm2")
         self._column("up", e * self.gate_up)
         if "norm" in modules:
@@ -210,7 +266,9 @@ class _Layer:
         if self.shape.gated:
             walk.make("gate", e * self.wide)
         walk.make("activated", e * self.wide)
-        self._row("mask2", "output", *(("activated",) if "mlp_activation" in modules else ()))
+        self._row("mask2", name, *(("activated",) if "mlp_activation" in modules else ()))
+        if graphless and self.shape.parallel_layer:
+            walk.free("norm2", "norm2.rows", "up", "gate", "activated", "mask2")
 
     def _norm(self, name: str) -> None:
         walk = self.walk
@@ -305,6 +363,14 @@ class _Layer:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def backward(self, modules: tuple[str, ...]) -> None:
+        if self.shape.parallel_layer:
+            self._attention_backward(modules, "branches")
+            self._mlp_backward(modules, "input")
+        else:
+            self._mlp_backward(modules, "middle")
+            self._attention_backward(modules, "input")
+
+    def _mlp_backward(self, modules: tuple[str, ...], saved: str) -> None:
         walk, e = self.walk, self.e
         self._undrop("mask2")
         if "mlp_activation" in modules:
@@ -316,22 +382,24 @@ class _Layer:
             walk.make("back.up", e * self.wide)
             walk.free("back.activated", "gate")
             walk.make("back.silu", e * self.wide)
-            walk.free("back.gate")
+            walk.free("back.gate", "up")
             walk.make("back.wide", e * self.gate_up)
-            walk.free("back.up", "back.silu", "up")
+            walk.free("back.up", "back.silu")
         else:
             walk.make("back.wide", e * self.wide)
             walk.free("back.activated", "up")
         self._column_backward("back.wide", self.up_weight, "norm2", remade="norm" in modules)
-        self._norm_backward("norm2", "middle")
+        self._norm_backward("norm2", saved)
+
+    def _attention_backward(self, modules: tuple[str, ...], saved: str) -> None:
+        walk, e = self.walk, self.e
         self._undrop("mask1")
         self._row_backward("back.mixed", e * self.query, self.output_weight)
-        if self.core == "fused":
-            if "attention_core" in modules:
+        walk.free("copy")
+        if "attention_core" in modules:
+            if "mixed" in walk.alive:
                 walk.make("core.rows", 4 * self.query / self.shape.head_size)
-        else:
-            walk.free("copy")
-            if "attention_core" in modules:
+            else:
                 self._core()
         if "attention_core" in modules:
             # The nested backward's caller holds its output and the gradient of it.
@@ -342,8 +410,9 @@ class _Layer:
             walk.free(*["held " + name for name in held])
         else:
             self._core_backward()
+        walk.free("turned", "heads", "heads.rows")
         self._column_backward("back.qkv", self.qkv_weight, "norm1", remade="norm" in modules)
-        self._norm_backward("norm1", "input")
+        self._norm_backward("norm1", saved)
 
     def _undrop(self, mask: str) -> None:
         if self.shape.residual_dropout:
@@ -375,17 +444,7 @@ class _Layer:
 
     def _norm_backward(self, norm: str, saved: str) -> None:
         walk, residual = self.walk, self.residual
-        if self.shape.rms_norm:
-            wide = 4 * residual / self.e
-            walk.make("normed", wide)
-            walk.make("back.wide32", wide)
-            walk.make("product32", wide)
-            walk.make("difference", wide)
-            walk.free("product32")
-            walk.make("back.norm", residual)
-            walk.free("normed", "back.wide32", "difference")
-        else:
-            walk.make("back.norm", residual)
+        norm_backward(walk, self.shape, residual, self.e)
         walk.free("input gradient", "piece", norm + ".rows", saved)
         walk.make("sum", residual)
         walk.free("gradient", "back.norm")
