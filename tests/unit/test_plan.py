@@ -18,7 +18,7 @@ from zero_tp.config.errors import ConfigError
 from zero_tp.errors import UserError
 from zero_tp.planning import advise, page, report
 from zero_tp.planning.devices import NAMES, device
-from zero_tp.planning.formulas import gpt_parameters
+from zero_tp.planning.formulas import gpt_parameters, model_flops
 from zero_tp.planning.memory import GIB
 from zero_tp.planning.plan import plan
 from zero_tp.planning.search import refuse_if_nothing_fits, search
@@ -58,7 +58,8 @@ def test_published_times_on_a100(full: bool, published_seconds: tuple[float, flo
 def test_parameters_are_those_of_the_closed_formula() -> None:
     config = RunConfig.load(GPT2, (), 8)
     for tensor in (1, 2, 4):
-        _, parameters, whole = model_of(config.hf_config(), tensor, tensor > 1)
+        shape, parameters, whole = model_of(config.hf_config(), tensor, tensor > 1)
+        assert shape.model_flops(512, 1024) == pytest.approx(model_flops(512, 1024, 24, 1024, 50257))
         assert whole == gpt_parameters(24, 1024, 50257, 1024)
         assert whole / tensor <= parameters.total < whole / tensor * (1 + 0.02 * tensor)
 

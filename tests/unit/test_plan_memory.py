@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +51,35 @@ CONFIGS = [
         *WIDE,
     ],
 ]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 1, "sliding_window": None},
+    "qwen2": {"num_key_value_heads": 4, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "use_sliding_window": False},
+    "gpt_neox": {},
+}
+
+
+def family(name: str, *overrides: str) -> list[str]:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
+    limits = {"vocab_size": 1000, "max_position_embeddings": 256}
+    model = {"model_type": name, **sizes, **limits, **FAMILIES[name]}
+    return [f"zero_tp.model={json.dumps(model)}", *overrides, *WIDE]
+
+
+CONFIGS += [
+    family("llama", "zero_optimization.stage=1"),
+    family("llama", "zero_optimization.stage=3", "zero_tp.attention=eager", "zero_tp.parallel.tensor=1"),
+    family("mistral", "zero_optimization.stage=2", "zero_tp.recompute=full"),
+    family("qwen2", "zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager"),
+    family("qwen3", "zero_optimization.stage=3", "zero_tp.parallel.sequence=false"),
+    family("gpt_neox", "zero_optimization.stage=1"),
+    family("gpt_neox", "zero_optimization.stage=2", "zero_tp.recompute=full", "zero_tp.attention=eager"),
+]
 WORLD = 4
-NAMES = [" ".join(one.split(".")[-1] for one in config) for config in CONFIGS]
+NAMES = [
+    " ".join(re.sub(r'.*"model_type": "(\w+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
+]
 
 
 def load(overrides: list[str]) -> RunConfig:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zero_tp.planning.layer import greatest_course, layer_course
 from zero_tp.planning.shape import Shape
-from zero_tp.planning.walk import Moment, Setting, Walk, greatest_course, layer_course, norm_backward
+from zero_tp.planning.walk import Moment, Setting, Walk, norm_backward
 
 CHUNK_ELEMENTS = 2**23
 """Of parallel/loss.py, which imports torch; a test compares."""

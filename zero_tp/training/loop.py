@@ -25,8 +25,8 @@ from zero_tp.config.model import check_unchanged
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.planning.formulas import model_flops
 from zero_tp.planning.hardware import device_peak_flops
+from zero_tp.planning.shape import Shape
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.forecast import Forecast
@@ -179,7 +179,7 @@ class _Loop:
         spec, length = engine.model.spec, self.settings.data.sequence_length
         self.meter = StepMeter(
             self.config.global_batch * length,
-            model_flops(self.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary),
+            Shape.of(spec).model_flops(self.config.global_batch, length),
             self.topology.world,
             device_peak_flops(device.type, engine.dtype, dist.barrier),
             self.steps,

@@ -38,7 +38,7 @@ class StepMeter:
 
     Args:
         tokens_per_step: global batch × sequence length.
-        flops_per_step: `model_flops` of one step, all devices.
+        flops_per_step: model FLOPs of one step, all devices.
         devices: ranks of the job.
         peak_flops: of one device [FLOP/s], or None.
         total_steps: the run's last step.
