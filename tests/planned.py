@@ -48,7 +48,8 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
 
     config = RunConfig.load(FILE, BASE + overrides, world)
     view = true_view(config, cpu=True)
-    before = {each.untyped_storage()._cdata for each in existing()}
+    earlier = [each.untyped_storage() for each in existing()]  # held, so that no new one gets such an address
+    before = {each._cdata for each in earlier}
     engines.check_replicas = lambda *_: None  # there are no other ranks to compare with
     block = config.zero_tp
     topology = Topology(block.parallel.tensor, block.parallel.sequence)
