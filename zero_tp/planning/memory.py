@@ -52,7 +52,7 @@ class TrueView:
 
     def points(self, *, ends_only: bool = False) -> list[Point]:
         """A step with its last micro-batch, in order; without accumulation that is all of it."""
-        instants = micro_batch(self.shape, self.settings, ends_only=ends_only)
+        instants = micro_batch(self.shape, self.settings, ends_only=ends_only, also=self.zero.changes_at)
         last_micro = self.zero.at.accumulation - 1
         forward = sum(instant.name == "forward" for instant in instants)
         found = []

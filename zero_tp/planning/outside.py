@@ -6,7 +6,7 @@ parallel/loss.py in the same way. Letters as in formulas.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_tp.planning.layer import greatest_course, layer_course
@@ -34,18 +34,21 @@ class Instant:
     gradients: float
 
 
-def micro_batch(shape: Shape, settings: Sequence[Setting], *, ends_only: bool = False) -> list[Instant]:
+def micro_batch(
+    shape: Shape, settings: Sequence[Setting], *, ends_only: bool = False, also: Collection[int] = ()
+) -> list[Instant]:
     """Every instant of one micro-batch, in order.
 
     Args:
         settings: of each layer; they differ in what is recomputed only.
         ends_only: of a stretch of layers of one kind give the first and the last only, and of these the moments that
             may be the greatest. From one layer to the next all bytes change by the same amounts.
+        also: layers to give besides, where something that is not counted here changes.
     """
-    return list(_instants(shape, settings, ends_only))
+    return list(_instants(shape, settings, ends_only, also))
 
 
-def _instants(shape: Shape, settings: Sequence[Setting], ends_only: bool) -> Iterator[Instant]:
+def _instants(shape: Shape, settings: Sequence[Setting], ends_only: bool, also: Collection[int]) -> Iterator[Instant]:
     last, ends = len(settings), _Ends(shape, settings)
     course_of = greatest_course if ends_only else layer_course
     kinds = {setting: course_of(shape, setting) for setting in set(settings)}
@@ -53,7 +56,12 @@ def _instants(shape: Shape, settings: Sequence[Setting], ends_only: bool) -> Ite
 
     def shown(number: int) -> bool:
         beside = courses[max(number - 1, 0)], courses[min(number + 1, last - 1)]
-        return not ends_only or number in (0, last - 1) or any(one is not courses[number] for one in beside)
+        return (
+            not ends_only
+            or number in (0, last - 1)
+            or number in also
+            or any(one is not courses[number] for one in beside)
+        )
 
     base = ends.kept + ends.kept_mask
     for moment in ends.enter():

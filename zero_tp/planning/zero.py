@@ -226,6 +226,23 @@ class ZeroMemory:
         )
         return {where: at.element * elements for where, elements in most.items()}
 
+    @cached_property
+    def changes_at(self) -> tuple[int, ...]:
+        """Layers at which this account jumps: the first bucket is full, or the most is gathered."""
+        if self.at.stage == 3:
+            most = {phase: max(self.gathered_at, key=lambda at: (at[0] == phase, self.gathered_at[at]))
+                    for phase in ("forward", "backward")}  # fmt: skip
+            return tuple(place for _, place in most.values())
+        sizes: dict[int, int] = {}
+        for place, module in zip(self.parameters.places, self.parameters.modules, strict=True):
+            sizes[place] = sizes.get(place, 0) + sum(module)
+        done = 0
+        for place in sorted(sizes, reverse=True):
+            done += sizes[place]
+            if done > self.at.reduce_bucket:
+                return (place - 1, place, place + 1)
+        return ()
+
     # ---- over a step -------------------------------------------------------------------------------------------------
 
     def during(self, phase: str, done: float, place: int, micro: int = 0, transients: float = 0.0) -> Held:
