@@ -155,6 +155,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     assert result["fits"] and result["peak_bytes"]["total"] < result["needed_bytes"]
+    sent = result["paper_elements_sent"]
+    assert sent["tensor"] == 0 and sent["data"] == pytest.approx(2 * result["model"]["parameters"] * 7 / 8)
     dry = result["dry_run"]
     assert dry["dry_run_bytes"]["total"] == pytest.approx(dry["true_view_bytes"]["total"], rel=0.03)
     assert result["candidates"][0]["step_seconds"]["total"] <= result["step_seconds"]["total"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
 from zero_tp.config import RunConfig
@@ -22,7 +22,7 @@ from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel import loss
 from zero_tp.planning import dryrun, outside
 from zero_tp.planning.memory import Point
-from zero_tp.planning.views import true_view
+from zero_tp.planning.views import model_of, true_view
 from zero_tp.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +153,17 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
     ours = max(one.activations + one.transients + 2 * one.gradients for one in moments) + parameters
     assert peak(fake=True) == peak(fake=False)
     assert ours == pytest.approx(peak(fake=True), rel=0.002)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -> None:
+    config = load(family(name, "zero_tp.parallel.tensor=1"))
+    hf_config = config.hf_config()
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(hf_config)
+    shape, parameters, whole = model_of(hf_config, 1, False)
+    assert whole == parameters.total == theirs.num_parameters()
+    assert shape.layer_products() * shape.layers < whole
 
 
 def test_facts_that_are_written_twice() -> None:

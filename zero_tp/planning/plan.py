@@ -80,6 +80,17 @@ class Plan:
         assert peak is not None, "checked by check_device"
         return formulas.utilisation(self.model_flops, self.time.total, self.ranks, peak * 1e12)
 
+    def elements_sent(self) -> dict[str, float]:
+        """What one rank sends in a step over TP and over DP, as the papers count."""
+        config, layer = self.config, self.paper.layer()
+        layers = self.model[0].layers / self.pipeline
+        return {
+            "tensor": config.accumulation * layers * formulas.tensor_volume(layer, self.paper.mode),
+            "data": formulas.zero_volume(
+                self.model[2] / (layer.t * self.pipeline), config.zero_stage, config.data_parallel
+            ),
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Everything, with units in the names."""
         config, peak = self.config, self.peak
@@ -110,6 +121,7 @@ class Plan:
                 "tokens": self.tokens,
             },
             "paper_bytes": self.paper.bytes(),
+            "paper_elements_sent": self.elements_sent(),
             "peak_bytes": {"phase": peak.phase, "total": peak.total, "host": peak.host, **peak.bytes},
             "needed_bytes": self.needed,
             "spare_bytes": self.spare,
