@@ -45,6 +45,11 @@ def heading(plan: Plan) -> list[str]:
 def memory(plan: Plan) -> list[str]:
     paper, peak = plan.paper.bytes(), plan.peak
     paper["activations"] += paper.pop("outside layers")
+    if plan.pipeline > 1:
+        # A run has no pipeline, so nothing is said of what it would allocate.
+        lines = [f"{'memory of one device [GiB]':28}{'papers':>10}"]
+        lines += [f"  {TITLES[name]:26}{size / GIB:10.2f}" for name, size in paper.items()]
+        return [*lines, f"  {'together':26}{sum(paper.values()) / GIB:10.2f} of {plan.device.memory_gib:g}"]
     lines = [f"{'memory of one device [GiB]':28}{'papers':>10}{'allocated':>12}"]
     for name in CATEGORIES:
         if not peak.bytes[name] and not paper.get(name):
@@ -64,8 +69,6 @@ def memory(plan: Plan) -> list[str]:
         lines.append(
             f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:g} for {node} of a node"
         )
-    if plan.pipeline > 1:
-        lines.append("  (allocated: a run has no pipeline, all layers are on each rank)")
     return lines
 
 
