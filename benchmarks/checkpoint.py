@@ -4,8 +4,10 @@
     python benchmarks/checkpoint.py --output benchmarks/results/
 
 One process holds a model's masters and moments. Saving (hashed, flushed to the disk) is compared with writing one file
-of the same bytes and flushing it; verifying plus loading with reading that file. Files are dropped from the page cache
-before each reading where the system allows it. Also: how long training stands still for a save in the background, and
+of the same bytes and flushing it; loading (hashed, and filled into the optimizer's states) with reading that file.
+Files are dropped from the page cache before each reading where the system allows it. A shared disk is as fast as its
+other users let it be, so the processor's seconds stand beside the clock's, and --folder /dev/shm measures without a
+disk. Also: how long training stands still for a save in the background, and
 the memory that resharding and exporting take on a checkpoint of a billion parameters (--memory, 12 GB of disk).
 """
 
@@ -29,9 +31,8 @@ import torch.distributed as dist
 from dated import write_result  # type: ignore[import-not-found]  # beside this script
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.files import PART
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.checkpoint.resume import resume, verify
+from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.topology import Topology
@@ -39,6 +40,7 @@ from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.ops import without_shared_memory_collectives
 
 WARM_UP = 4  # until saves remove old checkpoints
+CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -52,28 +54,38 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def timed(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """(seconds of the clock, of this process on the processor)."""
+    begin, spent = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - spent
 
 
-def write_plainly(path: Path, chunk: memoryview, size: int) -> None:
+def quartiles(values: list[float]) -> str:
+    """Median and, in brackets, the first and the third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.2f} [{low:.2f} to {high:.2f}]"
+
+
+def write_plainly(path: Path, chunk: memoryview, size: int, old: Path | None = None) -> None:
+    """Write and flush a file, and remove an old one, as a save does."""
     with path.open("wb", buffering=0) as file:
         for start in range(0, size, len(chunk)):
             file.write(chunk[: min(len(chunk), size - start)])
         os.fsync(file.fileno())
+    if old is not None:
+        old.unlink(missing_ok=True)
 
 
 def read_plainly(path: Path) -> None:
-    buffer = bytearray(PART)
+    buffer = bytearray(CHUNK)
     with path.open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
 
 
 def copy_plainly(source: Path, target: Path) -> None:
-    buffer = memoryview(bytearray(PART))
+    buffer = memoryview(bytearray(CHUNK))
     with source.open("rb", buffering=0) as reading, target.open("wb", buffering=0) as writing:
         while count := reading.readinto(buffer):
             writing.write(buffer[:count])
@@ -106,8 +118,9 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
     saver, run = Saver(engine, config, folder / "run"), folder / "run"
-    random = torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy().data
+    random = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
+    processor: dict[str, list[float]] = {name: [] for name in times}
     size = 0
     for turn in range(rounds + WARM_UP):
         taken = {"save": timed(partial(saver.save, turn + 1))}
@@ -116,29 +129,25 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         size = sum(file["bytes"] for file in directory.read_manifest(checkpoint)["files"].values())
         # A new file each time, and as many kept: the first writing of a disk's blocks can take several times as long.
         plain = folder / f"plain{turn}"
-        taken["write"] = timed(partial(write_plainly, plain, random, size))
-        (folder / f"plain{turn - 3}").unlink(missing_ok=True)
-
-        def load(checkpoint: Path = checkpoint) -> None:
-            verify(checkpoint)
-            resume(engine, checkpoint, config)
-
+        taken["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
         forget(checkpoint)
-        taken["load"] = timed(load)
+        taken["load"] = timed(partial(resume, engine, checkpoint, config))
         forget(plain)
         taken["read"] = timed(partial(read_plainly, plain))
         if turn >= WARM_UP:
-            for name, value in taken.items():
-                times[name].append(value)
-    saving = [b / a for a, b in zip(times["save"], times["write"], strict=True)]
-    loading = [b / a for a, b in zip(times["load"], times["read"], strict=True)]
+            for name, (seconds, spent) in taken.items():
+                times[name].append(seconds)
+                processor[name].append(spent)
     gigabytes = size / 1e9
-    print(f"{gigabytes:.2f} GB, rates in GB/s (median of {rounds} rounds)")
-    for name, seconds in times.items():
-        print(f"  {name:>5}: {gigabytes / statistics.median(seconds):.2f}")
-    print(f"saving / plain writing: {statistics.median(saving):.2f} ({min(saving):.2f} to {max(saving):.2f})")
-    print(f"loading / plain reading: {statistics.median(loading):.2f} ({min(loading):.2f} to {max(loading):.2f})")
-    return {"bytes": size, "seconds": times, "saving_to_writing": saving, "loading_to_reading": loading}
+    print(f"{gigabytes:.2f} GB, {rounds} rounds in {folder.parent}: median [quartiles]")
+    for name, found in times.items():
+        rates = [gigabytes / seconds for seconds in found]
+        print(f"  {name:>5}: {quartiles(rates)} GB/s, {quartiles(processor[name])} s on the processor")
+    ratios = {}
+    for ours, plainly in (("save", "write"), ("load", "read")):
+        ratios[f"{ours}_to_{plainly}"] = [b / a for a, b in zip(times[ours], times[plainly], strict=True)]
+        print(f"  rate of {ours} / {plainly}: {quartiles(ratios[f'{ours}_to_{plainly}'])}")
+    return {"bytes": size, "seconds": times, "processor_seconds": processor, **ratios}
 
 
 def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
@@ -173,7 +182,7 @@ def anonymous_bytes() -> int:
     sys.exit("RssAnon: not told by this system")
 
 
-def resharding_memory(folder: Path) -> dict[str, Any]:
+def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3 ranks would."""
     import json
 
@@ -220,10 +229,10 @@ def resharding_memory(folder: Path) -> dict[str, Any]:
         f"memory (allowed: {allowed / 1e6:.0f}), {seconds:.1f} s"
     )
     found = {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
-    return found | {"export": exporting(big, manifest, config, parameters)}
+    return found | {"export": exporting(big, manifest, config, parameters, rounds)}
 
 
-def exporting(big: Path, manifest: dict[str, Any], config: Any, parameters: int) -> dict[str, Any]:
+def exporting(big: Path, manifest: dict[str, Any], config: Any, parameters: int, rounds: int) -> dict[str, Any]:
     """Seconds of `convert.py to-hf` in fp32, against copying a file of as many bytes, flushed to the disk; in turns."""
     import json
 
@@ -232,23 +241,26 @@ def exporting(big: Path, manifest: dict[str, Any], config: Any, parameters: int)
     sizes = {path.name: {"bytes": path.stat().st_size, "sha256": ""} for path in big.iterdir()}
     whole = {"format": directory.FORMAT, "model": config.to_dict(), "tokenizer": None, "files": sizes, **manifest}
     (big / directory.MANIFEST).write_text(json.dumps(whole))
-    chunk = torch.randint(0, 256, (PART,), dtype=torch.uint8).numpy().data
+    chunk = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     original, times = big.parent / "original", {"export": [0.0] * 0, "copy": [0.0] * 0}
+    processor = {"export": [0.0] * 0, "copy": [0.0] * 0}
     write_plainly(original, chunk, 4 * parameters)
-    for turn in range(3):
+    for turn in range(rounds):
         output, copied = big.parent / f"export{turn}", big.parent / f"copy{turn}"
         forget(big)
-        times["export"].append(timed(partial(to_huggingface, big, output)))
+        taken = {"export": timed(partial(to_huggingface, big, output))}
         forget(original)
-        times["copy"].append(timed(partial(copy_plainly, original, copied)))
+        taken["copy"] = timed(partial(copy_plainly, original, copied))
+        for name, (seconds, spent) in taken.items():
+            times[name].append(seconds)
+            processor[name].append(spent)
         shutil.rmtree(output)
         copied.unlink()
     ratios = [a / b for a, b in zip(times["export"], times["copy"], strict=True)]
-    print(
-        f"exporting / copying {4 * parameters / 1e9:.1f} GB: {statistics.median(ratios):.2f} × the time "
-        f"({min(ratios):.2f} to {max(ratios):.2f})"
-    )
-    return {"seconds": times, "export_to_copy": ratios}
+    print(f"exporting / copying {4 * parameters / 1e9:.1f} GB, {rounds} rounds: {quartiles(ratios)} × the time")
+    for name, found in times.items():
+        print(f"  {name:>6}: {quartiles(found)} s, {quartiles(processor[name])} s on the processor")
+    return {"seconds": times, "processor_seconds": processor, "export_to_copy": ratios}
 
 
 def main() -> None:
@@ -267,12 +279,14 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             folder = Path(name)
-            result: dict[str, Any] = {}
+            # Above the number of cores, what is measured shares them with other work.
+            result: dict[str, Any] = {"folder": str(options.folder or "temporary"), "load_before": os.getloadavg()}
             if not options.only_memory:
                 result["speeds"] = speeds(folder, options.rounds)
                 result["background"] = standing_still(folder, options.rounds)
             if options.memory or options.only_memory:
-                result["memory"] = resharding_memory(folder)
+                result["memory"] = resharding_memory(folder, options.rounds)
+            result["load_after"] = os.getloadavg()
     finally:
         dist.destroy_process_group()
     if options.output:

@@ -44,8 +44,8 @@ def main() -> None:
     for step in range(options.steps):
         started = time.perf_counter()
         total = torch.zeros(())
-        for window in samples.rank_batches(step, run.global_batch, micro, run.accumulation, rank, world):
-            tokens = window[:, :-1].contiguous()
+        for batch in samples.rank_batches(step, run.global_batch, micro, run.accumulation, rank, world):
+            tokens = batch.input_ids
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()

@@ -67,12 +67,14 @@ def check(options: argparse.Namespace) -> None:
 
 
 def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> None:
-    from zero_tp.checkpoint.directory import first_config
+    from zero_tp.checkpoint.directory import first_config, saved_model
     from zero_tp.config import RunConfig
 
     output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
     # Before anything heavy is imported: a mistake in the file is told within a second or two.
-    config = RunConfig.load(options.deepspeed_config, options.set, place.world, first_config(output))
+    config = RunConfig.load(
+        options.deepspeed_config, options.set, place.world, first_config(output), saved_model(output)
+    )
 
     from zero_tp.training.environment import complete_environment
     from zero_tp.training.loop import train

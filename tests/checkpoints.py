@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.files import Entry, write_tensors
@@ -73,6 +73,7 @@ def write_checkpoint(
         "zero_stage": 2,
         "dtype": "fp32",
         "model": config.to_dict(),
+        "generation": GenerationConfig.from_model_config(config).to_dict(),
         "parameters": {name: one.to_json() for name, one in described.items()},
         "kinds": list(kinds),
         "tokenizer": str(tokenizer) if tokenizer else None,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.compare import OF_GLOBAL, RELATIVE, norm
 from tests.distributed.families import FAMILIES
-from tests.distributed.plain_run import CLIP, STEPS, Trace, plain
+from tests.distributed.plain_run import CLIP, STEPS, StepLosses, Trace, plain
 
 Tensors = dict[str, Tensor]
 
@@ -56,9 +56,11 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float:
     return sum((one / other - 1) ** 2 for one, other in zip(found, expected, strict=True)) ** 0.5
 
 
-def of_fp32(found: Trace, seed: int, family: str = "gpt2", more_steps: int = 0) -> dict[str, float]:
+def of_fp32(
+    found: Trace, seed: int, family: str = "gpt2", more_steps: int = 0, losses_of: StepLosses | None = None
+) -> dict[str, float]:
     """Distances of a fp32 run, by what is compared. The losses of `more_steps` are not."""
-    expected = plain(seed, family, more_steps=more_steps)
+    expected = plain(seed, family, more_steps=more_steps, losses_of=losses_of)
     far = {}
     for step in range(STEPS):
         far[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE

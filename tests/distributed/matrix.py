@@ -126,14 +126,14 @@ def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") 
     return path
 
 
-def once_for_equals(check: Callable[[ZeroTP], Any]) -> Callable[[ZeroTP], Any]:
+def once_for_equals(check: Callable[..., Any]) -> Callable[..., Any]:
     """`check_model`, called once for all cells that agree on what it reads."""
     known: dict[str, Any] = {}
 
-    def checked(block: ZeroTP) -> Any:
+    def checked(block: ZeroTP, saved: None = None) -> Any:
         key = f"{block.model} {block.parallel} {block.data}"
         if key not in known:
-            known[key] = check(block)
+            known[key] = check(block, saved)
         return known[key]
 
     return checked

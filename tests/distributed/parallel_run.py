@@ -13,11 +13,12 @@ from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trac
 from zero_tp.config import RunConfig
 
 
-def train(path: Path, more_steps: int = 0) -> Trace:
-    """The run of a config file on this pool's ranks,. On every rank; only rank 0's trace has tensors.
+def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
+    """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has tensors.
 
     Args:
         more_steps: at the default eps, whose losses are added.
+        from_corpus: on the samples of the config's own data, instead of `batch_of`.
     """
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_grad
@@ -50,10 +51,13 @@ def train(path: Path, more_steps: int = 0) -> Trace:
         if step == STEPS:
             for group in engine.optimizer.param_groups:
                 group["eps"] = DEFAULT_EPS
-        own = batch_of(seed, step, engine.model.config.vocab_size).chunk(topology.data)[topology.data_rank]
-        micro = own.chunk(config.accumulation)
-        assert all(len(windows) == config.micro_batch for windows in micro)
-        trace.losses.append(engine.train_step([(windows[:, :-1], windows[:, 1:]) for windows in micro]))
+        if from_corpus:
+            micro = corpus_batches(config, topology, step)
+        else:
+            own = batch_of(seed, step, engine.model.config.vocab_size).chunk(topology.data)[topology.data_rank]
+            micro = [(windows[:, :-1], windows[:, 1:]) for windows in own.chunk(config.accumulation)]
+        assert len(micro) == config.accumulation and all(len(batch[0]) == config.micro_batch for batch in micro)
+        trace.losses.append(engine.train_step(micro))
         trace.norms.append(engine.gradient_norm)
         if step == 0:
             trace.clipped = norm(*optimizer_tensors(engine, "exp_avg").values()) / (1 - BETAS[0])
@@ -64,6 +68,15 @@ def train(path: Path, more_steps: int = 0) -> Trace:
     if topology.rank > 0:
         return Trace(trace.losses, trace.norms, trace.clipped, stale=trace.stale)
     return trace
+
+
+def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
+    """What `launch/pretrain.py` trains this rank on at step `step`, counted from 0."""
+    from zero_tp.training.run import Run
+
+    run = Run(config, Path("no-such-run"))
+    sizes = config.global_batch, config.micro_batch, config.accumulation
+    return run.samples.rank_batches(step, *sizes, topology.data_rank, topology.data)
 
 
 def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,9 +5,9 @@ Both start with the weights that zero_tp draws from the seed, and see the same b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ def batch_of(seed: int, step: int, vocabulary: int) -> Tensor:
     """The global batch of a step: int64 [GLOBAL_BATCH, SEQUENCE + 1]."""
     generator = torch.Generator().manual_seed(seed * 1000 + step)
     return torch.randint(0, vocabulary, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+
+
+StepLosses = Callable[[Any, int], Iterator[Tensor]]
+"""(model, step) → parts of the step's loss, which is their sum."""
 
 
 @dataclass
@@ -92,6 +96,7 @@ def plain(
     dtype: torch.dtype = torch.float32,
     micro_batches: int = 1,
     more_steps: int = 0,
+    losses_of: StepLosses | None = None,
     **kernels: Any,
 ) -> Trace:
     """The run, with fp32 weights for the optimizer.
@@ -100,6 +105,7 @@ def plain(
         start: dtype of the weights that the run starts with.
         dtype: that the model computes in, and sums the gradients of a step's micro-batches in.
         more_steps: at the default eps, whose losses are added.
+        losses_of: of other data than `batch_of`.
         kernels: see `initial_model`.
     """
     model = initial_model(seed, family, start, **kernels)
@@ -119,13 +125,11 @@ def plain(
         if step == STEPS:
             for group in optimizer.param_groups:
                 group["eps"] = DEFAULT_EPS
-        windows = batch_of(seed, step, model.config.vocab_size)
         model.zero_grad()
         losses = []
-        for part in windows.chunk(micro_batches):
-            logits = model(part[:, :-1]).logits.float()
-            losses.append(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / micro_batches)
-            losses[-1].backward()
+        for loss in (losses_of or partial(whole_losses, seed, micro_batches))(model, step):
+            losses.append(loss)
+            loss.backward()
         gradients = {name: gradient_of(weight).float() for name, weight in named.items()}
         trace.losses.append(sum(loss.item() for loss in losses))
         trace.norms.append(norm(*gradients.values()))
@@ -143,6 +147,12 @@ def plain(
             trace.weights = copied(masters)
             trace.first, trace.second = (copied(moments[key]) for key in MOMENTS)
     return trace
+
+
+def whole_losses(seed: int, micro_batches: int, model: Any, step: int) -> Iterator[Tensor]:
+    for part in batch_of(seed, step, model.config.vocab_size).chunk(micro_batches):
+        logits = model(part[:, :-1]).logits.float()
+        yield F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / micro_batches
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

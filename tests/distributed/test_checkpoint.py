@@ -121,12 +121,11 @@ def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, An
 
 def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     """Resume in a fresh engine and train to `last`."""
-    from zero_tp.checkpoint.resume import resume, verify
+    from zero_tp.checkpoint.resume import resume
 
     engine, config = build(path)
     checkpoint = find_resumable(Path(run), config)
     assert checkpoint is not None
-    verify(checkpoint)
     step = resume(engine, checkpoint, config)
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
 
@@ -169,6 +168,52 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
         assert (logits - result["logits"]).abs().max() < tolerance
 
 
+def loss_scales(kind: str, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float]]:
+    """Scales of one run straight, and of the same with a fresh optimizer from `resume_at` on. DeepSpeed's own scalers,
+    in a shell of its optimizers: fp16 does not compute here."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    from zero_tp.checkpoint.save import loss_scale_of, set_loss_scale
+
+    arguments = {"init_scale": 2.0**16, "scale_window": 3, "min_scale": 1.0}
+
+    def fresh() -> Any:
+        if kind == "zero":
+            shifts = {"delayed_shift": 2, "consecutive_hysteresis": False}
+            return SimpleNamespace(loss_scaler=CreateLossScaler(torch.half, 0, True, arguments | shifts))
+        scaler = LossScaleConfig(torch.float16, True, 0, arguments)
+        return SimpleNamespace(loss_scale_config=scaler, verbose=False)
+
+    def run(optimizer: Any, overflows: list[bool]) -> list[float]:
+        scales = []
+        for overflow in overflows:
+            if kind == "zero":
+                optimizer.loss_scaler.update_scale(overflow)
+            else:
+                FP16_UnfusedOptimizer._update_scale(optimizer, overflow)
+            scales.append(loss_scale_of(optimizer)["cur_scale"])
+        return scales
+
+    straight, resumed = fresh(), fresh()
+    before = run(straight, overflows[:resume_at])
+    set_loss_scale(resumed, json.loads(json.dumps(loss_scale_of(straight))))
+    return before + run(straight, overflows[resume_at:]), before + run(resumed, overflows[resume_at:])
+
+
+@pytest.mark.parametrize("kind", ["zero", "no zero"])
+def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(run_seed)
+    overflows = (torch.rand(40, generator=generator) < 0.15).tolist()
+    overflows[:8] = [True, True, True, False, False, False, False, False]  # it falls and rises whatever is drawn
+    for resume_at in (2, 7, 20):
+        for whole, again in ranks(2).run(loss_scales, kind, overflows, resume_at):
+            assert whole == again
+            assert len(set(whole)) > 2, "the scale has moved"
+
+
 def test_only_the_newest_stay_and_latest_names_the_last(ranks: Pools, tmp_path: Path) -> None:
     path = write_config(tmp_path / "run.json", 1, "fp32", 1)
     run = tmp_path / "run"
@@ -184,4 +229,9 @@ def test_what_cannot_be_resumed_is_refused(ranks: Pools, tmp_path: Path) -> None
     ranks(2).run(straight, str(path), str(run), [1], 1)
     with pytest.raises(UserError, match=r"zero_tp\.training\.seed: 8, but the run of .* was started with 7"):
         find_resumable(run, RunConfig.load(write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8), world_size=2))
+    reset = json.loads(Path(path).read_text())
+    reset["zero_tp"]["data"]["document_attention"] = "reset"
+    (tmp_path / "reset.json").write_text(json.dumps(reset))
+    with pytest.raises(UserError, match=r"data\.document_attention: 'reset', but the run of .* with 'continue'"):
+        find_resumable(run, RunConfig.load(tmp_path / "reset.json", world_size=2))
     assert find_resumable(tmp_path / "new", RunConfig.load(path, world_size=2)) is None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_checkpoint import build, steps_of, straight, write_config
+from tests.distributed.test_checkpoint import build, masters_of, steps_of, straight, write_config
 from tests.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
@@ -62,16 +62,21 @@ def start(path: str, run: str, given: str | None = None) -> tuple[str, list[str]
     """(the checkpoint that a start takes, or its error; what it says of others)."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import find_resumable, verified
+    from zero_tp.checkpoint.resume import find_resumable, take_whole
+    from zero_tp.checkpoint.verify import Verification
     from zero_tp.config import RunConfig
     from zero_tp.errors import UserError
+
+    def verify(checkpoint: Path) -> None:
+        with Verification(checkpoint) as whole:
+            whole.agree()
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     chosen = Path(given) if given else None
     try:
         found = find_resumable(Path(run), config, chosen)
         assert found is not None
-        checkpoint, notes = verified(found, Path(run), config, chosen)
+        checkpoint, notes = take_whole(found, Path(run), config, verify, chosen)
     except UserError as error:
         return f"error: {error}", []
     return str(checkpoint), notes
@@ -129,6 +134,55 @@ def test_the_only_checkpoint_damaged_stops_whatever_is_set(ranks: Pools, saved: 
         assert said.startswith("error: ") and "there is none before it: give another --output-dir" in said
 
 
+def damage_header(file: Path) -> None:
+    """A name in the header: what reads the file fails at it, before its checksum is known."""
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b'/exp_avg"', b'/exp_avh"', 1))
+
+
+def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str, torch.Tensor]]:
+    """(the checkpoint that an engine resumed or the error, what it says of others, this rank's masters)."""
+    from zero_tp.checkpoint.resume import find_resumable, resume, take_whole
+    from zero_tp.errors import UserError
+
+    engine, config = build(path)
+    steps_of(engine, 1, 1)
+    found = find_resumable(Path(run), config)
+    assert found is not None
+    try:
+        taken, notes = take_whole(found, Path(run), config, lambda checkpoint: resume(engine, checkpoint, config))
+    except UserError as error:
+        return f"error: {error}", [], {}
+    return str(taken), notes, masters_of(engine)
+
+
+@pytest.mark.parametrize("hurt", [flip_a_bit, damage_header])
+def test_an_engine_that_read_a_damaged_checkpoint_resumes_the_one_before(
+    ranks: Pools, saved: Path, tmp_path: Path, hurt: Callable[[Path], None]
+) -> None:
+    path, run = copy_of(saved, tmp_path)
+    file = step_directory(run, 2) / states_file(0, 1)
+    hurt(file)
+    for said, _, _ in ranks(2).run(resume_with_an_engine, str(path), str(run)):
+        assert said.startswith(f"error: {file}: SHA-256 is ") and "--resume-from" in said, said
+    results = ranks(2).run(resume_with_an_engine, str(changed(path, on_corrupt="previous")), str(run))
+    reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
+    for taken, notes, _ in results:
+        assert taken == str(step_directory(run, 1)) and len(notes) == 1
+    for name in reader.parameters:
+        held = torch.cat([masters[name] for _, _, masters in results if name in masters])
+        assert torch.equal(held, reader.whole(name).flatten()), name
+
+
+def test_a_flipped_bit_in_the_only_checkpoint_starts_nothing_anew(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    shutil.rmtree(step_directory(run, 1))
+    flip_a_bit(step_directory(run, 2) / states_file(0, 0))
+    for _ in range(2):  # nor does starting again
+        for said, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
+            assert said.startswith("error: ") and "there is none before it: give another --output-dir" in said
+
+
 def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
     """Outcomes of three saves, in the second of which a rank may write only 10 kB a file."""
     from zero_tp.checkpoint.save import Saver
@@ -165,6 +219,77 @@ def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: 
         manifest = read_manifest(step_directory(run, step))
         for name, written in manifest["files"].items():
             check_file(step_directory(run, step), name, written)
+
+
+def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
+    """Outcomes of three saves, before the second of which rank 0 cannot make the temporary directory."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint.save import Saver
+
+    engine, config = build(path)
+    saver = Saver(engine, config, Path(run))
+    outcomes, blocked = [], checkpoints_of(Path(run)) / TEMPORARY
+    for step in (1, 2, 3):
+        steps_of(engine, step, step)
+        if step == 2 and engine.topology.rank == 0:
+            blocked.write_text("a file is in its place")
+        saver.save(step)
+        saver.wait()
+        outcomes.append(saver.outcome())
+        dist.barrier()
+        if engine.topology.rank == 0:
+            blocked.unlink(missing_ok=True)
+    return outcomes
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_cannot_begin_costs_one_checkpoint(ranks: Pools, tmp_path: Path, background: bool) -> None:
+    path = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background)
+    for outcomes in ranks(2).run(nowhere_to_write, str(path), str(tmp_path / "run"), timeout=60):
+        assert outcomes == [(1, ""), (2, f"File exists ({checkpoints_of(tmp_path / 'run') / TEMPORARY})"), (3, "")]
+    assert complete_steps(tmp_path / "run") == [1, 3]
+
+
+def hanging(path: str, run: str) -> str:
+    """A save while rank 1's disk hangs: how it ends on this rank."""
+    import threading
+
+    from zero_tp.checkpoint import save
+    from zero_tp.errors import UserError
+
+    engine, config = build(path)
+    saver = save.Saver(engine, config, Path(run))
+    steps_of(engine, 1, 1)
+    go_on, write = threading.Event(), save.write_tensors
+
+    def never(*arguments: Any) -> Any:
+        go_on.wait()
+        return write(*arguments)
+
+    if engine.topology.rank == 1:
+        save.write_tensors = never  # type: ignore[assignment]
+    try:
+        saver.save(1)
+        return f"outcome: {saver.outcome()}"
+    except UserError as error:
+        return f"error: {error}"
+    finally:
+        go_on.set()
+        save.write_tensors = write
+
+
+def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
+    path, run = write_config(tmp_path / "run.json", 1, "fp32", 1), tmp_path / "run"
+    config = json.loads(path.read_text())
+    config["zero_tp"]["training"]["timeout_minutes"] = 0.05
+    path.write_text(json.dumps(config))
+    remedy = rf"in time; look at the disk of {run}, or raise zero_tp\.training\.timeout_minutes \(0\.05\)"
+    first, second = ranks(2).run(hanging, str(path), str(run), timeout=60)
+    assert re.fullmatch(rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first), first
+    hung = checkpoints_of(run) / TEMPORARY / states_file(0, 1)
+    assert re.fullmatch(rf"error: saving step 1: writing {hung} has not ended {remedy}", second), second
+    assert complete_steps(run) == []
 
 
 def in_the_background(path: str, run: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.distributed.test_pretrain import pretrain, script
 from tests.native import to_theirs
 from tests.pools import Pools
 from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.inspect import inspect
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import layout_of
@@ -119,7 +121,9 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     missing = script("launch/pretrain.py", tmp_path, "--check", str(path))
     assert missing.returncode == 2
     assert missing.stderr.startswith("error: zero_tp.model.from_pretrained: no directory model;")
-    random_model().save_pretrained(tmp_path / "model")
+    model = random_model()
+    model.generation_config.update(do_sample=True, temperature=0.5)
+    model.save_pretrained(tmp_path / "model")
     checked = script("launch/pretrain.py", tmp_path, "--check", str(path), "--world-size", "4")
     assert checked.returncode == 0, checked.stderr
     assert "vocabulary 509 from model" in checked.stdout
@@ -130,6 +134,8 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "export"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before), "a step of size 0 changes no bit"
+    settings = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert (settings["do_sample"], settings["temperature"]) == (True, 0.5)
 
     found = inspect(tmp_path / "runs" / "run", verify=True)
     assert (found["step"], found["saved_at"]["zero_stage"], found["tokenizer"]) == (1, 3, "data/tokenizer")
@@ -145,13 +151,16 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     )
     (tmp_path / "model" / "config.json").write_text(other)
 
-    (tmp_path / "model" / "model.safetensors").unlink()  # the checkpoint has them now
-    again = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "resuming step 1" in again.stdout
+    (tmp_path / "model" / "model.safetensors").unlink()
     anew = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--output-dir", "runs/new")
     assert anew.returncode != 0
     assert "error: model: no weights in it: no model.safetensors" in anew.stdout + anew.stderr
+    shutil.rmtree(tmp_path / "model")  # the checkpoint has all of it now
+    again = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming step 1" in again.stdout
+    first, second = (read_manifest(step_directory(tmp_path / "runs" / "run", step))["model"] for step in (1, 2))
+    assert first == second, "the config too"
 
 
 def pretrained_fields(directory: Path, **changes: Any) -> str:

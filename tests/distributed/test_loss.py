@@ -66,6 +66,7 @@ def cross_entropy(
     seed: int,
     frozen: str = "",
     strided: bool = False,
+    divisor: float | None = None,
 ) -> set[str]:
     topology = grid(world, sequence)
     group, rank = topology.tensor_group, topology.tensor_rank
@@ -74,6 +75,8 @@ def cross_entropy(
     logits = F.linear(whole_hidden, whole_weight)
     flat = logits.flatten(0, 1), labels.flatten()
     expected = F.cross_entropy(*flat, ignore_index=index)
+    if divisor is not None:
+        expected = F.cross_entropy(*flat, ignore_index=index, reduction="sum") / divisor
     (expected * upstream).backward()
     each = F.cross_entropy(*flat, ignore_index=index, reduction="none").view(labels.shape)
 
@@ -86,9 +89,10 @@ def cross_entropy(
     module.CHUNK_ELEMENTS = chunk
     try:
         common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
-        found = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, sequence=sequence, **common)
+        once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
+        found = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         with torch.no_grad():
-            without = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, sequence=sequence, **common)
+            without = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         losses = vocab_parallel_token_losses(hidden, given_weight, labels, **common)
     finally:
         module.CHUNK_ELEMENTS = before
@@ -165,6 +169,14 @@ def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: st
     compared = {"hidden", "weight"} - set(frozen.split())
     found = ranks(2).run(cross_entropy, 2, sequence, 3, 2, 11, "some", False, -100, 2.0, 30, 7, frozen)
     assert found == [compared] * 2
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize("divisor", [0.25, 7.5])
+def test_a_sum_divided_by_a_given_number(ranks: Pools, ignored: str, divisor: float) -> None:
+    """A micro-batch without any label to count has a loss of 0 then, and no gradient."""
+    found = ranks(2).run(cross_entropy, 2, True, 3, 2, 11, ignored, False, -100, 2.0, 30, 7, divisor=divisor)
+    assert found == [{"hidden", "weight"}] * 2
 
 
 @pytest.mark.parametrize("sequence", [False, True])

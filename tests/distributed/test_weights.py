@@ -52,7 +52,7 @@ def save_to_a_full_disk(directory: Path) -> None:
     from zero_tp.weights import export
 
     written: list[Path] = []
-    write = export.write_tensors
+    write = export.write_unhashed
 
     def full(path: Path, *rest: Any) -> Any:
         if written:
@@ -60,7 +60,7 @@ def save_to_a_full_disk(directory: Path) -> None:
         written.append(path)
         return write(path, *rest)
 
-    with patch.object(export, "write_tensors", full):
+    with patch.object(export, "write_unhashed", full):
         save(2, directory, {})
 
 

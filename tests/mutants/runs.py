@@ -13,6 +13,8 @@ RECOMPUTE_TP = RECOMPUTE + "test_recomputing_changes_no_bit[2-False-1]"
 RECOMPUTE_SP = RECOMPUTE + "test_recomputing_changes_no_bit[2-True-1]"
 EVALUATION = ENGINE + "test_validation_is_the_mean_over_all_labels[1]"
 RESUME = "tests/distributed/test_checkpoint.py::test_a_resumed_run_is_the_run_that_never_stopped[4-2-1-fp32-none]"
+DOCUMENTS = "tests/distributed/test_documents.py::test_packed_documents_equal_documents_apart"
+DOCUMENTS_RUN = "tests/distributed/test_documents_run.py::test_a_run_on_packed_documents_trains_the_plain_model"
 STEP = ENGINE + "test_loss_and_gradient_norm_of_a_step"
 
 MUTANTS: dict[str, Mutant] = {
@@ -99,16 +101,52 @@ MUTANTS: dict[str, Mutant] = {
     "upstream-gradient-ignored": Mutant(
         "The loss forms its gradient in forward and forgets the factor that accumulation and loss scaling bring.",
         "zero_tp/parallel/loss.py",
-        "scale = gradient.float() / count.clamp(min=1.0)",
-        "scale = 1.0 / count.clamp(min=1.0)",
+        "scale = gradient.float() / count.masked_fill(count == 0, 1.0)",
+        "scale = 1.0 / count.masked_fill(count == 0, 1.0)",
         (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
     ),
     "last-micro-batch-for-all": Mutant(
         "The reported loss is that of the last micro-batch.",
         "zero_tp/training/engine.py",
         "total += loss.detach()",
-        "total = loss.detach().double() * len(micro_batches)",
+        "total = loss.detach().double() * len(batches)",
         (STEP + "[True-1]",),
+    ),
+    # ---- packed documents ------------------------------------------------------------------------------------------
+    "documents-see-each-other": Mutant(
+        "Attention runs on over the documents of a row.",
+        "zero_tp/models/visibility.py",
+        "seen = seen & (self.documents[:, None, :, None] == self.documents[:, None, None, :])",
+        "pass",
+        (DOCUMENTS + "[2-True-llama]",),
+    ),
+    "positions-run-on": Mutant(
+        "Attention stays inside a document, positions run on; rotary models would not notice, learned positions do.",
+        "zero_tp/data/batch.py",
+        "begins[:, 1:] = documents[:, 1:] != documents[:, :-1]",
+        "begins[:, 1:] = False",
+        (DOCUMENTS + "[2-True-gpt2]",),
+    ),
+    "next-document-predicted": Mutant(
+        "The last token of a document learns to predict the first of whatever document was packed behind it.",
+        "zero_tp/data/batch.py",
+        "(after != documents[:, :-1]) | (after == PADDING)",
+        "after == PADDING",
+        (DOCUMENTS + "[2-True-gpt2]",),
+    ),
+    "mean-of-means": Mutant(
+        "Each micro-batch takes the mean over its own labels, so that a token counts more where few are predicted.",
+        "zero_tp/training/engine.py",
+        "num_items_in_batch=share",
+        "num_items_in_batch=None",
+        (DOCUMENTS_RUN + "[4]",),
+    ),
+    "labels-of-one-data-rank": Mutant(
+        "Each DP rank divides by its own number of labels.",
+        "zero_tp/training/engine.py",
+        "int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())",
+        "int(torch.stack(counts).sum().item()) * self.topology.data",
+        (DOCUMENTS_RUN + "[4]",),
     ),
     # ---- engine ----------------------------------------------------------------------------------------------------
     "norm-of-rank-zero": Mutant(
@@ -185,8 +223,8 @@ MUTANTS: dict[str, Mutant] = {
     "streams-of-rank-zero-resumed": Mutant(
         "Every rank resumes with rank 0's dropout streams.",
         "zero_tp/checkpoint/resume.py",
-        "states_file(topology.tensor_rank, topology.data_rank)",
-        "states_file(0, 0)",
+        "checkpoint / states_file(topology.tensor_rank, topology.data_rank)",
+        "checkpoint / states_file(0, 0)",
         (RESUME,),
     ),
 }

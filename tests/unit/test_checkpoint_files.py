@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero_tp.checkpoint import files
-from zero_tp.checkpoint.files import Entry, hash_file, write_tensors
+from zero_tp.checkpoint.files import Entry, Place, Reading, hash_file, read_header, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 
@@ -55,6 +59,57 @@ def test_every_changed_byte_is_another_hash(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "file").write_bytes(content)
         assert hash_file(tmp_path / "file").sha256 != written.sha256, at
         content[at] ^= 4
+
+
+@pytest.mark.parametrize(("part", "block"), [(8192, 4096), (1000, 64), (64, 1000), (2**20, 2**10)])
+def test_a_file_is_brought_to_its_places_while_it_is_hashed(
+    tmp_path: Path, seed: int, part: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PART", part)
+    monkeypatch.setattr(files, "BLOCK", block)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [1, *torch.randint(1, 9000, (8,), generator=generator).tolist()]
+    tensors = {f"tensor {index}": torch.randn(size, generator=generator) for index, size in enumerate(sizes)}
+    tensors["transposed"] = torch.randn(70, 40, generator=generator).t()
+    written = write_tensors(tmp_path / "file", entries_of(tensors))
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert torch.equal(file.get_tensor("transposed"), tensors["transposed"])
+    header, base = read_header(tmp_path / "file")
+    targets = {name: torch.zeros(len(tensor)) for name, tensor in tensors.items() if name[-1] in "02468"}
+    places = [
+        Place(base + header[name]["data_offsets"][0], target.view(torch.uint8)) for name, target in targets.items()
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        assert Reading(tmp_path / "file", written.size, threads, reversed(places)).result() == written
+    assert len(targets) == 5
+    for name, target in targets.items():
+        assert torch.equal(target, tensors[name]), name
+
+
+def test_a_file_system_without_direct_writing_gets_the_same_file(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused when it is opened, or when it is written to."""
+    tensors = {"a": torch.randn(50_000, generator=torch.Generator().manual_seed(seed))}
+    written = write_tensors(tmp_path / "direct", entries_of(tensors))
+    opened, wrote = os.open, os.pwrite
+
+    def refused(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "open", refused)
+    assert write_tensors(tmp_path / "cached", entries_of(tensors)) == written
+    monkeypatch.setattr(os, "open", opened)
+
+    def write(descriptor: int, data: memoryview, start: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused()
+        return wrote(descriptor, data, start)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    assert write_tensors(tmp_path / "refused", entries_of(tensors)) == written
+    contents = {path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(contents) == 1 and len(contents.pop()) == written.size
 
 
 def test_a_tensor_that_is_not_as_it_said_is_no_file(tmp_path: Path) -> None:

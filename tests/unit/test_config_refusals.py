@@ -60,7 +60,6 @@ REFUSED: tuple[dict[str, Any], ...] = (
 )
 NOT_BUILT_VALUES: dict[str, Any] = {
     "zero_tp.objective": {"type": "masked"},
-    "zero_tp.data.document_attention": "reset",
     "zero_tp.compile": True,
     "zero_tp.evaluation.tasks": ["lambada"],
     f"{ACTIVATIONS}.profile": True,

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero_tp.data import samples as samples_module
+from zero_tp.data.batch import IGNORED
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.permutation import Permutation
-from zero_tp.data.samples import BLEND_PERIOD, IGNORED, PackedSamples, ValidationSamples
+from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples
 from zero_tp.errors import UserError
 
 Corpus = Callable[..., str]
@@ -77,10 +78,12 @@ def test_ranks_together_hold_the_global_batch(
     assert whole.shape == (size, 5)
     assert whole.dtype == torch.int64
     ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
-    assert all(batch.shape == (micro, 5) for batches in ranks for batch in batches)
+    assert all(part.shape == (micro, 4) for batches in ranks for batch in batches for part in batch[:2])
+    assert all(batch[2:] == (None, None) for batches in ranks for batch in batches)
     # Accumulation outermost, then ranks: read in that order the rows are the global batch itself.
-    rows = torch.cat([ranks[rank][i] for i in range(accumulation) for rank in range(data)])
-    assert torch.equal(rows, whole)
+    in_order = [ranks[rank][i] for i in range(accumulation) for rank in range(data)]
+    assert torch.equal(torch.cat([batch.input_ids for batch in in_order]), whole[:, :-1])
+    assert torch.equal(torch.cat([batch.labels for batch in in_order]), whole[:, 1:])
     expected = np.stack([samples[k] for k in range(step * size, (step + 1) * size)])
     assert np.array_equal(whole.numpy(), expected)
 

@@ -47,11 +47,14 @@ def test_import_and_export_keep_every_bit(
     folder = tmp_path_factory.mktemp("models")
     reference = decoder(data.draw(decoder_fields(model_type)), data.draw(st.integers(0, 2**31), label="seed"))
     reference.save_pretrained(folder / "theirs", max_shard_size=data.draw(st.sampled_from(["5GB", "20KB"])))
+    reference.generation_config.update(temperature=0.5, do_sample=True, eos_token_id=[0, 3])
+    reference.generation_config.save_pretrained(folder / "theirs")
     model = ZeroTPForCausalLM.from_pretrained(folder / "theirs", Topology(world=1))
     model.save_pretrained(folder / "ours")
     again = AutoModelForCausalLM.from_pretrained(folder / "ours")
     assert type(again) is type(reference)
     assert same(again.state_dict(), reference.state_dict())
+    assert again.generation_config.to_diff_dict() == reference.generation_config.to_diff_dict()
     assert stored_names(folder / "ours") == stored_names(folder / "theirs")
     assert differing(again.config.to_dict(), reference.config.to_dict()) <= {"_name_or_path", "architectures"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.files import Entry
@@ -69,6 +69,7 @@ def to_huggingface(
             config,
             entries,
             dtype=dtype,
+            generation=GenerationConfig(**manifest["generation"]),
             tokenizer=found_tokenizer,
             max_shard_size=max_shard_size,
             overwrite=overwrite,

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from zero_tp.errors import UserError
 
 CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
-FORMAT = 2
+FORMAT = 3
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -53,6 +53,15 @@ def first_config(run: Path) -> dict[str, Any] | None:
     if not isinstance(resolved, dict):
         raise UserError(f"{path}: not a run's config; give another --output-dir")
     return resolved
+
+
+def saved_model(run: Path) -> dict[str, Any] | None:
+    """The model's config in the newest checkpoint of this directory that can be read; None when there is none."""
+    for step in reversed(complete_steps(run)):
+        with contextlib.suppress(UserError):  # told when the run is resumed
+            model: dict[str, Any] = read_manifest(step_directory(run, step))["model"]
+            return model
+    return None
 
 
 @contextlib.contextmanager
@@ -140,12 +149,21 @@ def check_file(checkpoint: Path, name: str, written: dict[str, Any]) -> None:
     Raises:
         Damaged: its SHA-256 is another one.
     """
+    compare(checkpoint / name, written, lambda: hash_file(checkpoint / name))
+
+
+def compare(file: Path, written: dict[str, Any], read: Callable[[], Written]) -> None:
+    """What `read` finds in a file with what the manifest says of it.
+
+    Raises:
+        Damaged: its SHA-256 is another one.
+    """
     try:
-        found = hash_file(checkpoint / name)
+        found = read()
     except OSError as error:
-        raise Damaged(checkpoint / name, f"cannot be read ({error.strerror})") from error
+        raise Damaged(file, f"cannot be read ({error.strerror})") from error
     if found.sha256 != written["sha256"]:
-        raise Damaged(checkpoint / name, f"SHA-256 is {found.sha256[:12]}…, not {written['sha256'][:12]}…")
+        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {written['sha256'][:12]}…")
 
 
 def _sync(path: Path) -> None:

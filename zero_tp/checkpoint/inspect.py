@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.files import read_header
 from zero_tp.checkpoint.resume import describe_place
 
 PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
@@ -84,14 +84,8 @@ def _bytes_by_kind(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, int]
 
 def _header(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
-        assert isinstance(header, dict)
-        return header
-    except (OSError, ValueError, AssertionError) as error:
+        return read_header(path)[0]
+    except (OSError, ValueError) as error:
         raise Damaged(path, f"cannot be read ({error})") from error
 
 

@@ -6,6 +6,7 @@ The layouts, written in the manifest, say how each parameter was split; one para
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero_tp.checkpoint.states import MASTER
+from zero_tp.checkpoint.files import Place, read_header
+from zero_tp.checkpoint.states import MASTER, Held, OptimizerStates
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 
@@ -57,6 +59,26 @@ class Described:
         return both_replicated or self.layout == other.layout
 
 
+def places_of(file: Path, states: OptimizerStates, pieces: Iterable[tuple[Held, str]]) -> dict[tuple[str, str], Place]:
+    """Of (run, kind) that the file holds exactly as this rank does: (parameter, kind) → where its bytes belong.
+
+    Raises:
+        OSError, ValueError, KeyError: the file cannot be read.
+    """
+    header, base = read_header(file)
+    starts, places = json.loads(header["__metadata__"][STARTS]), {}
+    for run, kind in pieces:
+        found = header.get(tensor_name(run.name, kind))
+        target = states.get(run, kind)
+        if found is None or target.dtype != torch.float32 or found["dtype"] != "F32":
+            continue
+        if starts[run.name] == run.start and found["shape"] == [run.numel]:
+            first, last = found["data_offsets"]
+            assert last - first == 4 * run.numel, f"{file}: {run.name} ({kind}) is not as long as its shape"
+            places[run.name, kind] = Place(base + first, target.view(torch.uint8))
+    return places
+
+
 class CheckpointReader:
     """The tensors of one checkpoint.
 
@@ -73,6 +95,8 @@ class CheckpointReader:
         self.directory = directory
         self.tensor, self.data = int(manifest["tensor"]), int(manifest["data"])
         self.parameters = {name: Described.from_json(entry) for name, entry in manifest["parameters"].items()}
+        # Memory that was never touched costs more to get than to fill.
+        self._scratch = [torch.empty(0) for _ in range(self.tensor)]
         self._files = [
             [self._open(states_file(tensor_rank, data_rank)) for data_rank in range(self.data)]
             for tensor_rank in range(self.tensor)
@@ -111,15 +135,19 @@ class CheckpointReader:
         saved = self.parameters[name]
         if isinstance(saved.layout, Replicated):
             return self._shard(name, kind, 0)
-        return saved.layout.unshard([self._shard(name, kind, rank) for rank in range(self.tensor)])
+        return saved.layout.unshard([self._shard(name, kind, rank, self._scratch) for rank in range(self.tensor)])
 
-    def _shard(self, name: str, kind: str, tensor_rank: int) -> Tensor:
+    def _shard(self, name: str, kind: str, tensor_rank: int, scratch: list[Tensor] | None = None) -> Tensor:
         saved = self.parameters[name]
         shape = saved.layout.local_shape(saved.shape, self.tensor)
-        return self._elements(name, kind, tensor_rank, 0, torch.Size(shape).numel()).view(shape)
+        own = None if scratch is None else scratch[tensor_rank]
+        return self._elements(name, kind, tensor_rank, 0, torch.Size(shape).numel(), own).view(shape)
 
-    def _elements(self, name: str, kind: str, tensor_rank: int, start: int, numel: int) -> Tensor:
-        """Elements of a saved shard, from whichever data-parallel ranks had them."""
+    def _elements(
+        self, name: str, kind: str, tensor_rank: int, start: int, numel: int, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Elements of a saved shard, from whichever data-parallel ranks had them. Pieces are joined in `scratch`, which
+        grows, so that what is returned lasts until the next call with it; by default in new memory."""
         pieces, stop, at = [], start + numel, start
         holders = [(starts[name], file) for file, starts in self._files[tensor_rank] if name in starts]
         for first, file in sorted(holders, key=lambda holder: holder[0]):
@@ -134,4 +162,8 @@ class CheckpointReader:
             raise UserError(
                 f"{self.directory}: {name} ({kind}) ends at element {at}, not {stop}; the checkpoint is damaged"
             )
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
+        if len(pieces) == 1:
+            return pieces[0]
+        if scratch is None or not pieces:
+            return torch.cat(pieces) if pieces else torch.empty(0)
+        return torch.cat(pieces, out=scratch.resize_(numel))

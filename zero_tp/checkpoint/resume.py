@@ -7,6 +7,7 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +15,23 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
-from zero_tp.checkpoint.reader import CheckpointReader, Described, states_file
-from zero_tp.checkpoint.save import fixed_of, loss_scaler, place_of
-from zero_tp.checkpoint.states import OptimizerStates
+from zero_tp.checkpoint.files import Place
+from zero_tp.checkpoint.reader import CheckpointReader, Described, places_of, states_file
+from zero_tp.checkpoint.save import fixed_of, place_of, set_loss_scale
+from zero_tp.checkpoint.states import Held, OptimizerStates
+from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine
+
+UNSAID = {"zero_tp.data.document_attention": "continue"}
+"""What holds for a checkpoint that was saved before there was such a key."""
 
 
 def describe_place(place: dict[str, Any]) -> str:
@@ -64,11 +71,15 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
 def offer(error: Damaged, run: Path) -> str:
     """The error with what a person can do: resume from the checkpoint before."""
     told = f"{error.file}: {error.problem}; the checkpoint is damaged"
-    steps = [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < error.checkpoint]
+    steps = _steps_before(error, run)
     if not steps:
         return f"{told}, and there is none before it: give another --output-dir to start anew"
     before = directory.step_directory(run, steps[-1])
     return f'{told}: use the one before with --resume-from {before}, or set zero_tp.checkpoint.on_corrupt to "previous"'
+
+
+def _steps_before(error: Damaged, run: Path) -> list[int]:
+    return [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < error.checkpoint]
 
 
 def _check_same_run(checkpoint: Path, manifest: dict[str, Any], config: RunConfig) -> None:
@@ -83,7 +94,7 @@ def _check_same_run(checkpoint: Path, manifest: dict[str, Any], config: RunConfi
             "with launch/convert.py to-hf, or give another --output-dir"
         )
     for key, value in fixed_of(config).items():
-        before = manifest["fixed"][key]
+        before = {**UNSAID, **manifest["fixed"]}[key]
         if before != value:
             raise UserError(
                 f"{key}: {value!r}, but the run of {checkpoint} was started with {before!r}; "
@@ -91,74 +102,80 @@ def _check_same_run(checkpoint: Path, manifest: dict[str, Any], config: RunConfi
             )
 
 
-def verify(checkpoint: Path) -> None:
-    """Read the checkpoint from end to end and compare its checksums, each rank its share of the files. Collective.
+def take_whole(
+    checkpoint: Path, run: Path, config: RunConfig, take: Callable[[Path], object], given: Path | None = None
+) -> tuple[Path, list[str]]:
+    """Take the checkpoint, or with `on_corrupt` "previous" the newest before it that is whole. Collective.
 
-    Raises:
-        Damaged: on every rank, naming the first damaged file.
-    """
-    files = directory.read_manifest(checkpoint)["files"]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    problem = None
-    try:
-        for name in sorted(files)[rank::world]:
-            directory.check_file(checkpoint, name, files[name])
-    except Damaged as error:
-        problem = (error.file.name, error.problem)
-    problems: list[tuple[str, str] | None] = [None] * world
-    dist.all_gather_object(problems, problem)
-    for found in problems:
-        if found is not None:
-            raise Damaged(checkpoint / found[0], found[1])
-
-
-def verified(
-    checkpoint: Path, run: Path, config: RunConfig, given: Path | None = None
-) -> tuple[Path | None, list[str]]:
-    """The checkpoint, or with `on_corrupt` "previous" the newest before it, that is whole. Collective.
+    Args:
+        take: takes a checkpoint; raises Damaged, on every rank, where it is not whole.
 
     Returns:
-        The checkpoint, and a line on each damaged one that was set aside.
+        The checkpoint that was taken, and a line on each damaged one that was set aside.
 
     Raises:
-        UserError: it is damaged and `on_corrupt` says stop, or it was asked for by name.
+        UserError: it is damaged and `on_corrupt` says stop, it was asked for by name, or there is none before it.
     """
     notes: list[str] = []
-    found: Path | None = checkpoint
-    while found is not None:
+    while True:
         try:
-            verify(found)
-            return found, notes
+            take(checkpoint)
+            return checkpoint, notes
         except Damaged as error:
-            if given is not None or config.zero_tp.checkpoint.on_corrupt == "stop":
+            stop = given is not None or config.zero_tp.checkpoint.on_corrupt == "stop"
+            if stop or not _steps_before(error, run):
                 raise UserError(offer(error, run)) from error
             dist.barrier()  # every rank has read the directory as it was
             if dist.get_rank() == 0:
-                directory.set_aside(found)
+                directory.set_aside(checkpoint)
             dist.barrier()
             notes.append(f"{error.file}: {error.problem}; set aside, going back to the checkpoint before")
-            found = find_resumable(run, config)
-    return None, notes
+            before = find_resumable(run, config)
+            assert before is not None, f"{run}: the checkpoints before {checkpoint} are gone"
+            checkpoint = before
 
 
 def resume(engine: TrainingEngine, checkpoint: Path, config: RunConfig) -> int:
-    """Restore masters, moments, counts, schedule, loss scale and random streams. Collective.
+    """Restore masters, moments, counts, schedule, loss scale and random streams, and see that every file is whole.
+    Collective.
+
+    On the grid that saved it, each rank reads its own file, once. On another one, ranks share out the files to hash,
+    and read the pieces that they hold from whichever files have them.
 
     Returns:
         The checkpoint's step.
 
     Raises:
+        Damaged: on every rank, naming the first damaged file; the engine then holds anything.
         UserError: the model has other parameters than the checkpoint, or elements are missing.
     """
+    states, topology = OptimizerStates(engine), engine.topology
     with directory.in_use(checkpoint):
         manifest = directory.read_manifest(checkpoint)
-        reader = CheckpointReader(checkpoint, manifest)
-        described = {name: Described.of(parameter) for name, parameter in engine.model.named_parameters()}
-        _check_parameters(checkpoint, reader.parameters, described)
-        states = OptimizerStates(engine)
-        _fill(states, reader, described, manifest["kinds"])
+        same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
+        own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
+        pieces = [(run, kind) for run in states.held for kind in manifest["kinds"]]
+        placed: dict[tuple[str, str], Place] = {}
+        failure: Exception | None = None
+        try:
+            reader = CheckpointReader(checkpoint, manifest)
+            described = {name: Described.of(parameter) for name, parameter in engine.model.named_parameters()}
+            _check_parameters(checkpoint, reader.parameters, described)
+            placed = places_of(checkpoint / own, states, pieces) if own else {}
+        except Exception as error:  # a damaged file can end this in any way, and the others are to hear of it
+            failure = error
+        with Verification(checkpoint, own, placed.values()) as whole:
+            try:
+                if failure is None:
+                    rest = [(run, kind) for run, kind in pieces if (run.name, kind) not in placed]
+                    _fill(states, reader, described, rest)
+            except Exception as error:  # the same
+                failure = error
+            whole.agree(failure)
+        states.fill_module()
         _restore_progress(engine, states, manifest["progress"])
         _restore_streams(engine, checkpoint, manifest, place_of(config))
+    engine.model.generation_config = GenerationConfig(**manifest["generation"])
     step: int = manifest["step"]
     return step
 
@@ -173,16 +190,20 @@ def _check_parameters(checkpoint: Path, saved: dict[str, Described], wanted: dic
 
 
 @torch.no_grad()
-def _fill(states: OptimizerStates, reader: CheckpointReader, described: dict[str, Described], kinds: list[str]) -> None:
+def _fill(
+    states: OptimizerStates,
+    reader: CheckpointReader,
+    described: dict[str, Described],
+    pieces: list[tuple[Held, str]],
+) -> None:
+    """Masters and moments that this rank holds, in pieces of any file. No communication."""
     topology = states.engine.topology
-    runs = tqdm(states.held, "resuming", unit="parameter", disable=None if topology.rank == 0 else True, leave=False)
-    for run in runs:
-        for kind in kinds:
-            piece = reader.piece(
-                run.name, kind, described[run.name], topology.tensor_rank, topology.tensor, run.start, run.numel
-            )
-            states.get(run, kind).copy_(piece)
-    states.fill_module()
+    shown = tqdm(pieces, "resuming", unit="tensor", disable=None if topology.rank == 0 else True, leave=False)
+    for run, kind in shown:
+        piece = reader.piece(
+            run.name, kind, described[run.name], topology.tensor_rank, topology.tensor, run.start, run.numel
+        )
+        states.get(run, kind).copy_(piece)
 
 
 def _restore_progress(engine: TrainingEngine, states: OptimizerStates, progress: dict[str, Any]) -> None:
@@ -193,10 +214,7 @@ def _restore_progress(engine: TrainingEngine, states: OptimizerStates, progress:
         engine.scheduler.load_state_dict(progress["schedule"])
     for group, rate in zip(engine.optimizer.param_groups, progress["learning_rates"], strict=True):
         group["lr"] = rate
-    scaler = loss_scaler(engine)
-    for name, value in progress["loss_scale"].items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
+    set_loss_scale(engine.optimizer, progress["loss_scale"])
 
 
 def _restore_streams(engine: TrainingEngine, checkpoint: Path, manifest: dict[str, Any], place: dict[str, Any]) -> None:

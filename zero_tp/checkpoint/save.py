@@ -25,6 +25,7 @@ from zero_tp.checkpoint.files import Entry, Written, write_tensors
 from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
 from zero_tp.checkpoint.states import Held, OptimizerStates
 from zero_tp.config import RunConfig
+from zero_tp.errors import UserError
 
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine
@@ -58,26 +59,39 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
         # Pairs: the order of the corpora decides which samples a step sees.
         "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
+        "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
         "optimizer": {**optimizer, "params": parameters},
     }
 
 
-def loss_scaler(engine: TrainingEngine) -> Any:
+def loss_scaler(optimizer: Any) -> Any:
     """What holds the loss scale of fp16: an object of the ZeRO optimizers, or of the ones without ZeRO."""
-    optimizer = engine.optimizer
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def loss_scale_of(optimizer: Any) -> dict[str, Any]:
+    """The loss scale, and what decides when it changes next."""
+    scaler = loss_scaler(optimizer)
+    return {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)}
+
+
+def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Bring it to what `loss_scale_of` gave, as far as this optimizer's has the same parts."""
+    scaler = loss_scaler(optimizer)
+    for name, value in saved.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
 
 
 def progress_of(engine: TrainingEngine, states: OptimizerStates) -> dict[str, Any]:
     """What is one number for all ranks: counts, the schedule's position, learning rates, the loss scale."""
-    scaler = loss_scaler(engine)
     return {
         "optimizer_steps": states.steps,
         "counters": {name: getattr(engine.engine, name) for name in COUNTERS},
         "schedule": engine.scheduler.state_dict() if engine.scheduler is not None else None,
         "learning_rates": [float(group["lr"]) for group in engine.optimizer.param_groups],
-        "loss_scale": {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)},
+        "loss_scale": loss_scale_of(engine.optimizer),
     }
 
 
@@ -88,19 +102,33 @@ class Saver:
         background: whether writing goes on while training does (`checkpoint.async`).
     """
 
-    def __init__(self, engine: TrainingEngine, config: RunConfig, run: Path, tokenizer: Path | None = None):
+    def __init__(
+        self,
+        engine: TrainingEngine,
+        config: RunConfig,
+        run: Path,
+        tokenizer: Path | None = None,
+        corpora: dict[str, dict[str, Any]] | None = None,
+    ):
         """Collective.
 
         Args:
             tokenizer: the directory that an export copies, noted in the manifest.
+            corpora: what the training corpora are, by prefix, noted too (see `PackedSamples.identities`).
         """
-        self.engine, self.config, self.run, self.tokenizer = engine, config, run, tokenizer
+        self.engine, self.config, self.run = engine, config, run
+        self.tokenizer, self.corpora = tokenizer, corpora or {}
         self.background = config.zero_tp.checkpoint.async_
         self.topology = engine.topology
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
         self._store = dist.PrefixStore(f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store())
-        self._timeout = 60 * config.zero_tp.training.timeout_minutes
+        self._minutes = config.zero_tp.training.timeout_minutes
+        self._file = (
+            directory.checkpoints_of(run)
+            / directory.TEMPORARY
+            / states_file(self.topology.tensor_rank, self.topology.data_rank)
+        )
         self._thread: threading.Thread | None = None
         self._count = 0
         self._step = 0
@@ -111,14 +139,18 @@ class Saver:
         writes in the background. Collective. `outcome` says how it went.
         """
         self.wait()
+        self._count, self._step, self._told = self._count + 1, step, False
         if self.topology.rank == 0:
-            directory.begin(self.run)
-        dist.barrier()
+            begun = self._attempt(lambda: {"directory": str(directory.begin(self.run))})
+            self._store.set(self._key(self._count, "begun"), begun.get("error", ""))
+        problem = self._collect(self._key(self._count, "begun"), self._deadline())
+        if problem:  # on every rank
+            self._store.set(self._key(self._count, "outcome"), problem)
+            return
         states = OptimizerStates(self.engine)
         metadata = {STARTS: json.dumps({run.name: start for run, start, _ in self._runs(states)})}
         entries = list(self._entries(states))
         manifest = self._manifest(states)
-        self._count, self._step, self._told = self._count + 1, step, False
         if self.background:
             entries = [_in_host_memory(entry) for entry in entries]
         arguments = (self._count, step, entries, metadata, manifest)
@@ -128,12 +160,19 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until the save that was started has ended, on all ranks."""
+        """Until the save that was started has ended, on all ranks.
+
+        Raises:
+            UserError: it has not in the time that a rank has to write, and as much again for the others to say so.
+        """
         if self._thread is None:
             return
-        self._thread.join()
+        deadline = self._deadline(2)
+        self._thread.join(deadline - time.monotonic())
+        if self._thread.is_alive():
+            raise self._late(f"writing {self._file} has not ended")
         self._thread = None
-        self._collect(self._key(self._count, "outcome"))
+        self._collect(self._key(self._count, "outcome"), deadline)
 
     def outcome(self) -> tuple[int, str] | None:
         """Once for each save that has ended: (step, what went wrong or ""). On every rank after `wait`; while a save
@@ -142,17 +181,32 @@ class Saver:
         if self._told or not done:
             return None
         self._told = True
-        return self._step, self._collect(self._key(self._count, "outcome"))
+        return self._step, self._collect(self._key(self._count, "outcome"), self._deadline())
 
     def _key(self, count: int, what: object) -> str:
         return f"{count}/{what}"
 
-    def _collect(self, key: str) -> str:
-        """A value of the store once it is there."""
-        deadline = time.monotonic() + self._timeout
+    def _deadline(self, limits: int = 1) -> float:
+        return time.monotonic() + limits * 60 * self._minutes
+
+    def _late(self, what: str) -> UserError:
+        return UserError(
+            f"saving step {self._step}: {what} in time; look at the disk of {self.run}, or raise "
+            f"zero_tp.training.timeout_minutes ({self._minutes:g})"
+        )
+
+    def _collect(self, key: str, deadline: float) -> str:
+        """A value of the store once it is there.
+
+        Raises:
+            UserError: it is not there by the deadline.
+        """
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"saving step {self._step}: nothing heard of {key.rsplit('/', 1)[1]} in time")
+                what = key.rsplit("/", 1)[1]
+                raise self._late(
+                    f"rank {what} has not written" if what.isdigit() else f"rank 0 has not said its {what}"
+                )
             time.sleep(POLL_SECONDS)
         value: bytes = self._store.get(key)
         return value.decode()
@@ -184,10 +238,12 @@ class Saver:
         return {
             **place_of(self.config),
             "model": model.config.to_dict(),
+            "generation": model.generation_config.to_dict(),
             "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
             "kinds": states.kinds(),
             "progress": progress_of(self.engine, states),
             "fixed": fixed_of(self.config),
+            "corpora": self.corpora,
             "tokenizer": str(self.tokenizer) if self.tokenizer else None,
             "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
         }
@@ -196,13 +252,11 @@ class Saver:
         self, count: int, step: int, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]
     ) -> None:
         """Every rank: write its file and say so. The first rank: wait for all, then commit or give up."""
-        name = states_file(self.topology.tensor_rank, self.topology.data_rank)
-        temporary = directory.checkpoints_of(self.run) / directory.TEMPORARY
-        told = self._attempt(lambda: {"file": name, **vars(write_tensors(temporary / name, entries, metadata))})
+        told = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
         self._store.set(self._key(count, self.topology.rank), json.dumps(told))
         if self.topology.rank:
             return
-        outcome = self._attempt(lambda: self._finish(count, step, temporary, manifest))
+        outcome = self._attempt(lambda: self._finish(count, step, manifest))
         if "error" in outcome:
             directory.abandon(self.run)
         self._store.set(self._key(count, "outcome"), outcome.get("error", ""))
@@ -211,19 +265,22 @@ class Saver:
         """What `work` gives, or the error as text: the other ranks wait to hear of it."""
         try:
             return work()
+        except UserError as error:
+            return {"error": str(error)}
         except OSError as error:
             return {"error": f"{error.strerror or error} ({error.filename or self.run})"}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _finish(self, count: int, step: int, temporary: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self, count: int, step: int, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, Written] = {}
+        deadline = self._deadline()
         for rank in range(self.topology.world):
-            told = json.loads(self._collect(self._key(count, rank)))
+            told = json.loads(self._collect(self._key(count, rank), deadline))
             if "error" in told:
                 raise OSError(0, f"rank {rank}: {told['error']}")
             files[told["file"]] = Written(told["size"], told["sha256"])
-        directory.commit(self.run, temporary, step, manifest, files)
+        directory.commit(self.run, self._file.parent, step, manifest, files)
         settings = self.config.zero_tp.checkpoint
         directory.prune(self.run, settings.keep, settings.keep_every)
         return {}

@@ -43,8 +43,11 @@ def fields_of(model_type: str) -> Fields:
     return ARCHITECTURES[model_type].fields
 
 
-def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
+def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrainedConfig:
     """The Hugging Face config of `zero_tp.model`. Imports transformers.
+
+    Args:
+        saved: the config to take where the directory of `from_pretrained` is gone.
 
     Raises:
         ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide; no
@@ -54,7 +57,7 @@ def check_model(zero_tp: ZeroTP) -> PreTrainedConfig:
     if not {"model_type", FROM} & model.keys():
         remedy = f'supported: {", ".join(supported())}; or give {{"{FROM}": DIR}}'
         raise ConfigError(f"{KEY}.model_type", "required, but not given", remedy)
-    config = written_config(model) if FROM not in model else _config_from(model)
+    config = written_config(model) if FROM not in model else _config_from(model, saved)
     _check_split(config, zero_tp)
     return config
 
@@ -126,9 +129,12 @@ def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PreTrai
     Raises:
         ConfigError: see `check_model`; the directory or its config.json is missing or can't be read.
     """
+    return _read_config(read_config_json(directory, key), directory, changes)
+
+
+def _read_config(raw: dict[str, Any], directory: Path, changes: dict[str, Any]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    raw = read_config_json(directory, key)
     try:
         model_type = _model_type(raw, list(CONFIG_MAPPING))
         known = fields_of(model_type)
@@ -194,8 +200,9 @@ def check_unchanged(directory: Path, config: PreTrainedConfig, saved: dict[str, 
             raise ConfigError(f"{KEY}.{FROM}", problem, "start it with that, or give another --output-dir")
 
 
-def _config_from(model: dict[str, Any]) -> PreTrainedConfig:
-    """The config of `{"from_pretrained": DIR}`, with other dropout probabilities where they are given beside it."""
+def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
+    """The config of `{"from_pretrained": DIR}`, or the saved one where DIR is gone, with other dropout probabilities
+    where they are given beside it."""
     directory, key = model[FROM], f"{KEY}.{FROM}"
     if not isinstance(directory, str) or not directory:
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
@@ -205,6 +212,8 @@ def _config_from(model: dict[str, Any]) -> PreTrainedConfig:
         if name not in dropouts:
             problem = f"given beside {FROM}, but {directory} decides it"
             raise ConfigError(f"{KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
+    if saved is not None and not Path(directory).exists():
+        return _read_config(saved, Path(directory), changes)
     return pretrained_config(Path(directory), key, **changes)
 
 

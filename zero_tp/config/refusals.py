@@ -300,7 +300,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero_tp.objective": ("causal",),
-    "zero_tp.data.document_attention": ("continue",),
     "zero_tp.compile": (False,),
     "zero_tp.evaluation.tasks": ([],),
     f"{ACTIVATIONS}.profile": (False,),

@@ -50,6 +50,7 @@ class RunConfig:
         overrides: Sequence[str] = (),
         world_size: int | None = None,
         frozen: dict[str, Any] | None = None,
+        saved_model: dict[str, Any] | None = None,
     ) -> RunConfig:
         """Read and check a config file.
 
@@ -58,6 +59,8 @@ class RunConfig:
             overrides: `KEY=VALUE` with a dotted KEY and VALUE in JSON, or else a string.
             world_size: number of ranks; None checks all that doesn't need it.
             frozen: `resolved()` of the run's first start, which decided the length of an "auto" schedule.
+            saved_model: the model's config in the run's checkpoint, for when the directory of `from_pretrained`, which
+                a run needs to start and not to go on, is gone.
 
         Raises:
             ConfigError: the file can't be read, or the run can't be started as it is written.
@@ -71,7 +74,7 @@ class RunConfig:
         refuse_auto(raw["zero_tp"], "zero_tp")
         zero_tp = validate(ZeroTP, raw.pop("zero_tp"), "zero_tp")
         data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
-        hf_config = check_model(zero_tp)
+        hf_config = check_model(zero_tp, saved_model)
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
         check_values(raw)
         batch = resolve_batch(raw, data)

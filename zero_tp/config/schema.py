@@ -122,7 +122,8 @@ class Data(Block):
     sequence_length: Positive = Field(description="Tokens of one sample; at most the model's positions.")
     document_attention: Literal["continue", "reset"] = Field(
         default="continue",
-        description="Whether attention and positions run on over the documents packed in one sample, or start anew.",
+        description="Whether attention and positions run on over the documents packed in one sample, or start anew "
+        "with each: [documents.md](documents.md).",
     )
 
 

@@ -13,19 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from zero_tp.data.batch import PADDING, Batch, continued, separated
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
-
-IGNORED = -100
-"""The label that no loss counts (torch's `ignore_index`)."""
 
 BLEND_PERIOD = 10_000
 """Weights are rounded to this many parts: a corpus gets its share of samples to within 0.01 %."""
@@ -58,19 +56,26 @@ class PackedSamples:
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
         sequence_length: s.
         seed: of the order.
+        separate: keep the documents of a sample apart (see batch.py); the samples are the same.
 
     Raises:
         UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
-            tokens.
+            tokens, or without anything to predict.
     """
 
-    def __init__(self, prefixes: Mapping[str, float], sequence_length: int, seed: int) -> None:
+    def __init__(
+        self, prefixes: Mapping[str, float], sequence_length: int, seed: int, *, separate: bool = False
+    ) -> None:
         if not prefixes:
             raise UserError("no training corpus")
-        self.sequence_length, self.seed = sequence_length, seed
-        self.corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+        self.sequence_length, self.seed, self.separate = sequence_length, seed, separate
+        self.corpora = _open(prefixes, separate)
         self.windows = [_whole_windows(corpus, sequence_length) for corpus in self.corpora]
         self._blend = _Blend(prefixes)
+
+    def identities(self) -> dict[str, dict[str, Any]]:
+        """Prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
+        return {corpus.prefix: corpus.identity() for corpus in self.corpora}
 
     def source(self, k: int) -> SampleSource:
         """Corpus, epoch and window of sample k."""
@@ -92,8 +97,8 @@ class PackedSamples:
 
     def rank_batches(
         self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
-    ) -> list[Tensor]:
-        """What one data-parallel rank trains on at `step`: a list of a tensors, int64 [m, s + 1].
+    ) -> list[Batch]:
+        """What one data-parallel rank trains on at `step`: a list of a batches of m rows.
 
         Micro-batch i of rank r holds the samples from step·B + i·d·m + r·m on; together the ranks hold each
         sample of the step exactly once. TP ranks of one data-parallel rank get the same.
@@ -106,10 +111,30 @@ class PackedSamples:
         if not 0 <= data_rank < data_size:
             raise ValueError(f"data rank {data_rank} of {data_size}")
         firsts = (step * global_batch + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
-        return [self._stack(range(first, first + micro_batch)) for first in firsts]
+        return [self._batch(range(first, first + micro_batch)) for first in firsts]
+
+    def _batch(self, numbers: range) -> Batch:
+        windows = self._stack(numbers)
+        return separated(windows, self._documents(numbers)) if self.separate else continued(windows)
 
     def _stack(self, numbers: range) -> Tensor:
         return torch.from_numpy(np.stack([self[k] for k in numbers]))
+
+    def _documents(self, numbers: range) -> Tensor:
+        s, sources = self.sequence_length, map(self.source, numbers)
+        rows = [self.corpora[source.corpus].documents(source.window * s, s + 1) for source in sources]
+        return torch.from_numpy(np.stack(rows))
+
+
+def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
+    corpora = [IndexedCorpus(prefix) for prefix in prefixes]
+    for corpus in corpora if separate else ():
+        if np.diff(corpus.first_tokens).max(initial=0) < 2:
+            raise UserError(
+                f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
+                'set zero_tp.data.document_attention to "continue"'
+            )
+    return corpora
 
 
 def _whole_windows(corpus: IndexedCorpus, s: int) -> int:
@@ -160,32 +185,30 @@ class _Blend:
         return corpus, periods * int(self.shares[corpus]) + int(self._before[i])
 
 
-class ValidationBatch(NamedTuple):
-    """Both int64 [m, s]. `labels[i, j]` is the token after `input_ids[i, j]` (already shifted), or -100: score
-    nothing."""
-
-    input_ids: Tensor
-    labels: Tensor
-
-
 class ValidationSamples:
     """Held-out tokens in a fixed order: every token but a corpus' first is a target exactly once.
 
     Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. Corpora follow
-    each other; weights (a mapping's values) have no meaning here.
+    each other; weights (a mapping's values) have no meaning here. With documents kept apart, the first token of each
+    document is no target either.
 
     Sum the losses and divide by the number of labels that aren't -100: a mean of means would count padding.
 
+    Args:
+        separate: keep the documents of a window apart (see batch.py).
+
     Raises:
-        UserError: no corpus, or one of fewer than 2 tokens.
+        UserError: no corpus, one of fewer than 2 tokens, or one without anything to predict.
     """
 
-    def __init__(self, prefixes: str | Path | Iterable[str | Path], sequence_length: int) -> None:
+    def __init__(
+        self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
+    ) -> None:
         names = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
         if not names:
             raise UserError("no validation corpus")
-        self.sequence_length = sequence_length
-        self.corpora = [IndexedCorpus(name) for name in names]
+        self.sequence_length, self.separate = sequence_length, separate
+        self.corpora = _open(names, separate)
         for corpus in self.corpora:
             if corpus.tokens < 2:
                 raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
@@ -199,23 +222,23 @@ class ValidationSamples:
     @property
     def targets(self) -> int:
         """Tokens that are scored when all windows are."""
+        if self.separate:
+            return sum(int(np.diff(corpus.first_tokens).clip(1).sum()) - len(corpus) for corpus in self.corpora)
         return sum(corpus.tokens - 1 for corpus in self.corpora)
 
-    def __getitem__(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and labels of window i, int64 [s] each."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"window {i} of {len(self)}")
+    def _window(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Tokens of window i and the numbers of their documents (all 0 where they are not kept apart), int64 [s + 1]
+        each, filled up with token 0 of document PADDING."""
         number = int(np.searchsorted(self._first, i, side="right")) - 1
         corpus, s = self.corpora[number], self.sequence_length
         start = (i - int(self._first[number])) * s
-        tokens = corpus.read(start, min(s + 1, corpus.tokens - start))
-        inputs = np.zeros(s, np.int64)
-        labels = np.full(s, IGNORED, np.int64)
-        inputs[: len(tokens) - 1] = tokens[:-1]
-        labels[: len(tokens) - 1] = tokens[1:]
-        return inputs, labels
+        count = min(s + 1, corpus.tokens - start)
+        tokens, documents = np.zeros(s + 1, np.int64), np.full(s + 1, PADDING, np.int64)
+        tokens[:count] = corpus.read(start, count)
+        documents[:count] = corpus.documents(start, count) if self.separate else 0
+        return tokens, documents
 
-    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[ValidationBatch]:
+    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[Batch]:
         """One rank's share, as equal-shape batches, the same number for every rank (ZeRO-3 gathers weights in
         lock-step).
 
@@ -231,9 +254,10 @@ class ValidationSamples:
         whole = len(self)
         count = whole if limit is None else min(limit, whole)
         for first in range(0, count, micro_batch * data_size):
-            inputs = np.zeros((micro_batch, self.sequence_length), np.int64)
-            labels = np.full((micro_batch, self.sequence_length), IGNORED, np.int64)
+            windows = torch.zeros(micro_batch, self.sequence_length + 1, dtype=torch.long)
+            documents = torch.full_like(windows, PADDING)
             start = first + data_rank * micro_batch
             for row, n in enumerate(range(start, min(start + micro_batch, count))):
-                inputs[row], labels[row] = self[n * whole // count]
-            yield ValidationBatch(torch.from_numpy(inputs), torch.from_numpy(labels))
+                windows[row], documents[row] = map(torch.from_numpy, self._window(n * whole // count))
+            batch = separated(windows, documents)
+            yield batch if self.separate else Batch(batch.input_ids, batch.labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,40 @@ def special_tokens(directory: Path) -> tuple[int, dict[str, int]]:
     tokenizer = load_tokenizer(directory)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+
+
+def check_same_tokens(data: Path, model: Path) -> None:
+    """Whether a model's weights mean the same by each token id as the corpus does. Either may have ids that the other
+    lacks, such as added tokens; a directory without tokenizer.json or vocab.json is not compared.
+
+    Args:
+        data: the tokenizer's directory that the corpus was prepared with.
+        model: the Hugging Face directory that the weights come from.
+
+    Raises:
+        UserError: an id is one token here and another there; names the first.
+    """
+    ours, theirs = _tokens(data), _tokens(model)
+    for token in sorted(ours.keys() & theirs.keys()):
+        if ours[token] != theirs[token]:
+            raise UserError(
+                f"zero_tp.model.from_pretrained: token {token} is {theirs[token]!r} in {model}, but {ours[token]!r} in "
+                f"{data}, the corpus's tokenizer; prepare the corpus with --tokenizer {model}"
+            )
+
+
+def _tokens(directory: Path) -> dict[int, str]:
+    """Token by id; empty where the directory does not say."""
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        if path.is_file():
+            return {id_: token for token, id_ in Tokenizer.from_file(str(path)).get_vocab().items()}
+        path = directory / "vocab.json"
+        return {id_: token for token, id_ in json.loads(path.read_text("utf-8")).items()} if path.is_file() else {}
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise UserError(f"{path}: can't be read as a tokenizer ({error})") from error
 
 
 class DocumentEncoder:

@@ -57,10 +57,12 @@ class OutputLayer(nn.Module):
         *,
         sequence: bool,
         each_token: bool = False,
+        divisor: float | None = None,
         keep: int | Tensor = 0,
     ) -> Tensor:
-        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b]; token losses [s, b] when
-        `each_token`; without labels logits [s, b, v], of the last `keep` positions, or of those it lists; 0: all."""
+        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b], its sum over `divisor` if that is
+        given; token losses [s, b] when `each_token`; without labels logits [s, b, v], of the last `keep` positions, or
+        of those it lists; 0: all."""
         if labels is not None and not each_token:
             return vocab_parallel_cross_entropy(
                 hidden,
@@ -70,6 +72,7 @@ class OutputLayer(nn.Module):
                 group=self.group,
                 sequence=sequence,
                 ignore_index=IGNORE_INDEX,
+                divisor=divisor,
             )
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
@@ -129,6 +132,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
         self.post_init()
+        self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the layers' constructors have filled their parameters, the same for every TP size."""
@@ -179,6 +183,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         return_logits: bool | None = None,
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
+        num_items_in_batch: float | None = None,
     ) -> CausalLMOutputWithPast:
         """Loss and, when asked or when there are no labels, logits.
 
@@ -194,14 +199,16 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
             shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
             reduction: `none` gives each token's loss, for evaluation, without gradient.
+            num_items_in_batch: what the sum of the losses is divided by, instead of the number of labels that are not
+                ignored: the forwards of one step can share a number.
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` [b, s],
             0 where a label is ignored.
 
         Raises:
-            UserError: s does not divide by t while gradients are taken under SP, or exceeds learned positions, or a
-                cache is used while gradients are taken.
+            UserError: s does not divide by t while gradients are taken under SP, or exceeds learned positions, a
+                cache is used while gradients are taken, or documents may each need rotary frequencies of their own.
             ValueError: a shape that does not fit, an unknown reduction, documents beside a cache, `return_dict=False`.
             RuntimeError: a token id or label outside the vocabulary (on an accelerator: when it is next synchronised).
         """
@@ -232,7 +239,13 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         loss = logits = None
         if targets is not None:
             each_token = reduction == "none"
-            loss = self.head(hidden, targets.t().contiguous(), sequence=sequence, each_token=each_token)
+            loss = self.head(
+                hidden,
+                targets.t().contiguous(),
+                sequence=sequence,
+                each_token=each_token,
+                divisor=num_items_in_batch,
+            )
             loss = loss.t() if each_token else loss
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
@@ -252,6 +265,12 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
             raise UserError("a KV cache serves generation, not training: wrap the forward in torch.no_grad()")
         if cache is not None and documents is not None:
             raise ValueError("document_ids beside a cache: give packed documents in one forward")
+        rotary = self.spec.rotary
+        if documents is not None and rotary is not None and rotary.by_length and length > self.spec.positions:
+            raise UserError(
+                f"document_ids: under rope_type 'dynamic' the documents of a row of {length} tokens may each need "
+                f"frequencies of their own; give rows of at most {self.spec.positions} tokens"
+            )
         if self.spec.position == "learned" and past + length > self.spec.positions:
             raise UserError(f"sequence length {past + length} exceeds the model's {self.spec.positions} positions")
         shapes = {"attention_mask": (padding, past + length), "position_ids": (positions, length)}

@@ -63,13 +63,14 @@ class Sharded:
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole tensor from every rank's piece in TP order; padding is dropped."""
-        size = len(shards)
-        lengths = self.piece_sizes(size)
+        lengths = self.piece_sizes(len(shards))
         split = [shard.split(list(lengths), self.dim) for shard in shards]
         pieces = []
-        for index, part in enumerate(self.parts):
-            joined = torch.cat([pieces_of_rank[index] for pieces_of_rank in split], self.dim)
-            pieces.append(joined.narrow(self.dim, 0, part))
+        for index, left in enumerate(self.parts):
+            for pieces_of_rank in split:
+                piece = pieces_of_rank[index].narrow(self.dim, 0, min(left, lengths[index]))
+                pieces.append(piece)
+                left -= piece.shape[self.dim]
         return torch.cat(pieces, self.dim)
 
     def local_shape(self, whole: Sequence[int], size: int) -> tuple[int, ...]:

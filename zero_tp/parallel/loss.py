@@ -72,6 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore: int,
         group: Group,
         sequence: bool,
+        divisor: float | None,
         differentiate: bool,
     ) -> Tensor:
         if sequence:
@@ -83,6 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
         counted = labels != ignore
         count = counted.sum().float()
+        if divisor is not None:
+            count = torch.full_like(count, divisor)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Contiguous whatever the layout of `hidden`: each chunk is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
@@ -121,12 +124,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient, count = ctx.saved_tensors
         # With no counted token the loss is 0/0 = nan and the gradient zero, as in torch.
-        scale = gradient.float() / count.clamp(min=1.0)
+        scale = gradient.float() / count.masked_fill(count == 0, 1.0)
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
             _scaled(hidden_gradient, scale, hidden_dtype),
             _scaled(weight_gradient, scale, weight_dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -139,6 +142,7 @@ def vocab_parallel_cross_entropy(
     group: Group,
     sequence: bool = False,
     ignore_index: int = -100,
+    divisor: float | None = None,
 ) -> Tensor:
     """Mean cross entropy of `hidden` Wᵀ against `labels`, over the tokens that are not ignored.
 
@@ -150,12 +154,14 @@ def vocab_parallel_cross_entropy(
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
         labels: whole [s, b], each the token that its position predicts, or `ignore_index`.
         vocabulary: v; rows past it get no probability and no gradient.
+        divisor: of the sum of the losses, instead of the number of labels that are not ignored.
 
     Returns:
-        fp32 scalar, equal on all TP ranks; nan when every label is ignored, as torch's cross entropy gives.
+        fp32 scalar, equal on all TP ranks; nan when every label is ignored, as torch's cross entropy gives, but 0 with
+        a `divisor`.
     """
     return _LinearCrossEntropy.apply(
-        hidden, weight, labels, vocabulary, ignore_index, group, sequence, torch.is_grad_enabled()
+        hidden, weight, labels, vocabulary, ignore_index, group, sequence, divisor, torch.is_grad_enabled()
     )
 
 

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.checkpoint.states import unpartitioned_masters
 from zero_tp.config.schema import RecomputePolicy
+from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import IGNORE_INDEX, ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
@@ -155,20 +156,25 @@ class TrainingEngine:
         """Of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Forward, backward and one optimizer step.
+    def train_step(self, micro_batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
+        """Forward, backward and one optimizer step. What is minimised is the mean loss over all labels of the global
+        batch that are not ignored, however they are spread over micro-batches and ranks.
 
         Args:
-            micro_batches: one (input ids [b, s], shifted labels [b, s]) for each accumulation step.
+            micro_batches: one Batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
 
         Returns:
-            The mean loss over the global batch, equal on all ranks. All-reduce of one number over DP.
+            That mean, equal on all ranks; nan when every label is ignored. Two all-reduces of one number over DP.
         """
+        batches = [Batch(*micro_batch) for micro_batch in micro_batches]
+        # DeepSpeed takes the mean over micro-batches and DP ranks. Dividing each one's sum of losses by the mean number
+        # of labels makes it the mean over all labels.
+        share = self._labels(batches) / (len(batches) * self.topology.data)
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, (tokens, labels) in enumerate(micro_batches):
+        for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
-            loss = self.engine(tokens, shift_labels=labels).loss
+            loss = self._loss(batch, num_items_in_batch=share)
             self.engine.backward(loss)
             total += loss.detach()
             if self.engine.is_gradient_accumulation_boundary():
@@ -177,9 +183,24 @@ class TrainingEngine:
         if not self._hooks_checked:
             check_hooks(self.hooks)
             self._hooks_checked = True
-        mean = all_reduce(total / len(micro_batches), self.topology.data_group).item() / self.topology.data
+        mean = all_reduce(total / len(batches), self.topology.data_group).item() / self.topology.data
         self._after_step()
         return float(mean)
+
+    def _loss(self, batch: Batch, **options: Any) -> Tensor:
+        loss: Tensor = self.engine(
+            batch.input_ids,
+            shift_labels=batch.labels,
+            position_ids=batch.position_ids,
+            document_ids=batch.document_ids,
+            **options,
+        ).loss
+        return loss
+
+    def _labels(self, batches: Sequence[Batch]) -> int:
+        """Labels of all DP ranks' batches that are not ignored. All-reduce of one number over DP."""
+        counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
+        return int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())
 
     def _before_step(self) -> None:
         if self.stage > 0:
@@ -207,18 +228,18 @@ class TrainingEngine:
             self.gradient_norm = float("nan")
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        """Mean loss a token over (input ids, shifted labels) batches of all DP ranks; each rank has as many batches.
+    def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
+        """Mean loss a token over the batches of all DP ranks, which are as `train_step` takes them; each rank has as
+        many.
 
         Raises:
             UserError: no label to score in any batch.
         """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for tokens, labels in batches:
-            losses = self.engine(tokens, shift_labels=labels, reduction="none").loss
-            sums[0] += losses.double().sum()
-            sums[1] += (labels != IGNORE_INDEX).sum()
+        for batch in (Batch(*given) for given in batches):
+            sums[0] += self._loss(batch, reduction="none").double().sum()
+            sums[1] += (batch.labels != IGNORE_INDEX).sum()
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.engine.train()
         if count == 0:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_tp.checkpoint.directory import (
     read_manifest,
@@ -18,10 +18,9 @@ from zero_tp.checkpoint.directory import (
     step_directory,
     write_config,
 )
-from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, verified
+from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, take_whole
 from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
-from zero_tp.config.model import check_unchanged
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
@@ -102,18 +101,11 @@ def _train(
 ) -> None:
     config, directory = run.config, run.directory
     checkpoint = find_resumable(directory, config, resume_from)
+    manifest = read_manifest(checkpoint) if checkpoint is not None else None
+    if checkpoint is not None and manifest is not None:
+        run.check_resumed(checkpoint, manifest)
     topology, device = connect(config, place, verbose)
     notes: list[str] = []
-    if checkpoint is not None:
-        checkpoint, notes = verified(checkpoint, directory, config, resume_from)
-    manifest = read_manifest(checkpoint) if checkpoint is not None else None
-    if manifest is not None and config.pretrained is not None:
-        check_unchanged(config.pretrained, run.model_config, manifest["model"])
-    step = manifest["step"] if manifest is not None else 0
-    first = topology.rank == 0
-    steps = config.zero_tp.training.steps
-    if first and step < steps:
-        write_config(directory, config.resolved())
     with hushed(verbose):
         engine = TrainingEngine(
             run.model_config,
@@ -125,7 +117,14 @@ def _train(
             recompute=config.zero_tp.recompute_policy,
         )
         if checkpoint is not None:
-            resume(engine, checkpoint, config)
+            take = partial(resume, engine, config=config)
+            checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
+            manifest = read_manifest(checkpoint)
+    step = manifest["step"] if manifest is not None else 0
+    first = topology.rank == 0
+    steps = config.zero_tp.training.steps
+    if first and step < steps:
+        write_config(directory, config.resolved())
     if first:
         for note in notes:
             print(note)
@@ -188,7 +187,7 @@ class _Loop:
             run.directory, self.topology.rank == 0, self.steps, self.settings.logging.interval, start_step=done
         )
         self.skips_in_a_row = 0
-        self.saver = Saver(engine, self.config, run.directory, run.tokenizer)
+        self.saver = Saver(engine, self.config, run.directory, run.tokenizer, run.corpora)
 
     def train(self) -> None:
         with self.reporter as reporter, accepting(self.requests):
@@ -245,7 +244,7 @@ class _Loop:
         self.reporter.say(f"{told}, training goes on")
 
     def _step(self, step: int) -> None:
-        windows = self.run.samples.rank_batches(
+        batches = self.run.samples.rank_batches(
             step - 1,
             self.config.global_batch,
             self.config.micro_batch,
@@ -255,7 +254,7 @@ class _Loop:
         )
         learning_rate = self.engine.learning_rate
         with self.profiler.around(step) if self.profiler is not None else nullcontext():
-            loss = self.engine.train_step([self._pair(window[:, :-1], window[:, 1:]) for window in windows])
+            loss = self.engine.train_step([batch.to(self.device) for batch in batches])
         self.meter.tick()
         if self.profiler is not None and (told := self.profiler.outcome(step)):
             self.reporter.say(told)
@@ -292,13 +291,10 @@ class _Loop:
             "lower optimizer.params.lr, or look at the data of this step"
         )
 
-    def _pair(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return tokens.contiguous().to(self.device), labels.contiguous().to(self.device)
-
     def _validation_loss(self, samples: ValidationSamples) -> float:
         limit = self.settings.evaluation.batches * self.config.global_batch
         batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
-        return self.engine.evaluate([self._pair(batch.input_ids, batch.labels) for batch in batches])
+        return self.engine.evaluate([batch.to(self.device) for batch in batches])
 
 
 def _due(step: int, interval: int | None) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.config import RunConfig
+from zero_tp.config.model import check_unchanged, fields_of
 from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.data.tokenizer import special_tokens, tokenizer_beside
+from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
 from zero_tp.weights.load import PretrainedSource
 
@@ -28,14 +31,22 @@ class Run:
         """
         block = config.zero_tp
         self.config, self.directory, self.allow_pickle = config, directory, allow_pickle
-        self.samples = PackedSamples(block.data.train, block.data.sequence_length, block.training.seed)
+        data, separate = block.data, block.data.document_attention == "reset"
+        self.samples = PackedSamples(data.train, data.sequence_length, block.training.seed, separate=separate)
         self.validation = (
-            ValidationSamples(block.data.validation, block.data.sequence_length) if block.data.validation else None
+            ValidationSamples(data.validation, data.sequence_length, separate=separate) if data.validation else None
         )
         self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
         if not complete_steps(directory):
             self.pretrained()
+            if self.config.pretrained is not None and self.tokenizer is not None:
+                check_same_tokens(self.tokenizer, self.config.pretrained)
+
+    @cached_property
+    def corpora(self) -> dict[str, dict[str, Any]]:
+        """What the training corpora are, by prefix."""
+        return self.samples.identities()
 
     def pretrained(self) -> PretrainedSource | None:
         """Where the first weights come from; None: from the seed. Reads no tensor, but checks them all."""
@@ -43,8 +54,29 @@ class Run:
             return None
         return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
 
+    def check_resumed(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
+        """What a run reads besides its file may have changed since it was started.
+
+        Raises:
+            UserError: a corpus is another one than the checkpoint's, or the model of `from_pretrained` is.
+        """
+        if self.config.pretrained is not None:
+            check_unchanged(self.config.pretrained, self.model_config, manifest["model"])
+        for prefix, before in manifest["corpora"].items():
+            found = self.corpora[prefix]
+            if found != before:
+                raise UserError(
+                    f"zero_tp.data.train: {prefix} holds {_described(found)}, but the run of {checkpoint} was started "
+                    f"with {_described(before)}; prepare it as it was, or give another --output-dir"
+                )
+
     def _model_config(self) -> PretrainedConfig:
-        """The Hugging Face config, its special tokens those of the tokenizer unless the file gives them."""
+        """The Hugging Face config, its special tokens those of the tokenizer unless the file or the directory of
+        `from_pretrained` gives them.
+
+        An id that training depends on is only what the config says: the padding token's row of a Llama gets no gradient
+        from the look-up, and tokenizers often pad with the token that ends a text.
+        """
         hf_config: PretrainedConfig = self.config.hf_config()
         if self.tokenizer is None:
             return hf_config
@@ -54,7 +86,18 @@ class Run:
                 f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
+        trained = fields_of(hf_config.model_type).read
         for name, token in tokens.items():
-            if name not in self.config.zero_tp.model:
+            given = name in self.config.zero_tp.model or (
+                self.config.pretrained and getattr(hf_config, name) is not None
+            )
+            if not given and name not in trained:
                 setattr(hf_config, name, token)
         return hf_config
+
+
+def _described(corpus: dict[str, Any]) -> str:
+    return (
+        f"{corpus['documents']:,} documents of {corpus['tokens']:,} tokens ({corpus['type']}, "
+        f"SHA-256 {corpus['sha256'][:12]}…)"
+    )

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.files import Entry, write_tensors
+from zero_tp.checkpoint.files import Entry, write_unhashed
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
@@ -103,6 +103,7 @@ def write_native(
     entries: Sequence[Entry],
     *,
     dtype: torch.dtype,
+    generation: GenerationConfig | None = None,
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
@@ -116,6 +117,7 @@ def write_native(
         entries: every whole tensor by its Hugging Face name, tied ones once; read one at a time, in the order of
             `plan_shards`.
         dtype: of the written weights, recorded in the config.
+        generation: settings of generation; by default those that the config implies.
         tokenizer: a directory whose files are copied in.
 
     Raises:
@@ -145,7 +147,7 @@ def write_native(
         _write_weights(temporary, shards)
         native = native_model(config)
         native.config.save_pretrained(temporary)
-        native.generation_config.save_pretrained(temporary)
+        (generation or native.generation_config).save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
         temporary.chmod(0o755)
@@ -167,7 +169,7 @@ def _as(dtype: torch.dtype, entry: Entry) -> Entry:
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     for file, entries in shards.items():
-        write_tensors(directory / file, entries, {"format": "pt"})
+        write_unhashed(directory / file, entries, {"format": "pt"})
         (directory / file).chmod(0o644)
     if len(shards) == 1:
         return
@@ -210,7 +212,15 @@ def save_pretrained(
     if model.topology.rank == 0:
         streamed = [replace(entry, read=partial(next, gathered)) for entry in entries]
         try:
-            write_native(directory, model.config, streamed, dtype=chosen, max_shard_size=max_shard_size, overwrite=True)
+            write_native(
+                directory,
+                model.config,
+                streamed,
+                dtype=chosen,
+                generation=model.generation_config,
+                max_shard_size=max_shard_size,
+                overwrite=True,
+            )
         except Exception as error:
             failure = error
     for _ in gathered:

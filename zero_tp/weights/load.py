@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from zero_tp.config.model import pretrained_config
 from zero_tp.errors import UserError
@@ -41,6 +42,7 @@ class PretrainedSource:
         architecture = architecture_of(config)
         self.weights = {weight.ours: weight for weight in architecture.each_weight(architecture.spec(config))}
         self.files = open_weights(directory, allow_pickle)
+        self.generation = generation_config(directory)
         shapes = native_shapes(config)
         aliases = architecture.tied if config.tie_word_embeddings else {}
         expected = shapes | {alias: shapes[source] for alias, source in aliases.items()}
@@ -142,3 +144,19 @@ def load_pretrained(
     source = PretrainedSource(path, config, allow_pickle=allow_pickle)
     options.setdefault("dtype", config.dtype or torch.float32)
     return cls(config, topology, source=source, **options)
+
+
+def generation_config(directory: Path) -> GenerationConfig | None:
+    """The directory's settings of generation; None where it has none.
+
+    Raises:
+        UserError: they can't be read.
+    """
+    if not (directory / GENERATION_CONFIG_NAME).is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{directory / GENERATION_CONFIG_NAME}: {' '.join(str(error).split())}; mend or remove it"
+        ) from error

@@ -1,0 +1,155 @@
+"""Documents packed in rows against transformers' model on each document by itself: one forward, every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.compare import check_close, grid, whole_gradients
+from tests.native import gradients, parallel_model, to_ours
+from tests.pools import Pools
+from zero_tp.data.batch import IGNORED, separated
+from zero_tp.errors import UserError
+from zero_tp.parallel.layout import GradientHooks
+from zero_tp.topology import Topology
+
+ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3
+OF_LLAMA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "n_layer": 2,
+        "n_embd": 24,
+        "n_head": 4,
+        "n_positions": LENGTH + 1,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
+    },
+    "llama": OF_LLAMA,
+    "mistral": {**OF_LLAMA, "sliding_window": WINDOW},
+}
+WEIGHTS = {"gpt2": 2 * 12 + 4, "llama": 2 * 8 + 3, "mistral": 2 * 8 + 3}
+
+
+def reference_model(kind: str, attention: str, seed: int) -> Any:
+    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **CONFIGS[kind])
+    config._attn_implementation = attention
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def windows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Rows of documents of these lengths, in turn until the rows are full, and their numbers; [ROWS, LENGTH + 1]."""
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    numbers = torch.arange(len(lengths) * tokens.numel()).repeat_interleave(
+        torch.tensor(lengths).repeat(tokens.numel())
+    )
+    return tokens, numbers[: tokens.numel()].view_as(tokens)
+
+
+def token_losses_apart(model: Any, tokens: Tensor, documents: Tensor) -> tuple[Tensor, int]:
+    """Each piece of a document run by itself: the sum of its losses, of all rows, and how many tokens were predicted.
+
+    A piece predicts the tokens after its own within the document, one of which may be a row's last target.
+    """
+    total, count = torch.zeros(()), 0
+    for row, numbers in zip(tokens, documents, strict=True):
+        for number in numbers.unique_consecutive():
+            piece = row[numbers == number]
+            if len(piece) > 1:
+                logits = model(piece[None, :-1]).logits[0]
+                total = total + F.cross_entropy(logits, piece[1:], reduction="sum")
+                count += len(piece) - 1
+    return total, count
+
+
+def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: list[int], seed: int) -> int:
+    reference = reference_model(kind, attention, seed)
+    tokens, documents = windows_of(lengths, seed)
+    total, count = token_losses_apart(reference, tokens, documents)
+    (total / count).backward()
+    model = parallel_model(reference, topology).train()
+    assert model.spec.attention == attention
+    assert set(model.spec.windows) == {WINDOW if kind == "mistral" else None}
+    GradientHooks(model, topology.tensor_group)
+    batch = separated(tokens, documents)
+    assert int((batch.labels != IGNORED).sum()) == count
+    given_to_model: dict[str, Any] = {
+        "shift_labels": batch.labels,
+        "position_ids": batch.position_ids,
+        "document_ids": batch.document_ids,
+    }
+    loss = model(batch.input_ids, **given_to_model).loss
+    assert loss.item() == pytest.approx(total.item() / count, rel=1e-6)
+    loss.backward()
+    found = whole_gradients(model)
+    check_close(found, to_ours(model.config, gradients(reference)))
+    with torch.no_grad():
+        each = model(batch.input_ids, **given_to_model, reduction="none").loss
+        shared = model(batch.input_ids, **given_to_model, num_items_in_batch=7.5).loss
+    assert each.double().sum().item() == pytest.approx(total.item(), rel=1e-5)
+    assert shared.item() == pytest.approx(total.item() / 7.5, rel=1e-5)
+    return len(found)
+
+
+def on_a_grid(world: int, sequence: bool, kind: str, attention: str, lengths: list[int], seed: int) -> int:
+    return packed_equals_apart(grid(world, sequence), kind, attention, lengths, seed)
+
+
+# No shrinking: a failure on one rank costs a new pool.
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
+@given(
+    attention=st.sampled_from(["sdpa", "eager"]),
+    lengths=st.lists(st.integers(1, 2 * LENGTH), min_size=1, max_size=8),
+    draw=st.integers(0, 2**20),
+)
+@example("sdpa", [5, 1, 1, 7, 2], 0)
+@example("eager", [5, 1, 1, 7, 2], 0)
+@example("sdpa", [2], 1)
+@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(("world", "sequence"), [(1, False), (2, False), (2, True)])
+def test_packed_documents_equal_documents_apart(
+    ranks: Pools, world: int, sequence: bool, kind: str, attention: str, lengths: list[int], draw: int
+) -> None:
+    if all(length == 1 for length in lengths):
+        lengths = [*lengths, 2]
+    if world == 1:
+        compared = [packed_equals_apart(Topology(world=1), kind, attention, lengths, draw)]
+    else:
+        compared = ranks(world).run(on_a_grid, world, sequence, kind, attention, lengths, draw)
+    assert compared == [WEIGHTS[kind]] * world
+
+
+def test_what_documents_cannot_have() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = AutoConfig.for_model(
+        "llama", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **OF_LLAMA, rope_parameters=dynamic
+    )
+    model = parallel_model(AutoModelForCausalLM.from_config(config), Topology(world=1))
+    tokens = torch.zeros(1, LENGTH + 2, dtype=torch.long)
+    with pytest.raises(UserError, match=f"document_ids: under rope_type 'dynamic' .* at most {LENGTH} tokens"):
+        model(tokens, document_ids=tokens)
+    assert model(tokens[:, :LENGTH], labels=tokens[:, :LENGTH], document_ids=tokens[:, :LENGTH]).loss.isfinite()
+    with torch.no_grad():
+        assert model(tokens, labels=tokens).loss.isfinite()
+        with pytest.raises(ValueError, match="document_ids beside a cache"):
+            model(tokens[:, :4], document_ids=tokens[:, :4], use_cache=True)
+    with pytest.raises(ValueError, match=r"document_ids is \(1, 3\), expected \(1, 4\)"):
+        model(tokens[:, :4], document_ids=tokens[:, :3])

@@ -1,0 +1,125 @@
+"""What is found before any rank is connected: another corpus than the run's, another tokenizer than the model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from zero_tp.config import RunConfig
+from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path
+from zero_tp.data.tokenizer import train_bpe
+from zero_tp.errors import UserError
+from zero_tp.training.run import Run
+
+SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
+
+
+def prepare(prefix: Path, seed: int, documents: int = 20) -> None:
+    random = np.random.default_rng(seed)
+    prefix.parent.mkdir(exist_ok=True)
+    with IndexedWriter(prefix, 300) as writer:
+        for _ in range(documents):
+            writer.add_document(random.integers(0, 300, random.integers(5, 30)))
+
+
+def run_of(folder: Path, model: dict[str, Any], **data: Any) -> Run:
+    path = folder / "run.json"
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_tp": {
+            "model": model,
+            "data": {"train": str(folder / "data" / "train"), "sequence_length": 8, **data},
+            "training": {"steps": 1},
+        },
+    }
+    path.write_text(json.dumps(config))
+    return Run(RunConfig.load(path, world_size=1), folder / "run")
+
+
+def test_the_identity_is_the_corpus_and_not_its_place(tmp_path: Path, seed: int) -> None:
+    for name in ("a", "b"):
+        prepare(tmp_path / name, seed)
+    before = IndexedCorpus(tmp_path / "a").identity()
+    assert before == IndexedCorpus(tmp_path / "b").identity()
+    assert before["documents"] == 20 and before["tokens"] == IndexedCorpus(tmp_path / "a").tokens
+    prepare(tmp_path / "b", seed + 1)
+    assert IndexedCorpus(tmp_path / "b").identity()["sha256"] != before["sha256"]
+    content = np.fromfile(bin_path(tmp_path / "a"), np.uint16)
+    content[len(content) // 2] ^= 1  # documents as long as before
+    content.tofile(bin_path(tmp_path / "a"))
+    after = IndexedCorpus(tmp_path / "a").identity()
+    assert after["sha256"] != before["sha256"] and after | before == before
+
+
+def test_a_corpus_that_was_prepared_again_is_refused(tmp_path: Path, seed: int) -> None:
+    prepare(tmp_path / "data" / "train", seed)
+    model = {"model_type": "gpt2", **SIZES}
+    saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
+    run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+    prepare(tmp_path / "data" / "train", seed, documents=21)
+    with pytest.raises(UserError) as caught:
+        run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+    told = str(caught.value)
+    assert told.startswith(f"zero_tp.data.train: {tmp_path}/data/train holds 21 documents of ")
+    assert f"but the run of {tmp_path}/step was started with 20 documents of " in told
+    assert told.endswith("prepare it as it was, or give another --output-dir") and "\n" not in told
+
+
+def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> None:
+    """Of two that agree on the tokens that both have, one may have more."""
+    prepare(tmp_path / "data" / "train", seed)
+    directory = tmp_path / "model"
+    GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(directory)
+    texts = ["to be, or not to be, that is the question " * 3, "whether it is nobler in the mind to suffer " * 3]
+    train_bpe(iter(texts), 280).save_pretrained(tmp_path / "data" / "tokenizer")
+    model = {"from_pretrained": str(directory)}
+    run_of(tmp_path, model)  # the directory has none to compare
+    train_bpe(iter(texts), 270).save_pretrained(directory)
+    run_of(tmp_path, model)
+    train_bpe(iter(["a completely different sample of some english"] * 2), 280).save_pretrained(directory)
+    with pytest.raises(UserError) as caught:
+        run_of(tmp_path, model)
+    told = str(caught.value)
+    assert told.startswith("zero_tp.model.from_pretrained: token ") and f"in {tmp_path}/data/tokenizer, the" in told
+    assert told.endswith(f"prepare the corpus with --tokenizer {directory}") and "\n" not in told
+    (directory / "tokenizer.json").unlink()
+    (directory / "vocab.json").write_text(json.dumps({"<|endoftext|>": 1, "!": 0}))
+    with pytest.raises(UserError, match=r"token 0 is '!' in "):
+        run_of(tmp_path, model)
+    (directory / "vocab.json").write_text("{")
+    with pytest.raises(UserError, match=r"vocab\.json: can't be read as a tokenizer"):
+        run_of(tmp_path, model)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "padding"),
+    [(LLAMA, None), (LLAMA | {"pad_token_id": 7}, 7), ({"model_type": "gpt2", **SIZES}, "the tokenizer's")],
+)
+def test_a_tokenizer_never_decides_what_training_depends_on(
+    tmp_path: Path, model: dict[str, Any], padding: int | str | None
+) -> None:
+    """A Llama's padding token gets no gradient from the look-up, and tokenizers pad with the token that ends a text."""
+    prepare(tmp_path / "data" / "train", 1)
+    tokenizer = train_bpe(["a few words of text"] * 5, 270)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "data" / "tokenizer")
+    config = run_of(tmp_path, model).model_config
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == (tokenizer.pad_token_id if isinstance(padding, str) else padding)

@@ -1,0 +1,62 @@
+"""Rows of packed documents for one forward.
+
+With `data.document_attention` "reset" the pieces of documents that lie in one window are trained on as if each were a
+row of its own: a token sees the tokens of its piece alone, positions count from 0 at the piece's start, and a piece's
+last token predicts nothing, as nothing follows it in a row of its own. A window that begins inside a document holds a
+piece that begins there, at position 0: what the document held before belongs to another sample. These are
+`reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of Megatron-LM, all three at once; but where documents
+begin is read from the index and not guessed from end-of-document tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label that no loss counts (torch's `ignore_index`)."""
+
+PADDING = -1
+"""The document of a token that fills a row up."""
+
+
+class Batch(NamedTuple):
+    """Rows of one forward, all int64 [m, s].
+
+    Attributes:
+        labels: already shifted: the token after each of `input_ids`, or -100: score nothing.
+        position_ids, document_ids: each token's place in its piece of a document, and the document's number; None where
+            attention and positions run on over the documents.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        moved: list[Any] = [part if part is None else part.to(device) for part in self]
+        return Batch(*moved)
+
+
+def continued(windows: Tensor) -> Batch:
+    """Windows [m, s + 1] as one text each: every token predicts the next."""
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+
+def separated(windows: Tensor, documents: Tensor) -> Batch:
+    """Windows [m, s + 1] whose documents (their numbers, [m, s + 1]) are kept apart; PADDING is never a label."""
+    after = documents[:, 1:]
+    labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORED)
+    own = documents[:, :-1].contiguous()
+    return Batch(windows[:, :-1].contiguous(), labels, places(own), own)
+
+
+def places(documents: Tensor) -> Tensor:
+    """Each token's place in the run of equal document numbers that it stands in, from 0. [m, s] → [m, s]."""
+    column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return column - column.masked_fill(~begins, 0).cummax(1).values
