@@ -33,12 +33,18 @@ def heading(plan: Plan) -> list[str]:
     stages = f" × {plan.pipeline} pipeline stages" if plan.pipeline > 1 else ""
     sequence = ", SP" if block.parallel.sequence else ""
     policy = block.recompute_policy
+    notes = []
+    if block.data.document_attention == "reset":
+        notes.append('not counted: the masks of data.document_attention "reset"')
+    if config.nvme_paths:
+        notes.append("NVMe is counted as host memory")
     return [
         f"{model.model_type}, {parameters:,} parameters, {plan.model[1].total:,} a TP rank",
         f"{plan.ranks} × {plan.device.name} = {sizes}{stages}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
         f"recompute {policy.mode}, {block.attention}",
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro {config.micro_batch} × "
         f"accumulation {config.accumulation} × data {config.data_parallel}",
+        *notes,
     ]
 
 
