@@ -46,6 +46,11 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="let zero_tp.model.from_pretrained read pickled weights (pytorch_model.bin), if you trust their source",
     )
+    parser.add_argument(
+        "--profile-steps",
+        metavar="FIRST:LAST",
+        help="record memory over time and time by operator of these steps, in RUN/profile; costs time in them",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
     return parser.parse_args()
@@ -75,9 +80,14 @@ def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> N
     from zero_tp.training.loop import train
     from zero_tp.training.run import Run
 
+    profile = None
+    if options.profile_steps:
+        from zero_tp.training.profile import step_range
+
+        profile = step_range(options.profile_steps)
     run = Run(config, output, allow_pickle=options.allow_pickle)
     complete_environment(place)
-    train(run, place, requests, verbose=options.verbose, resume_from=options.resume_from)
+    train(run, place, requests, verbose=options.verbose, resume_from=options.resume_from, profile=profile)
 
 
 def main() -> None:

@@ -32,10 +32,19 @@ METRICS = {
 
 
 def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
-    done = pretrain(4, workplace, "--deepspeed_config", "small.json")
+    done = pretrain(4, workplace, "--deepspeed_config", "small.json", "--profile-steps", "2:3")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = said(done.stdout + done.stderr)
     assert lines[0].startswith("gpt2: ") and "TP 2 × DP 2, SP, ZeRO-2" in lines[0]
+    planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
+    assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")
+    (told,) = (line for line in lines if line.startswith("profile of steps 2 to 3: runs/small/profile/steps_2-3.html"))
+    lines.remove(told)
+    record = json.loads((workplace / "runs" / "small" / "profile" / "steps_2-3.json").read_text())
+    bucket = record["peak_bytes"]["buffers"]
+    assert bucket > 0.9 * 4 * 5e8, "DeepSpeed's, of which the plan of a CPU run counts what gradients touch"
+    assert float(planned[1]) == pytest.approx((record["peak_bytes"]["total"] - bucket) / 2**30, abs=0.015)
+    assert any("allreduce" in name for name in record["operator_seconds"])
     assert lines[1].split()[:3] == ["step", "loss", "lr"]
     steps = [line for line in lines if re.match(r"\s*\d+/8 ", line)]
     assert len(steps) == 8 and len({len(line) for line in [lines[1], *steps]}) == 1, "one aligned line a step"

@@ -1,12 +1,39 @@
-"""planning/formulas.py against the paper's expressions as they are printed."""
+"""planning/formulas.py against the papers' expressions as they are printed, and their published figures."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+import torch
 
-from zero_tp.planning.formulas import Layer, kept, kept_full, kept_selective, sdpa_fused_core, sdpa_maths_core
+from zero_tp.planning.formulas import (
+    Layer,
+    bert_parameters,
+    fused_buffer_bytes,
+    gpt2_activation_bytes,
+    gpt_parameters,
+    hardware_flops_full,
+    hardware_flops_selective,
+    hardware_flops_selective_derived,
+    kept,
+    kept_full,
+    kept_outside_layers,
+    kept_selective,
+    model_flops,
+    model_state_bytes,
+    pipeline_bubble,
+    pipeline_factor,
+    sdpa_fused_core,
+    sdpa_maths_core,
+    tensor_volume,
+    utilisation,
+    zero_volume,
+)
+from zero_tp.planning.hardware import peak_flops
+
+# heads, hidden, layers, vocabulary, micro-batch, TP, pipeline of arXiv 2205.05198, table 3
+MODEL_22B, MODEL_530B = (64, 6144, 48), (128, 20480, 105)
 
 
 def test_the_rows_of_table_2(seed: int) -> None:
@@ -37,3 +64,105 @@ def test_terms_that_selective_recomputation_takes_away(sequence: bool) -> None:
     for core in (sdpa_fused_core, sdpa_maths_core):
         assert kept_selective(layer, core, everything) == pytest.approx(left)
         assert kept_selective(layer, core) == kept_selective(layer)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "data", "stage", "gigabytes"),
+    [(7.5e9, 64, 0, 120.0), (7.5e9, 64, 1, 31.4), (7.5e9, 64, 2, 16.6), (7.5e9, 64, 3, 1.88), (1.5e9, 1, 0, 24.0)],
+)
+def test_model_states_of_zero(parameters: float, data: int, stage: int, gigabytes: float) -> None:
+    assert model_state_bytes(parameters, stage, data) / 1e9 == pytest.approx(gigabytes, abs=0.1)
+
+
+def test_the_model_of_1_5_billion_parameters() -> None:
+    """arXiv 1910.02054, section 3: 48 layers of 1600."""
+    assert gpt_parameters(48, 1600, 50257, 1024) / 1e9 == pytest.approx(1.5, abs=0.1)
+    assert fused_buffer_bytes(1.5e9) == 6e9
+    assert gpt2_activation_bytes(1024, 32, 1600, 48) / 1e9 == pytest.approx(60, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocabulary", "positions", "billions"),
+    [
+        (40, 1536, 51200, 1024, 1.2),
+        (54, 1920, 51200, 1024, 2.5),
+        (64, 2304, 51200, 1024, 4.2),
+        (72, 3072, 51200, 1024, 8.3),
+        (24, 1024, 50257, 1024, 0.355),
+        (54, 1920, 50257, 1024, 2.5),
+        (72, 3072, 50257, 1024, 8.3),
+        (48, 6144, 51200, 2048, 22.0),
+        (105, 20480, 51200, 2048, 530.0),
+    ],
+)
+def test_parameters_of_the_published_gpts(
+    layers: int, hidden: int, vocabulary: int, positions: int, billions: float
+) -> None:
+    found = gpt_parameters(layers, hidden, vocabulary, positions) / 1e9
+    digits = len(str(billions).replace(".", "").strip("0"))
+    assert float(f"{found:.{digits}g}") == billions
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "billions"),
+    [(24, 1024, 0.336), (24, 2048, 1.3), (48, 2560, 3.9)],
+    ids=["336M", "1.3B", "3.9B"],
+)
+def test_parameters_of_the_published_berts(layers: int, hidden: int, billions: float) -> None:
+    assert round(bert_parameters(layers, hidden, 30522) / 1e9, 3 if billions < 1 else 1) == billions
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "devices", "seconds", "model", "hardware"),
+    [(MODEL_22B, 4, 8, 1.10, 41.5, 43.7), (MODEL_530B, 280, 280, 37.83, 56.0, 57.0)],
+    ids=["22B", "530B"],
+)
+def test_the_papers_utilisations_on_a100(
+    shape: tuple[int, int, int], batch: int, devices: int, seconds: float, model: float, hardware: float
+) -> None:
+    peak = peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16)
+    _, hidden, layers = shape
+    sizes = (batch, 2048, layers, hidden, 51200)
+    assert 100 * (utilisation(model_flops(*sizes), seconds, devices, peak) or 0) == pytest.approx(model, abs=0.2)
+    printed = utilisation(hardware_flops_selective(*sizes), seconds, devices, peak) or 0
+    assert 100 * printed == pytest.approx(hardware, abs=0.2)
+    # The derivation gives less; only the printed form reproduces the figure of the smaller model.
+    derived = utilisation(hardware_flops_selective_derived(*sizes), seconds, devices, peak) or 0
+    assert derived < printed and (shape is MODEL_530B or 100 * derived < hardware - 0.2)
+
+
+def test_flops_count_every_product(seed: int) -> None:
+    draw = random.Random(seed)
+    b, s, n, h, v = (draw.randint(1, 300) for _ in range(5))
+    layer = 24 * b * s * h**2 + 4 * b * s**2 * h  # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add
+    logits = 2 * b * s * h * v
+    assert model_flops(b, s, n, h, v) == pytest.approx(3 * (n * layer + logits))
+    assert hardware_flops_full(b, s, n, h, v) == pytest.approx(4 * n * layer + 3 * logits)
+    again = hardware_flops_selective_derived(b, s, n, h, v) - model_flops(b, s, n, h, v)
+    assert again == pytest.approx(n * 4 * b * s**2 * h, rel=1e-6)
+
+
+def test_activations_outside_the_layers_of_the_22b_model() -> None:
+    """The formula gives 0.57 % of the layers' activations (the paper's text: under 0.01 %)."""
+    a, h, layers = MODEL_22B
+    in_layers = layers * kept(Layer(2048, 4, h, a, 8, True))
+    outside = kept_outside_layers(2048, 4, h, 51200, layers, 8)
+    printed = 2048 * 4 * h * layers / 8 * (1 / layers + 4 / layers * (1 + 51200 / h))
+    assert outside == pytest.approx(printed)
+    assert outside / in_layers == pytest.approx(0.0057, abs=5e-5)
+    assert kept_outside_layers(2048, 1, h, 51200, 105, 8, pipeline=35) == pytest.approx(2048 * h * 35 / 8)
+
+
+def test_pipelines() -> None:
+    assert pipeline_factor(35) == 1.0 and pipeline_factor(35, 3) == pytest.approx(1 + 34 / 105)
+    assert pipeline_bubble(1, 4) == 0.0 and pipeline_bubble(35, 280, 3) == pytest.approx(34 / 840)
+
+
+def test_volumes() -> None:
+    assert [zero_volume(1.0, stage, 64) * 64 / 63 for stage in range(4)] == pytest.approx([2, 2, 2, 3])
+    assert zero_volume(1.0, 2, 1) == 0.0
+    alone, split, sequence = Layer(64, 2, 32, 4), Layer(64, 2, 32, 4, 4), Layer(64, 2, 32, 4, 4, True)
+    ring = 64 * 2 * 32 * 3 / 4
+    assert tensor_volume(alone) == 0.0
+    assert tensor_volume(split) == 8 * ring and tensor_volume(split, "full") == 12 * ring
+    assert tensor_volume(sequence) == 10 * ring and tensor_volume(sequence, "full") == 14 * ring

@@ -38,7 +38,7 @@ def test_every_file_that_is_named_exists() -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("script", ["prepare_data", "pretrain", "convert", "zero_shot", "sample"])
+@pytest.mark.parametrize("script", ["prepare_data", "pretrain", "plan", "convert", "zero_shot", "sample"])
 def test_the_options_that_are_given_exist(script: str) -> None:
     rows = [line for line in README.splitlines() if f"/{script}.py" in line]
     options = set(re.findall(r"--[a-z_-]+", " ".join(rows))) - {"--num_accelerators"}

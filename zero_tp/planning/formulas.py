@@ -1,6 +1,10 @@
-"""Bytes of activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4 and table 2).
+"""The papers' formulas: activations, parameters, model states, communication, FLOPs.
 
-What a layer keeps, for 16-bit activations, masks of one byte, an MLP of 4h and dropout everywhere:
+Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, p pipeline size, m interleaved
+stages, N_d data-parallel size, Ψ parameters, B global batch. Sizes are bytes, activations have 16 bits.
+
+The first part counts the bytes of activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4
+and table 2). What a layer keeps, for 16-bit activations, masks of one byte, an MLP of 4h and dropout everywhere:
 
 | bytes | what | split over t |
 | --- | --- | --- |
@@ -115,3 +119,156 @@ def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
     """
     return 2 * layer.sbh / layer.t if partitioned else 2 * layer.residual
+
+
+def kept_outside_layers(
+    s: int, b: int, h: int, v: int, layers: int, t: int, *, pipeline: int = 1, sequence: bool = True
+) -> float:
+    """sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
+
+    The mask of the embedding's dropout, sbh a micro-batch in flight; the input of the final norm and of the output
+    layer, 2sbh each; the logits in fp32, 4sbv. The paper divides all of it by t.
+
+    Args:
+        sequence: SP is on; without it only the logits are split.
+    """
+    split = t if sequence else 1
+    last = 4 * s * b * (h / split + v / t) if pipeline == 1 else 0.0
+    return s * b * h * pipeline / split + last
+
+
+def pipeline_factor(pipeline: int, interleaving: int = 1) -> float:
+    """Layers of activations on the first stage over L: 1, interleaved 1 + (p-1)/(pm) (2205.05198, 4.2.3).
+
+    The first stage holds p micro-batches of its L/p layers, so L layers in all.
+    """
+    return 1.0 if interleaving == 1 else 1.0 + (pipeline - 1) / (pipeline * interleaving)
+
+
+def pipeline_bubble(pipeline: int, micro_batches: int, interleaving: int = 1) -> float:
+    """Idle time over working time: (p-1)/(m·micro-batches) (arXiv 2104.04473, section 2.2)."""
+    return (pipeline - 1) / (interleaving * micro_batches)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def gpt_parameters(layers: int, h: int, v: int, positions: int = 0) -> int:
+    """h·v + L(12h² + 13h) + 2h, and h for each learned position: GPT-2's layers, tied embeddings."""
+    return h * v + layers * (12 * h**2 + 13 * h) + 2 * h + positions * h
+
+
+def bert_parameters(layers: int, h: int, v: int, positions: int = 512) -> int:
+    """Megatron's BERT: a pre-norm body with two token types, pooler, MLM transform and sentence head (1909.08053, 5.3).
+
+    To `gpt_parameters` come 2h token types, pooler h² + h, transform h² + h with its norm 2h and v biases, and the
+    sentence head 2h + 2.
+    """
+    heads = (h**2 + h) + (h**2 + h + 2 * h + v) + (2 * h + 2)
+    return gpt_parameters(layers, h, v, positions) + 2 * h + heads
+
+
+# ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------
+
+OPTIMIZER_BYTES = 12
+"""K: fp32 master, momentum and variance of Adam a parameter (section 3.1)."""
+
+
+def model_state_bytes(parameters: float, stage: int, data: int) -> float:
+    """Parameters, gradients and optimizer states of one device in mixed precision (figure 1, sections 5.1 to 5.3).
+
+    Stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p): 16Ψ/N_d.
+
+    Args:
+        parameters: Ψ on one TP rank.
+    """
+    whole, split = {
+        0: (4 + OPTIMIZER_BYTES, 0),
+        1: (4, OPTIMIZER_BYTES),
+        2: (2, 2 + OPTIMIZER_BYTES),
+        3: (0, 4 + OPTIMIZER_BYTES),
+    }[stage]
+    return parameters * (whole + split / data)
+
+
+def fused_buffer_bytes(parameters: float) -> float:
+    """4Ψ: one fp32 buffer of all gradients, what C_B does away with (1910.02054, section 3.2)."""
+    return 4 * parameters
+
+
+def gpt2_activation_bytes(s: int, b: int, h: int, layers: int) -> float:
+    """12·h·b·s·L elements of 2 bytes: the estimate of 1910.02054, section 3.2, without recomputation."""
+    return 2.0 * 12 * h * b * s * layers
+
+
+# ---- communication of one step ---------------------------------------------------------------------------------------
+
+
+def zero_volume(parameters: float, stage: int, data: int) -> float:
+    """Elements that one rank sends a step over DP: 2Ψ, at stage 3 3Ψ (1910.02054, section 7), times (N_d-1)/N_d.
+
+    Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
+    backward, and the reduce-scatter.
+    """
+    return (3 if stage == 3 else 2) * parameters * (data - 1) / data
+
+
+def tensor_volume(layer: Layer, mode: str = "none") -> float:
+    """Elements that one rank sends over TP for one layer and micro-batch: 4 all-reduces of sbh (1909.08053, figure 4).
+
+    A ring all-reduce is a reduce-scatter and an all-gather, 2·(t-1)/t of the tensor, so SP has the same volume
+    (2205.05198, section 4.2.2); this one adds SP's all-gather of the two saved input shards in backward, and `full`
+    recomputation the forward's once more.
+    """
+    ring = layer.sbh * (layer.t - 1) / layer.t
+    forward, again = 4, 2 if layer.sequence else 0
+    return ring * (2 * forward + again + (forward if mode == "full" else 0))
+
+
+# ---- FLOPs of one iteration (arXiv 2205.05198, appendix A) -----------------------------------------------------------
+
+
+def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
+    """FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
+
+    72·B·L·s·h²·(1 + s/(6h) + v/(12hL)), equation 7. Recomputation doesn't count, so it depends on no setting of
+    parallelism or memory.
+    """
+    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
+    return 72.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (12 * h * n))
+
+
+def hardware_flops_selective(
+    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
+) -> float:
+    """FLOPs that one iteration performs with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
+
+    Equation 8, which is what reproduces the published hardware FLOPs utilisation.
+    """
+    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
+    return 72.0 * b * n * s * h**2 * (1 + s / (3 * h) + v / (12 * h * n))
+
+
+def hardware_flops_selective_derived(
+    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
+) -> float:
+    """The same from the paper's own derivation, 4Bs²h more a layer: 2s/(9h) in place of s/(3h)."""
+    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
+    return 72.0 * b * n * s * h**2 * (1 + 2 * s / (9 * h) + v / (12 * h * n))
+
+
+def hardware_flops_full(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
+    """With full recomputation one more forward of the layers: 96·B·L·s·h²·(1 + s/(6h)), and the logits."""
+    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
+    return 72.0 * b * n * s * h**2 * (4 / 3 * (1 + s / (6 * h)) + v / (12 * h * n))
+
+
+def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
+    """FLOPs / (time × devices × peak), in 0..1: MFU of model FLOPs, HFU of hardware FLOPs; None without a peak.
+
+    Args:
+        flops: of one iteration, all devices together.
+        seconds: of one iteration.
+        peak_flops: of one device [FLOP/s].
+    """
+    return None if peak_flops is None else flops / (seconds * devices * peak_flops)

@@ -25,12 +25,15 @@ from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.hardware import device_peak_flops
+from zero_tp.planning.shape import Shape
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.forecast import Forecast
 from zero_tp.training.guards import check_replicas
-from zero_tp.training.metrics import StepMeter, memory_gib, model_flops
+from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.nvme import check_nvme
 from zero_tp.training.processes import Place
+from zero_tp.training.profile import StepProfiler
 from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.requests import Requests, accepting
@@ -65,23 +68,37 @@ def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, t
 
 
 def train(
-    run: Run, place: Place, requests: Requests | None = None, *, verbose: bool, resume_from: Path | None = None
+    run: Run,
+    place: Place,
+    requests: Requests | None = None,
+    *,
+    verbose: bool,
+    resume_from: Path | None = None,
+    profile: tuple[int, int] | None = None,
 ) -> None:
     """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
 
     Args:
         requests: raised by signals: to save, or to save and stop.
         resume_from: the checkpoint to start from, instead of the newest.
+        profile: the first and the last of the steps to profile.
 
     Raises:
         UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
             `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     with run_directory(run.directory) if place.rank == 0 else nullcontext():
-        _train(run, place, requests or Requests(), verbose, resume_from)
+        _train(run, place, requests or Requests(), verbose, resume_from, profile)
 
 
-def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_from: Path | None) -> None:
+def _train(
+    run: Run,
+    place: Place,
+    requests: Requests,
+    verbose: bool,
+    resume_from: Path | None,
+    profile: tuple[int, int] | None,
+) -> None:
     config, directory = run.config, run.directory
     checkpoint = find_resumable(directory, config, resume_from)
     manifest = read_manifest(checkpoint) if checkpoint is not None else None
@@ -112,8 +129,11 @@ def _train(run: Run, place: Place, requests: Requests, verbose: bool, resume_fro
         for note in notes:
             print(note)
         _announce(run, engine, manifest)
+    forecast = Forecast(config, device.type) if first and step < steps else None
+    if forecast is not None:
+        print(forecast.announcement())
     if step < steps:
-        _Loop(run, engine, device, step, requests).train()
+        _Loop(run, engine, device, step, requests, forecast, profile).train()
 
 
 def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
@@ -139,7 +159,18 @@ def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None)
 
 
 class _Loop:
-    def __init__(self, run: Run, engine: TrainingEngine, device: torch.device, done: int, requests: Requests):
+    def __init__(
+        self,
+        run: Run,
+        engine: TrainingEngine,
+        device: torch.device,
+        done: int,
+        requests: Requests,
+        forecast: Forecast | None,
+        profile: tuple[int, int] | None,
+    ):
+        self.forecast = forecast
+        self.profiler = StepProfiler(profile, engine, run.directory) if profile and forecast is not None else None
         self.run, self.engine, self.device, self.done, self.requests = run, engine, device, done, requests
         self.config, self.settings = run.config, run.config.zero_tp
         self.topology = engine.topology
@@ -147,7 +178,7 @@ class _Loop:
         spec, length = engine.model.spec, self.settings.data.sequence_length
         self.meter = StepMeter(
             self.config.global_batch * length,
-            model_flops(self.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary),
+            Shape.of(spec).model_flops(self.config.global_batch, length),
             self.topology.world,
             device_peak_flops(device.type, engine.dtype, dist.barrier),
             self.steps,
@@ -180,7 +211,9 @@ class _Loop:
                         reporter.say(
                             f"stopped after step {step}, as a signal asked; the same command goes on from there"
                         )
-                        return
+                        break
+            if self.forecast is not None:
+                reporter.say(self.forecast.outcome())
 
     def _save(self, step: int, *, last: bool) -> None:
         if self.skips_in_a_row:
@@ -222,8 +255,11 @@ class _Loop:
             self.topology.data,
         )
         learning_rate = self.engine.learning_rate
-        loss = self.engine.train_step([batch.to(self.device) for batch in batches])
+        with self.profiler.around(step) if self.profiler is not None else nullcontext():
+            loss = self.engine.train_step([batch.to(self.device) for batch in batches])
         self.meter.tick()
+        if self.profiler is not None and (told := self.profiler.outcome(step)):
+            self.reporter.say(told)
         self.reporter.advance(step)
         if self.reporter.due(step) or self.engine.skipped:
             self.reporter.log(

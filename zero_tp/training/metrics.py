@@ -16,40 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_tp.planning.formulas import utilisation
+
 GIB = 2**30
-
-
-def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
-
-    72·B·L·s·h²·(1 + s/(6h) + v/(12hL)), arXiv 2205.05198 (Reducing Activation Recomputation), appendix A, eq. 7.
-    Recomputation doesn't count, so it depends on no setting of parallelism or memory.
-    """
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (12 * h * n))
-
-
-def hardware_flops_selective(
-    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
-) -> float:
-    """FLOPs that one iteration performs with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
-
-    arXiv 2205.05198, appendix A, eq. 8. The paper's own derivation (4Bs²h more a layer) would give 2s/(9h) instead of
-    s/(3h); the printed form is the one that reproduces the published hardware FLOPs utilisation.
-    """
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + s / (3 * h) + v / (12 * h * n))
-
-
-def mfu(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation, FLOPs / (time × devices × peak), in 0..1; None where the peak is unknown.
-
-    Args:
-        flops: of one iteration, all devices together (`model_flops`).
-        seconds: of one iteration.
-        peak_flops: of one device [FLOP/s].
-    """
-    return None if peak_flops is None else flops / (seconds * devices * peak_flops)
 
 
 @dataclass(frozen=True)
@@ -69,7 +38,7 @@ class StepMeter:
 
     Args:
         tokens_per_step: global batch × sequence length.
-        flops_per_step: `model_flops` of one step, all devices.
+        flops_per_step: model FLOPs of one step, all devices.
         devices: ranks of the job.
         peak_flops: of one device [FLOP/s], or None.
         total_steps: the run's last step.
@@ -132,7 +101,7 @@ class StepMeter:
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_device=tokens_per_second / self.devices,
             model_tflops=self.flops_per_step / seconds / self.devices / 1e12,
-            mfu=mfu(self.flops_per_step, seconds, self.devices, self.peak_flops),
+            mfu=utilisation(self.flops_per_step, seconds, self.devices, self.peak_flops),
             eta_seconds=max(0, self.total_steps - step) * sum(self._recent) / len(self._recent),
         )
 
@@ -150,13 +119,24 @@ def memory_gib(device_type: str = "cpu") -> float:
     return _peak_resident_bytes() / GIB
 
 
-def _peak_resident_bytes() -> int:
+def resident_gib() -> float:
+    """What this process has resident now, in GiB; 0 where the system doesn't tell."""
+    return _status_bytes("VmRSS") / GIB
+
+
+def _status_bytes(name: str) -> int:
     status = Path("/proc/self/status")
     if status.exists():
-        # Not getrusage: after fork and exec its maximum still holds the launcher's.
         for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
+    return 0
+
+
+def _peak_resident_bytes() -> int:
+    # Not getrusage where there is this: after fork and exec its maximum still holds the launcher's.
+    if found := _status_bytes("VmHWM"):
+        return found
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

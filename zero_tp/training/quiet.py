@@ -19,6 +19,7 @@ from collections.abc import Iterator
 ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "GLOG_minloglevel": "2",
+    "KINETO_LOG_LEVEL": "6",  # torch's profiler
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -1,0 +1,108 @@
+"""Steps of a real DeepSpeed engine with real tensors, as rank 0 of a world whose other ranks do not exist.
+
+    python -m tests.planned 8 < configs.json
+
+Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
+MemTracker counts in the second step, and beside it what planning's true view gives. A process of its own, because
+DeepSpeed keeps its process groups in module globals.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+BASE = [
+    "zero_tp.model.n_layer=3",
+    "zero_tp.model.n_embd=256",
+    "zero_tp.model.n_head=8",
+    "zero_tp.model.vocab_size=1000",
+    "zero_tp.model.n_positions=256",
+    "zero_tp.data.sequence_length=64",
+    "train_micro_batch_size_per_gpu=2",
+    "train_batch_size=auto",
+    "optimizer.params.torch_adam=true",
+    "zero_optimization.reduce_bucket_size=400000",
+]
+FILE = "ds_configs/gpt2_124m_zero1.json"
+
+
+def existing() -> list[Any]:
+    import torch
+
+    return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+
+
+def measure(overrides: list[str], world: int) -> dict[str, Any]:
+    import torch
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from zero_tp.config import RunConfig
+    from zero_tp.planning.views import true_view
+    from zero_tp.topology import Topology
+    from zero_tp.training import engine as engines
+
+    config = RunConfig.load(FILE, BASE + overrides, world)
+    view = true_view(config, cpu=True)
+    earlier = [each.untyped_storage() for each in existing()]  # held, so that no new one gets such an address
+    before = {each._cdata for each in earlier}
+    engines.check_replicas = lambda *_: None  # there are no other ranks to compare with
+    block = config.zero_tp
+    topology = Topology(block.parallel.tensor, block.parallel.sequence)
+    deepspeed = config.deepspeed_config()
+    made = engines.TrainingEngine(config.hf_config(), topology, deepspeed, seed=1, recompute=block.recompute_policy)
+    made._hooks_checked = True
+    tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
+    batches = [(tokens, tokens)] * config.accumulation
+    made.train_step(batches)
+    gc.collect()
+    tracker = MemTracker()
+    # Engines before this one leave some of their tensors behind.
+    tracker.track_external(*(each for each in existing() if each.untyped_storage()._cdata not in before))
+    begin = made.activations.begin_micro_batch
+
+    def begin_micro_batch(index: int) -> None:
+        tracker.reset_mod_stats()  # it keeps statistics of one forward only
+        begin(index)
+
+    made.activations.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tracker:
+            made.train_step(batches)
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in made.model.parameters())
+    made.engine.destroy()
+    del made
+    gc.collect()
+    point = max(view.points(), key=lambda each: each.total + each.host)
+    return {
+        "overrides": overrides,
+        "parameters": parameters,
+        "measured": peak["Total"],
+        "true_view": point.total + point.host,
+        "phase": point.phase,
+    }
+
+
+def main() -> None:
+    world = int(sys.argv[1])
+    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world))
+    warnings.simplefilter("ignore")
+    import deepspeed
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    deepspeed.init_distributed("fake", verbose=False)
+    for overrides in json.load(sys.stdin):
+        print("RESULT", json.dumps(measure(overrides, world)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

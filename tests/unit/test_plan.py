@@ -1,0 +1,179 @@
+"""launch/plan.py and what is under it: published times, devices, search, one-line errors, pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_tp.config import RunConfig
+from zero_tp.config.errors import ConfigError
+from zero_tp.errors import UserError
+from zero_tp.planning import advise, page, report
+from zero_tp.planning.devices import NAMES, device
+from zero_tp.planning.formulas import gpt_parameters, model_flops
+from zero_tp.planning.memory import GIB
+from zero_tp.planning.plan import plan
+from zero_tp.planning.search import refuse_if_nothing_fits, search
+from zero_tp.planning.views import model_of
+
+ROOT = Path(__file__).resolve().parents[2]
+GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
+
+
+def published(heads: int, hidden: int, layers: int, batch: int, micro: int, *, full: bool) -> list[str]:
+    """Overrides that make a run of arXiv 2205.05198, table 3; the present work, or full recomputation without SP."""
+    model = {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": 2048}
+    return [
+        f"zero_tp.model={json.dumps({**model, 'vocab_size': 51200})}",
+        "zero_tp.data.sequence_length=2048",
+        "zero_tp.attention=eager",
+        f"zero_tp.parallel={json.dumps({'tensor': 8, 'sequence': not full})}",
+        f"zero_tp.recompute={'full' if full else 'selective'}",
+        f"train_batch_size={batch}",
+        f"train_micro_batch_size_per_gpu={micro}",
+        "zero_optimization.stage=0",
+    ]
+
+
+@pytest.mark.parametrize(("full", "published_seconds"), [(True, (1.42, 49.05)), (False, (1.10, 37.83))])
+def test_published_times_on_a100(full: bool, published_seconds: tuple[float, float]) -> None:
+    rows = (((64, 6144, 48, 4, 4), 8, 1, 1), ((128, 20480, 105, 280, 1), 280, 35, 3))
+    for (sizes, ranks, pipeline, interleaving), seconds in zip(rows, published_seconds, strict=True):
+        config = RunConfig.load(GPT2, published(*sizes, full=full), ranks // pipeline)
+        made = plan(config, device("a100-80gb"), pipeline=pipeline, interleaving=interleaving)
+        assert made.time.total == pytest.approx(seconds, rel=0.15)
+        assert all(seconds >= 0 for seconds in made.time.terms().values())
+        assert (made.time.bubble > 0) == (pipeline > 1) and made.ranks == ranks
+        assert made.paper.layer_bytes() < 34 * 2048 * sizes[4] * sizes[1]
+
+
+def test_parameters_are_those_of_the_closed_formula() -> None:
+    config = RunConfig.load(GPT2, (), 8)
+    for tensor in (1, 2, 4):
+        shape, parameters, whole = model_of(config.hf_config(), tensor, tensor > 1)
+        assert shape.model_flops(512, 1024) == pytest.approx(model_flops(512, 1024, 24, 1024, 50257))
+        assert whole == gpt_parameters(24, 1024, 50257, 1024)
+        assert whole / tensor <= parameters.total < whole / tensor * (1 + 0.02 * tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_device_plans_a_run(name: str) -> None:
+    overrides = ['bf16={"enabled":false}'] if name.startswith("v100") else []
+    made = plan(RunConfig.load(GPT2, overrides, 8), device(name, 8))
+    assert made.needed > made.peak.total > 0 and made.time.total > 0
+    assert made.fits == (made.spare >= 0)
+
+
+def test_a_device_of_ones_own(tmp_path: Path) -> None:
+    own = {"name": "mine", "memory_gib": 5, "bf16_tflops": 100, "fp32_tflops": 20, "memory_gbps": 1000,
+           "intra_gbps": 50, "inter_gbps": 10}  # fmt: skip
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(own))
+    chosen = device(str(path))
+    assert (chosen.name, chosen.per_node, chosen.tflops("fp16")) == ("mine", 8, None)
+    made = plan(RunConfig.load(GPT2, (), 8), chosen)
+    assert "mine" in report.describe(made)
+    path.write_text(json.dumps({**own, "memory_gbp": 1}))
+    with pytest.raises(ConfigError, match=r"memory_gbp: unknown key.*memory_gbps"):
+        device(str(path))
+
+
+def test_an_unknown_device_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"--device: 'a100-80g' is unknown.*a100-80gb"):
+        device("a100-80g")
+    with pytest.raises(UserError, match="v100-32gb has no bf16 matrix units"):
+        plan(RunConfig.load(GPT2, (), 8), device("v100"))
+
+
+def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
+    config = RunConfig.load(GPT2, ("zero_tp.recompute=full", "train_batch_size=1024"), 64)
+    made = plan(config, device("a100-40gb"))
+    start = time.process_time()
+    found = search(config, made.device)
+    assert found.tried > 1000 and time.process_time() - start < 10
+    _, shown, best = advise.search_and_check(made, ["zero_tp.recompute=full", "train_batch_size=1024"], 5, found)
+    assert len(shown) == 5 and shown[0].time.total < made.time.total
+    assert [one.time.total for one in shown] == sorted(one.time.total for one in shown)
+    path = tmp_path / "best.json"
+    advise.write(best, path)
+    again = plan(RunConfig.load(path, (), 64), made.device)
+    assert again.config.global_batch == 1024 and again.fits
+    # The written run is the candidate.
+    assert again.needed == pytest.approx(shown[0].needed) and again.time.total == pytest.approx(shown[0].time.total)
+    told = "\n".join(report.advice(found, shown, made))
+    assert "the present settings fit" in told and "longer than the first" in told
+
+
+def test_what_fits_in_no_way_says_what_is_short() -> None:
+    config = RunConfig.load(GPT2, published(96, 12288, 96, 8, 1, full=True), 8)
+    chosen = device("rtx4090")
+    made = plan(config, chosen)
+    assert not made.fits and "does not fit, short by" in report.verdict(made)
+    found = search(config, chosen)
+    with pytest.raises(UserError) as caught:
+        refuse_if_nothing_fits(found, config, chosen)
+    short = max(found.smallest.needed - 23.6 * GIB, (found.smallest.host - 1024 * GIB) / 8) / GIB
+    assert short > 0
+    assert "does not fit 8 × rtx4090-24gb in any of" in str(caught.value)
+    assert f"short by {short:.1f} GiB a device" in str(caught.value)
+
+
+def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
+    made = plan(RunConfig.load(GPT2, (), 8), device("h100"))
+    found, shown = advise.candidates(made, (), 3)
+    written = page.write_page(made, tmp_path / "plan.html", found, shown)
+    text = written[0].read_text()
+    assert {path.suffix for path in written[1:]} == {".png"} and len(written) == 6
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written[1:])
+    links = set(re.findall(r"(?:src|href)\s*=\s*\"([^\"]*)\"", text))
+    assert not [link for link in links if not link.startswith("#")], "only references inside the page"
+    assert "@import" not in text and "<script" not in text
+    assert text.count("<svg") == 5 and all(one.choice.describe() in text for one in shown)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "launch/plan.py", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    written = tmp_path / "planned.json"
+    done = command(
+        "ds_configs/gpt2_355m.json", "--world-size", "8", "--device", "h100-80gb", "--json", "--dry-run", "--search",
+        "--write", str(written), "--set", "zero_tp.model.n_layer=4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["fits"] and result["peak_bytes"]["total"] < result["needed_bytes"]
+    sent = result["paper_elements_sent"]
+    assert sent["tensor"] == 0 and sent["data"] == pytest.approx(2 * result["model"]["parameters"] * 7 / 8)
+    dry = result["dry_run"]
+    assert dry["dry_run_bytes"]["total"] == pytest.approx(dry["true_view_bytes"]["total"], rel=0.03)
+    assert result["candidates"][0]["step_seconds"]["total"] <= result["step_seconds"]["total"]
+    assert RunConfig.load(written, (), 8).global_batch == result["batch"]["global"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--world-size", "8", "--device", "h1000"], "--device: 'h1000' is unknown"),
+        (["--world-size", "0", "--device", "h100"], "--world-size: 0 is not positive"),
+        (["--world-size", "8", "--device", "h100", "--write", "x.json"], "--write: writes what --search finds"),
+        (["--world-size", "9", "--device", "h100", "--pipeline", "2"], "--pipeline: 9 devices do not divide"),
+        (["--world-size", "3", "--device", "h100"], "zero_tp.parallel.tensor: tensor 2 × data 1.5 ≠ world 3"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], said: str) -> None:
+    done = command("ds_configs/gpt2_355m.json", "--set", "zero_tp.parallel.tensor=2", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and said in done.stderr and done.stderr.count("\n") == 1

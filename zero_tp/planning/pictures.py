@@ -1,0 +1,233 @@
+"""The pictures of a plan and of a profiled run: matplotlib figures, the same for the page and for PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zero_tp.errors import UserError
+from zero_tp.planning.memory import CATEGORIES, GIB, Point, TrueView
+from zero_tp.planning.plan import Plan
+from zero_tp.planning.report import TITLES
+from zero_tp.planning.zero import ZeroMemory
+
+# Paul Tol's "bright" scheme, which colour-blind people can tell apart.
+COLOURS = {
+    "parameters": "#4477AA",
+    "gathered": "#66CCEE",
+    "gradients": "#228833",
+    "optimizer": "#CCBB44",
+    "buffers": "#BBBBBB",
+    "activations": "#EE6677",
+    "transients": "#AA3377",
+}
+LIMIT = "#222222"
+PHASES = {"forward": 0.0, "backward": 1.0, "optimizer": 2.0}
+SHOWN_POINTS = 600
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+
+
+def figure_module() -> Any:
+    """matplotlib's Figure.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
+    return Figure
+
+
+def _axes(title: str, height: float = 3.6) -> tuple[Any, Any]:
+    figure = figure_module()(figsize=(8.4, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    return figure, axes
+
+
+def _present(stacks: Sequence[Mapping[str, float]]) -> list[str]:
+    """Categories that are somewhere more than 0.2 % of the largest stack."""
+    largest = max(sum(stack.values()) for stack in stacks) or 1.0
+    return [name for name in CATEGORIES if max(stack.get(name, 0.0) for stack in stacks) > 0.002 * largest]
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+
+
+def _limit(axes: Any, gib: float | None, *, vertical: bool = False) -> None:
+    if gib is None:
+        return
+    (axes.axvline if vertical else axes.axhline)(gib, color=LIMIT, linestyle="--", linewidth=1.2)
+    if vertical:
+        axes.text(gib, 1.0, f" {gib:g} GiB", transform=axes.get_xaxis_transform(), fontsize=8, va="bottom", ha="center")
+    else:
+        at = axes.get_yaxis_transform()
+        axes.text(0.005, gib, f"device: {gib:g} GiB", transform=at, fontsize=8, va="bottom", color=LIMIT)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One bar: its label and its bytes by category."""
+
+    label: str
+    bytes: Mapping[str, float]
+
+
+def bars(title: str, stacks: Sequence[Stack], limit: float | None) -> Any:
+    """Horizontal stacked bars in GiB."""
+    figure, axes = _axes(title, 1.4 + 0.5 * len(stacks))
+    names = _present([stack.bytes for stack in stacks])
+    left = [0.0] * len(stacks)
+    labels = [stack.label for stack in stacks]
+    for name in names:
+        sizes = [stack.bytes.get(name, 0.0) / GIB for stack in stacks]
+        axes.barh(labels, sizes, left=left, color=COLOURS[name], label=TITLES[name], height=0.62)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    widest = max(left)
+    for number, total in enumerate(left):
+        axes.text(total + 0.006 * max(left), number, _figure(total), va="center", fontsize=9, zorder=4, bbox=PAPER)
+    shown = limit if limit is not None and limit < 8 * widest else None
+    axes.set_xlim(0, 1.12 * max(widest, shown or 0.0))
+    _limit(axes, shown, vertical=True)
+    axes.invert_yaxis()
+    beyond = f"; the device's {limit:g} GiB are far to the right" if limit is not None and shown is None else ""
+    axes.set_xlabel(f"GiB on one device{beyond}", fontsize=9)
+    _legend(axes)
+    return figure
+
+
+def _figure(gib: float) -> str:
+    return f"{gib:.0f}" if gib >= 100 else f"{gib:.3g}"
+
+
+def areas(title: str, label: str, places: Sequence[float], stacks: Sequence[Mapping[str, float]], limit: float | None,
+          *, doubling: bool = False) -> tuple[Any, Any]:  # fmt: skip
+    """Stacked areas in GiB over `places`."""
+    figure, axes = _axes(title)
+    names = _present(stacks)
+    heights = [[stack.get(name, 0.0) / GIB for stack in stacks] for name in names]
+    axes.stackplot(
+        places, heights, colors=[COLOURS[name] for name in names], labels=[TITLES[name] for name in names], linewidth=0
+    )
+    top = max(sum(stack.values()) for stack in stacks) / GIB
+    shown = limit if limit is not None and limit < 4 * top else None
+    axes.set_ylim(0, 1.1 * max(top, shown or 0.0))
+    axes.set_xlim(places[0], places[-1])
+    _limit(axes, shown)
+    if doubling:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+        axes.minorticks_off()
+    axes.set_xlabel(label, fontsize=9)
+    axes.set_ylabel("GiB on one device", fontsize=9)
+    _legend(axes)
+    return figure, axes
+
+
+def over_time(title: str, points: Sequence[Point], limit: float | None, label: str = "one step") -> Any:
+    """Memory over a step by category, with the phases named."""
+    points = _thinned(points)
+    places = [point.position for point in points]
+    figure, axes = areas(title, label, places, [point.bytes for point in points], limit)
+    for start in PHASES.values():
+        if start:
+            axes.axvline(start, color="#888888", linewidth=0.8)
+    axes.set_xticks([start + 0.5 for start in PHASES.values()], list(PHASES))
+    axes.tick_params(axis="x", length=0)
+    peak = max(points, key=lambda point: point.total)
+    top = (peak.position, peak.total / GIB)
+    axes.plot(*top, "o", color=LIMIT, markersize=4)
+    right = peak.position > 2.2
+    axes.annotate(f"{_figure(top[1])} GiB", top, textcoords="offset points", xytext=(-6 if right else 6, 4), fontsize=9,
+                  ha="right" if right else "left")  # fmt: skip
+    return figure
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """Of many points the greatest of each stretch."""
+    length = -(-len(points) // SHOWN_POINTS)
+    inner = [points[start : start + length] for start in range(0, len(points), length)]
+    return [max(stretch, key=lambda point: point.total) for stretch in inner[:-1]] + list(inner[-1])
+
+
+def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one step") -> Any:
+    """Horizontal bars, in the order given."""
+    shown = {name: value for name, value in terms.items() if value > 0}
+    figure, axes = _axes(title, 1.3 + 0.32 * len(shown))
+    total = sum(shown.values())
+    axes.barh(list(shown), list(shown.values()), color="#4477AA", height=0.65)
+    for number, value in enumerate(shown.values()):
+        axes.text(value, number, f" {value:.3g} s, {value / total:.0%}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.25 * max(shown.values()))
+    axes.invert_yaxis()
+    axes.set_xlabel(label, fontsize=9)
+    return figure
+
+
+# ---- of a plan -------------------------------------------------------------------------------------------------------
+
+
+def of_plan(plan: Plan) -> dict[str, Any]:
+    """Every figure of a plan by the name of its file."""
+    limit = plan.device.memory_gib
+    points = plan.true.points()
+    return {
+        "memory": bars("Memory of each rank, by category", _rank_bars(plan, points), limit),
+        "over_time": over_time("Memory over one step", points, limit, "one step, its last micro-batch"),
+        "sequence": _by_sequence(plan, limit),
+        "zero_stage": bars("Memory at its peak, by ZeRO stage", _by_stage(plan), limit),
+        "time": seconds("Time of one step by term, an estimate", plan.time.terms()),
+    }
+
+
+def _rank_bars(plan: Plan, points: Sequence[Point]) -> list[Stack]:
+    paper = plan.paper.bytes()
+    paper["activations"] += paper.pop("outside layers")
+    phases = {phase: max((each for each in points if each.phase == phase), key=lambda each: each.total)
+              for phase in ("forward", "backward", "step")}  # fmt: skip
+    return [
+        Stack("as the papers count", paper),
+        Stack("most in forward", phases["forward"].bytes),
+        Stack("most in backward", phases["backward"].bytes),
+        Stack("most in the step", phases["step"].bytes),
+        Stack("between steps", points[-1].bytes),
+    ]
+
+
+def _by_sequence(plan: Plan, limit: float | None) -> Any:
+    at, tensor = plan.true.settings[0].s, plan.true.settings[0].t
+    lengths = [length for power in range(-3, 5) if (length := int(at * 2.0**power)) >= 2 * tensor]
+    peaks = []
+    for length in lengths:
+        settings = tuple(replace(setting, s=length) for setting in plan.true.settings)
+        peaks.append(replace(plan.true, settings=settings).peak.bytes)
+    title = "Memory at its peak against sequence length"
+    figure, axes = areas(title, "tokens of one sequence", lengths, peaks, limit, doubling=True)
+    axes.axvline(at, color="#888888", linewidth=0.8)
+    axes.text(at, 0.97, " this run", transform=axes.get_xaxis_transform(), fontsize=9, va="top", color="#444444")
+    return figure
+
+
+def _by_stage(plan: Plan) -> list[Stack]:
+    found = []
+    for stage in range(4):
+        given = plan.true.zero.at
+        offload = given.offload_optimizer and stage > 0
+        overlap = stage == 3 if given.stage == 3 or stage == 3 else given.overlap
+        zero = replace(
+            given,
+            stage=stage,
+            offload_optimizer=offload,
+            offload_param=given.offload_param and stage == 3,
+            overlap=overlap,
+        )
+        view = TrueView(plan.true.shape, plan.true.settings, ZeroMemory(plan.true.zero.parameters, zero))
+        here = "  ← this run" if stage == given.stage else ""
+        found.append(Stack(f"ZeRO-{stage}{here}", view.peak.bytes))
+    return found

@@ -1,0 +1,210 @@
+"""`pretrain.py --profile-steps FIRST:LAST`: memory over time by category and time by operator, of a real run's rank 0.
+
+Memory is followed storage by storage (planning/tracking.py), the same way on every device. That costs time, so it is
+done in the first of the steps, and the others are timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import html
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zero_tp.errors import UserError
+from zero_tp.planning.memory import CATEGORIES, GIB, Point
+from zero_tp.planning.tracking import Allocation, Allocations
+from zero_tp.training.engine import TrainingEngine
+
+OPERATORS = 15
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """FIRST:LAST, both profiled.
+
+    Raises:
+        UserError: not two positive numbers in order.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
+    return first, last
+
+
+class StepProfiler:
+    """Profiles the steps FIRST to LAST of one rank and writes RUN/profile/steps_FIRST-LAST.html, .json and PNGs."""
+
+    def __init__(self, steps: tuple[int, int], engine: TrainingEngine, directory: Path):
+        self.first, self.last = steps
+        self.engine, self.directory = engine, directory / "profile"
+        self._operators: dict[str, float] = {}
+        self._timed = 0
+        self._points: list[Point] = []
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Around one step: its memory when it is FIRST, its operators in the others, or both when there is one only."""
+        if not self.first <= step <= self.last:
+            yield
+            return
+        if step == self.first:
+            with self._following():
+                if self.first == self.last:
+                    with self._timing():
+                        yield
+                else:
+                    yield
+        else:
+            with self._timing():
+                yield
+
+    def outcome(self, step: int) -> str | None:
+        """After LAST: writes the files and tells where they are."""
+        if step != self.last:
+            return None
+        return self._write()
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _timing(self) -> Iterator[None]:
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = self.engine.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        with profile(activities=activities) as profiler:
+            yield
+        self._timed += 1
+        for event in profiler.key_averages():
+            microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+            self._operators[event.key] = self._operators.get(event.key, 0.0) + microseconds / 1e6
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        model, engine = self.engine.model, self.engine.engine
+        allocations = Allocations(self.engine.device.type)
+        handles = [
+            model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
+            model.register_forward_hook(lambda *_: allocations.note("backward")),
+        ]
+        step: Callable[..., Any] = engine.step
+
+        def stepping(*args: Any, **kwargs: Any) -> Any:
+            if engine.is_gradient_accumulation_boundary():
+                allocations.note("step")
+            return step(*args, **kwargs)
+
+        engine.step = stepping
+        try:
+            with allocations:
+                self._take_in(allocations)
+                begin = allocations.clock
+                yield
+        finally:
+            engine.step = step
+            for handle in handles:
+                handle.remove()
+        self._points = points(allocations, begin)
+
+    def _take_in(self, allocations: Allocations) -> None:
+        optimizer = self.engine.optimizer
+        basic = getattr(optimizer, "optimizer", optimizer)
+        states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
+        masters = [each for group in basic.param_groups for each in group["params"]]
+        parameters = [getattr(each, "ds_tensor", each) for each in self.engine.model.parameters()]
+        allocations.mark(parameters, "parameters")
+        allocations.mark(states, "optimizer")
+        allocations.mark(masters, "optimizer")
+        allocations.mark(parameters, "parameters")  # in fp32 without ZeRO they are their own masters
+        allocations.mark(_other_tensors(allocations), "buffers")
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def _write(self) -> str:
+        from zero_tp.planning import page, pictures
+
+        name = f"steps_{self.first}-{self.last}"
+        largest = sorted(self._operators.items(), key=lambda item: -item[1])[:OPERATORS]
+        operators = {
+            key.removeprefix("autograd::engine::evaluate_function: "): value / max(1, self._timed)
+            for key, value in largest
+        }
+        peak = max(self._points, key=lambda point: point.total)
+        figures = {"over_time": pictures.over_time(f"Memory over step {self.first}, measured", self._points, None)}
+        if operators:
+            figures["operators"] = pictures.seconds("Time by operator, measured", operators, "seconds a step")
+        parts = [f"<p>{html.escape(self.engine.topology.describe())}, rank 0; peak {peak.total / GIB:.3g} GiB</p>"]
+        parts += [page.svg(figure) for figure in figures.values()]
+        written = page.write(self.directory / f"{name}.html", f"{self.directory.parent.name}: {name}", parts, figures)
+        record = {
+            "peak_bytes": {"phase": peak.phase, "total": peak.total, **peak.bytes},
+            "over_time": [{"phase": point.phase, "position": point.position, **point.bytes} for point in self._points],
+            "operator_seconds": operators,
+        }
+        written[0].with_suffix(".json").write_text(json.dumps(record) + "\n")
+        return f"profile of steps {self.first} to {self.last}: {written[0]}, peak {peak.total / GIB:.3f} GiB in tensors"
+
+
+def _other_tensors(allocations: Allocations) -> Iterable[Tensor]:
+    known = allocations.known()
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:
+            yield thing
+
+
+def _flat(one: Allocation) -> bool:
+    return len(one.shape) == 1
+
+
+def points(allocations: Allocations, begin: int) -> list[Point]:
+    """Moments of the last micro-batch and the step, by category.
+
+    What a forward makes and leaves is activations; what a backward makes and leaves, gradients; what was there before,
+    parameters, optimizer states and buffers; the rest of forward and backward transients, of the step buffers.
+    """
+    marks = allocations.marks
+    forward = max(clock for name, clock in marks if name == "forward")
+    backward = max(clock for name, clock in marks if name == "backward")
+    step = max((clock for name, clock in marks if name == "step"), default=allocations.clock)
+    end = allocations.clock
+
+    def category(one: Allocation) -> str:
+        if one.category is not None:
+            return one.category
+        gone = one.gone if one.gone is not None else end + 1
+        if one.made > step:
+            return "optimizer" if gone > end else "buffers"
+        for name, clock in reversed(marks):
+            if one.made <= clock:
+                continue
+            following = min((c for _, c in marks if c > clock), default=step)
+            if gone <= following:
+                # DeepSpeed's buckets are flat and empty at first; no operation of a layer makes such a tensor.
+                return "buffers" if name == "backward" and "empty" in one.operation and _flat(one) else "transients"
+            return "activations" if name == "forward" else "gradients"
+        return "buffers"
+
+    kinds = {id(one): category(one) for one in allocations.all}
+    sizes = dict.fromkeys(CATEGORIES, 0.0)
+    found: list[Point] = []
+    for clock, one, sign in allocations.timeline():
+        sizes[kinds[id(one)]] += sign * one.bytes
+        if clock < max(begin, forward):
+            continue
+        if clock <= backward:
+            phase, position = "forward", (clock - forward) / max(1, backward - forward)
+        elif clock <= step:
+            phase, position = "backward", 1 + (clock - backward) / max(1, step - backward)
+        else:
+            phase, position = "step", 2 + (clock - step) / max(1, end - step)
+        found.append(Point(phase, position, dict(sizes), 0.0))
+    return found
