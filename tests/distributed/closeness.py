@@ -38,7 +38,7 @@ KERNELS = dict.fromkeys(FAMILIES, EAGER) | {
     "gpt2": (*EAGER, *({**kernels, "activation_function": "gelu_pytorch_tanh"} for kernels in EAGER)),
     "parallel residual": (*EAGER, *({**kernels, "hidden_act": "gelu_python"} for kernels in EAGER)),
 }
-OTHER_MODELS = 24
+OTHER_MODELS = 12
 
 
 def difference(found: Tensors, expected: Tensors, name: str) -> float:

@@ -188,7 +188,13 @@ def proofs(size: int) -> dict[Cell, frozenset[tuple[Setting, ...]]]:
 
 @cache
 def covering_array() -> tuple[Cell, ...]:
-    """The cells that are run: first all pairs of settings, then the cell with the most new triples until LEAST_CELLS.
+    """The cells that are run: first all pairs of settings, then whichever has the most new triples, to LEAST_CELLS."""
+    return tuple(sorted(chosen_cells()[0], key=list(proofs(2)).index))
+
+
+@cache
+def chosen_cells() -> tuple[list[Cell], int]:
+    """The cells of the covering array as they are chosen, and how many of them have all pairs.
 
     Greedy and without chance, so that every run has the same cells.
     """
@@ -196,13 +202,15 @@ def covering_array() -> tuple[Cell, ...]:
     new_pairs, new_triples = set().union(*pairs.values()), set().union(*triples.values())
     chosen: list[Cell] = []
     left = list(pairs)
+    with_all_pairs = 0
     while new_pairs or len(chosen) < LEAST_CELLS:
+        with_all_pairs += bool(new_pairs)
         best = max(left, key=lambda cell: (len(pairs[cell] & new_pairs), len(triples[cell] & new_triples)))
         chosen.append(best)
         left.remove(best)
         new_pairs -= pairs[best]
         new_triples -= triples[best]
-    return tuple(sorted(chosen, key=list(pairs).index))
+    return chosen, with_all_pairs
 
 
 @cache

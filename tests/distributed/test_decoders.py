@@ -20,7 +20,7 @@ from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", [2, 4])
-FEW = hypothesis.settings(max_examples=5)
+FEW = hypothesis.settings(max_examples=3)
 RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,16 @@ def files(tmp_path: Path, shared_file: Callable[[str], Path]) -> dict[str, Path]
     return {"perplexity": texts, "wikitext103": wiki, "lambada": passages}
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the ranks compute: on another number of threads torch adds in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
     subject = native_subject(model, BATCH)
     expected = [task.run(subject) for task in own_tasks(model, files)]

@@ -20,7 +20,9 @@ from tests.pools import Pools
 PLACES = [(2, 1, False), (2, 2, False), (2, 2, True), (3, 1, False), (3, 3, False), (3, 3, True)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.heavy), 1, pytest.param(2, marks=pytest.mark.heavy), 3]
+)
 @pytest.mark.parametrize(("world", "tensor", "sequence"), PLACES)
 def test_a_parallel_run_trains_the_plain_model(
     ranks: Pools, run_seed: int, tmp_path: Path, world: int, tensor: int, sequence: bool, stage: int

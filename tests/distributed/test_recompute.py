@@ -80,7 +80,9 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.heavy), 1, pytest.param(2, marks=pytest.mark.heavy), 3]
+)
 @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
 def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
     attention = ("sdpa", "eager")[seed % 2]

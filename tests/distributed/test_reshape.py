@@ -160,7 +160,11 @@ def contents(run: Path) -> dict[tuple[str, str], Tensor]:
     return {(name, kind): reader.whole(name, kind) for name in reader.parameters for kind in manifest["kinds"]}
 
 
-@pytest.mark.parametrize("source", PAIRS, ids=lambda place: place.name)
+HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)
+SOURCES = [pytest.param(source, id=source.name, marks=pytest.mark.heavy if source in HEAVY else ()) for source in PAIRS]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_a_run_moves(ranks: Pools, tmp_path: Path, source: Place) -> None:
     run = tmp_path / "run"
     unmoved = ranks(source.world).run(first_part, str(source.write(tmp_path / "source.json")), str(run))[0]
@@ -180,6 +184,7 @@ def test_a_run_moves(ranks: Pools, tmp_path: Path, source: Place) -> None:
 
 def test_enough_pairs_are_tried() -> None:
     pairs = [(source, target) for source, targets in PAIRS.items() for target in targets]
+    assert len([source for source, _ in pairs if source not in HEAVY]) >= 24, "in the plain test command"
     assert len(pairs) == len(set(pairs)) >= 24
     for changed in ("tensor", "stage", "dtype", "sequence", "offload", "world"):
         assert len({(getattr(a, changed), getattr(b, changed)) for a, b in pairs}) > 2, changed

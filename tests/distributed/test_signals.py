@@ -131,7 +131,9 @@ def test_a_second_sigterm_ends_a_rank_that_waits_for_a_stopped_peer(workplace: P
     assert not complete_steps(run.run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=["SIGKILL", "SIGSEGV"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.heavy)], ids=["SIGKILL", "SIGSEGV"]
+)
 def test_a_rank_that_dies_is_no_request(workplace: Path, number: signal.Signals) -> None:
     with running(workplace, f"killed_{number.name}") as run:
         started = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -18,6 +18,7 @@ from tests.native import gradients, parallel_model, to_ours, weights_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
+FEW = settings(max_examples=10)
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 
 
@@ -40,6 +41,7 @@ def test_logits_loss_and_every_gradient(model_type: str, data: st.DataObject) ->
 
 
 @EACH_TYPE
+@FEW
 @given(data=st.data())
 def test_import_and_export_keep_every_bit(
     model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -73,6 +75,7 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
 
 
 @EACH_TYPE
+@FEW
 @given(data=st.data())
 def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> None:
     """Greedy, sampled and with beams; padded on the left or not; past sliding windows and past the positions that
@@ -81,16 +84,16 @@ def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> N
     reference = decoder(fields, data.draw(st.integers(0, 2**31), label="seed"))
     model = parallel_model(reference, Topology(world=1)).eval()
     prompt = torch.randint(1, fields["vocab_size"], (BATCH, data.draw(st.integers(1, 9), label="prompt")))
-    settings: dict[str, Any] = {"max_new_tokens": 7 if model_type == "gpt2" else 14, "pad_token_id": 0}
+    asked: dict[str, Any] = {"max_new_tokens": 7 if model_type == "gpt2" else 14, "pad_token_id": 0}
     ways: list[dict[str, Any]] = [{}, {"use_cache": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 2}]
-    settings |= data.draw(st.sampled_from(ways), label="way")
+    asked |= data.draw(st.sampled_from(ways), label="way")
     if data.draw(st.booleans(), label="padded"):
-        settings["attention_mask"] = torch.ones_like(prompt)
-        settings["attention_mask"][0, : prompt.shape[1] // 2] = 0
+        asked["attention_mask"] = torch.ones_like(prompt)
+        asked["attention_mask"][0, : prompt.shape[1] // 2] = 0
     outputs = []
     for each in (reference, model):
         torch.manual_seed(1)
-        outputs.append(each.generate(prompt, **settings))
+        outputs.append(each.generate(prompt, **asked))
     assert torch.equal(outputs[1], outputs[0])
 
 

@@ -82,11 +82,18 @@ NAMES = [
 ]
 
 
+QUICK = CONFIGS[::4]  # the others are behind the mark `heavy`
+CASES = [
+    pytest.param(config, id=name, marks=() if config in QUICK else pytest.mark.heavy)
+    for config, name in zip(CONFIGS, NAMES, strict=True)
+]
+
+
 def load(overrides: list[str]) -> RunConfig:
     return RunConfig.load(ROOT / FILE, BASE + overrides, WORLD)
 
 
-@pytest.mark.parametrize("overrides", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("overrides", CASES)
 def test_true_view_against_the_dry_run(overrides: list[str]) -> None:
     config = load(overrides)
     view = true_view(config, cpu=True)
@@ -110,11 +117,11 @@ def test_true_view_against_the_dry_run(overrides: list[str]) -> None:
 
 
 @functools.cache
-def engine_peaks() -> dict[str, dict[str, float]]:
-    """All configs in one process: importing and connecting DeepSpeed costs more than a step."""
+def engine_peaks(quick: bool) -> dict[str, dict[str, float]]:
+    """Many configs in one process: importing and connecting DeepSpeed costs more than a step."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.planned", str(WORLD)],
-        input=json.dumps(CONFIGS),
+        input=json.dumps([config for config in CONFIGS if (config in QUICK) == quick]),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -124,9 +131,9 @@ def engine_peaks() -> dict[str, dict[str, float]]:
     return {json.dumps(line["overrides"]): line for line in lines}
 
 
-@pytest.mark.parametrize("overrides", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("overrides", CASES)
 def test_true_view_against_a_real_step(overrides: list[str]) -> None:
-    found = engine_peaks()[json.dumps(overrides)]
+    found = engine_peaks(overrides in QUICK)[json.dumps(overrides)]
     assert found["parameters"] == true_view(load(overrides), cpu=True).zero.parameters.total
     assert found["true_view"] == pytest.approx(found["measured"], rel=0.03)
 

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from zero_tp.errors import UserError
 from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
+from zero_tp.models.engines import refuse_engine_without_topology
 from zero_tp.models.head import IGNORE_INDEX, OutputLayer
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
@@ -88,6 +89,15 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing: the layers' constructors have filled their parameters, the same for every TP size."""
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """As of any module.
+
+        Raises:
+            UserError: the hook is that of a DeepSpeed engine which does not know the model's topology.
+        """
+        refuse_engine_without_topology(hook, self.topology)
+        return super().register_forward_pre_hook(hook, **options)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding.word
