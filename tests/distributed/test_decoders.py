@@ -16,6 +16,7 @@ from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_
 from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
+from zero_tp.models.agreement import random_numbers_of_first
 from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -165,7 +166,8 @@ def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: st
     tokens = st.integers(1, fields["vocab_size"] - 1)
     length = data.draw(st.integers(1, 9), label="prompt")
     prompt = data.draw(st.lists(st.lists(tokens, min_size=length, max_size=length), min_size=2, max_size=2))
-    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "top_k": 4}]
+    # Sampled to the full length: ranks that disagreed would otherwise wait for one that has ended.
+    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "top_k": 4, "min_new_tokens": 6}]
     seed = data.draw(st.integers(0, 2**31), label="seed")
     for pairs in ranks(world).run(generated, world, fields, seed, prompt, ways):
         assert len(pairs) == 2 * len(ways)
@@ -185,3 +187,22 @@ def different_prompts() -> str:
 
 def test_different_prompts_are_refused(ranks: Pools) -> None:
     assert all("different prompts" in said for said in ranks(2).run(different_prompts))
+
+
+def drawn() -> tuple[list[float], list[float], list[float]]:
+    """What this rank would draw by itself, what it draws together with the others, and what it draws next."""
+    topology = grid(2, False)
+    torch.manual_seed(topology.tensor_rank)
+    alone = torch.rand(2).tolist()
+    torch.manual_seed(topology.tensor_rank)
+    with random_numbers_of_first(topology.tensor_group, torch.device("cpu")):
+        together = torch.rand(2).tolist()
+    return alone, together, torch.rand(2).tolist()
+
+
+def test_ranks_draw_the_numbers_of_the_first(ranks: Pools) -> None:
+    (alone, together, after), (other_alone, other_together, other_after) = ranks(2).run(drawn)
+    assert alone != other_alone
+    assert together == other_together == alone
+    assert other_after == other_alone, "as if nothing had been drawn"
+    assert after not in (alone, other_alone), "the first rank's have gone on"

@@ -23,7 +23,7 @@ def agree_on_tokens(tokens: Tensor, group: Group) -> bool:
 
 
 def _from_first(state: Tensor, group: Group, device: torch.device) -> Tensor:
-    shared = state.to(device)
+    shared = state.to(device, copy=True)  # the broadcast writes into it
     dist.broadcast(shared, group_src=0, group=group)
     return shared.cpu()
 
