@@ -77,9 +77,8 @@ MUTANTS: dict[str, Mutant] = {
     "branches-in-sequence": Mutant(
         "The MLP of a parallel layer starts from the attention's output.",
         "zero_tp/models/transformer.py",
-        "return self._transformed(stream, sequence) + self._attended(stream, shared, sequence) + stream",
-        "stream = stream + self._attended(stream, shared, sequence)\n"
-        "        return stream + self._transformed(stream, sequence)",
+        "return mlp(stream) + attention(stream) + stream",
+        "return sequential(stream, attention, mlp)",
         (PARALLEL,),
     ),
     "ranks-sample-by-themselves": Mutant(

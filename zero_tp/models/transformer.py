@@ -5,6 +5,7 @@ s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -50,8 +51,27 @@ class Embedding(nn.Module):
         return self.dropout(stream)
 
 
+Branch = Callable[[Tensor], Tensor]
+"""norm, attention or MLP, dropout: what is added to the residual stream."""
+
+
+def sequential(stream: Tensor, attention: Branch, mlp: Branch) -> Tensor:
+    """x + attention(x), then x + mlp(x): the pre-norm layer."""
+    stream = stream + attention(stream)
+    return stream + mlp(stream)
+
+
+def parallel(stream: Tensor, attention: Branch, mlp: Branch) -> Tensor:
+    """x + attention(x) + mlp(x): both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745, section 2.1)."""
+    return mlp(stream) + attention(stream) + stream
+
+
+LAYERS: dict[str, Callable[[Tensor, Branch, Branch], Tensor]] = {"sequential": sequential, "parallel": parallel}
+"""How a layer's two branches meet the residual stream."""
+
+
 class TransformerLayer(nn.Module):
-    """What every layer has. [s, b, h] → [s, b, h], shards under SP.
+    """Two branches with a norm at the input of each. [s, b, h] → [s, b, h], shards under SP.
 
     Attributes:
         regions: what backward may compute again; a recompute policy changes them.
@@ -62,6 +82,7 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         self.regions = LayerRegions()
+        self.join = LAYERS[spec.layer]
         norm = NORMS[spec.norm]
         self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon)
         self.attention = Attention(make.child("attention"), spec, streams, self.regions, number)
@@ -70,39 +91,14 @@ class TransformerLayer(nn.Module):
         self.dropout = dropout
 
     def forward(self, stream: Tensor, shared: Shared, *, sequence: bool) -> Tensor:
-        return self.regions.layer(partial(self._forward, shared=shared, sequence=sequence), stream)
+        attention = partial(
+            self._branch, self.attention_norm, partial(self.attention, shared=shared, sequence=sequence), sequence
+        )
+        mlp = partial(self._branch, self.mlp_norm, partial(self.mlp, sequence=sequence), sequence)
+        return self.regions.layer(lambda stream: self.join(stream, attention, mlp), stream)
 
-    def _forward(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
-        raise NotImplementedError
-
-    def _attended(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
-        """attention(norm(x)), dropped out."""
-        norm, attention = self.attention_norm, partial(self.attention, shared=shared, sequence=sequence)
-        return self.dropout(self.regions.norm(partial(norm, part=sequence), stream, attention))
-
-    def _transformed(self, stream: Tensor, sequence: bool) -> Tensor:
-        """mlp(norm(x)), dropped out."""
-        norm, mlp = self.mlp_norm, partial(self.mlp, sequence=sequence)
-        return self.dropout(self.regions.norm(partial(norm, part=sequence), stream, mlp))
-
-
-class SequentialLayer(TransformerLayer):
-    """Pre-norm layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def _forward(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
-        stream = stream + self._attended(stream, shared, sequence)
-        return stream + self._transformed(stream, sequence)
-
-
-class ParallelLayer(TransformerLayer):
-    """Both branches start from the layer's input: x + attention(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B, arXiv
-    2204.06745, section 2.1)."""
-
-    def _forward(self, stream: Tensor, shared: Shared, sequence: bool) -> Tensor:
-        return self._transformed(stream, sequence) + self._attended(stream, shared, sequence) + stream
-
-
-LAYERS: dict[str, type[TransformerLayer]] = {"sequential": SequentialLayer, "parallel": ParallelLayer}
+    def _branch(self, norm: nn.Module, transform: Branch, sequence: bool, stream: Tensor) -> Tensor:
+        return self.dropout(self.regions.norm(partial(norm, part=sequence), stream, transform))
 
 
 class Transformer(nn.Module):
@@ -115,7 +111,7 @@ class Transformer(nn.Module):
         self.spec = spec
         self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
         self.layers = nn.ModuleList(
-            LAYERS[spec.layer](
+            TransformerLayer(
                 make.child(f"layers.{number}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream), number
             )
             for number in range(spec.layers)

@@ -248,7 +248,7 @@ class _Rank:
         self._arm(status, LEAVE_SECONDS[status == 0])
         try:
             _destroy_process_groups()
-        except Exception:
+        except (RuntimeError, OSError, ValueError):  # what torch raises for a connection or a group that is broken
             # The work is done or its error is told: what a broken connection says while it is torn down is noise.
             if self.verbose:
                 write_stderr(traceback.format_exc())
