@@ -42,6 +42,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from zero_tp.config import RunConfig
+    from zero_tp.data.batch import Batch
     from zero_tp.planning.views import true_view
     from zero_tp.topology import Topology
     from zero_tp.training import engine as engines
@@ -57,7 +58,8 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     made = engines.TrainingEngine(config.hf_config(), topology, deepspeed, seed=1, recompute=block.recompute_policy)
     made._hooks_checked = True
     tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
-    batches = [(tokens, tokens)] * config.accumulation
+    apart = block.data.document_attention == "reset"
+    batches = [Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if apart else []))] * config.accumulation
     made.train_step(batches)
     gc.collect()
     tracker = MemTracker()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
 from zero_tp.config import RunConfig
+from zero_tp.data.batch import Batch
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel import loss
 from zero_tp.planning import dryrun, outside
@@ -60,11 +61,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family(name: str, *overrides: str) -> list[str]:
+DOCUMENTS = "zero_tp.data.document_attention=reset"
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
+WINDOWS |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+
+
+def family(name: str, *overrides: str, model: dict[str, Any] | None = None) -> list[str]:
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
     limits = {"vocab_size": 1000, "max_position_embeddings": 256}
-    model = {"model_type": name, **sizes, **limits, **FAMILIES[name]}
-    return [f"zero_tp.model={json.dumps(model)}", *overrides, *WIDE]
+    whole: dict[str, Any] = {"model_type": name, **sizes, **limits, **FAMILIES[name], **(model or {})}
+    return [f"zero_tp.model={json.dumps(whole)}", *overrides, *WIDE]
 
 
 CONFIGS += [
@@ -75,6 +81,13 @@ CONFIGS += [
     family("qwen3", "zero_optimization.stage=3", "zero_tp.parallel.sequence=false"),
     family("gpt_neox", "zero_optimization.stage=1"),
     family("gpt_neox", "zero_optimization.stage=2", "zero_tp.recompute=full", "zero_tp.attention=eager"),
+    family("llama", "zero_optimization.stage=1", DOCUMENTS),
+    ["zero_optimization.stage=2", "zero_tp.attention=eager", DOCUMENTS, *WIDE],
+    ["zero_optimization.stage=3", "zero_tp.recompute=selective", DOCUMENTS, *WIDE],
+    family("qwen2", "zero_optimization.stage=1", model=WINDOWS),
+    family(
+        "qwen3", "zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager", model=WINDOWS
+    ),
 ]
 WORLD = 4
 NAMES = [
@@ -155,7 +168,7 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
     with FakeTensorMode():
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 64, dtype=torch.long)
-        moments = dryrun.measure(model, tokens)
+        moments = dryrun.measure(model, Batch(tokens, tokens))
     parameters = 2 * sum(parameter.numel() for parameter in model.parameters())
     ours = max(one.activations + one.transients + 2 * one.gradients for one in moments) + parameters
     assert peak(fake=True) == peak(fake=False)

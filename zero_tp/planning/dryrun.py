@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.config import RunConfig
+from zero_tp.data.batch import Batch
 from zero_tp.models.attention import SDPACore
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import GradientHooks
@@ -112,13 +113,14 @@ def dry_run(config: RunConfig, *, fused_attention: bool = False) -> DryRun:
         settings = config.deepspeed_config().get("activation_checkpointing", {})
         ActivationMemory(model, block.recompute_policy, settings, torch.device("cpu"))
         tokens = torch.zeros(config.micro_batch, block.data.sequence_length, dtype=torch.long)
-        moments = measure(model, tokens)
+        apart = block.data.document_attention == "reset"
+        moments = measure(model, Batch(tokens, tokens, *([tokens, tokens] if apart else [])))
         del hooks
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return DryRun(moments, parameters, time.perf_counter() - start)
 
 
-def measure(model: ZeroTPForCausalLM, tokens: Tensor) -> tuple[Moment, ...]:
+def measure(model: ZeroTPForCausalLM, batch: Batch) -> tuple[Moment, ...]:
     """Forward and backward of one micro-batch; each gradient is let go of as soon as it is done."""
     done: list[tuple[int, int, int]] = []
     hooks: list[Any] = []
@@ -137,7 +139,12 @@ def measure(model: ZeroTPForCausalLM, tokens: Tensor) -> tuple[Moment, ...]:
         started: list[int] = []
         for module in (*model.transformer.layers, model.transformer.final_norm):
             hooks.append(module.register_forward_pre_hook(lambda *_: started.append(allocations.clock)))
-        loss = model(tokens, shift_labels=tokens).loss
+        loss = model(
+            batch.input_ids,
+            shift_labels=batch.labels,
+            position_ids=batch.position_ids,
+            document_ids=batch.document_ids,
+        ).loss
         forward = allocations.clock
         loss.backward()
         del loss

@@ -103,7 +103,7 @@ class _Layer(LayerForward):
         walk.free("copy")
         if "attention_core" in modules:
             if "mixed" in walk.alive:
-                walk.make("core.rows", 4 * self.query / self.shape.head_size)
+                self._beside_mixed()
             else:
                 self._core()
         if "attention_core" in modules:
@@ -159,8 +159,10 @@ class _Layer(LayerForward):
         walk, e = self.walk, self.e
         query, pair, scores = self.query, self.pair, self.scores
         if self.core == "fused":
+            if self.repeats:
+                walk.make("back.repeated", 2 * e * query)
             walk.make("back.heads", e * self.fused)
-            walk.free("back.mixed", "qkv", "mixed", "core.rows")
+            walk.free("back.mixed", "qkv", "mixed", "core.rows", "core.k", "core.v", "back.repeated")
         elif self.core == "eager":
             walk.make("back.v", e * query)
             walk.make("back.dropped", e * scores)

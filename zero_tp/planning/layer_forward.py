@@ -9,6 +9,11 @@ from zero_tp.planning.shape import Shape
 from zero_tp.planning.walk import Setting, Walk
 
 
+def core_of(shape: Shape, setting: Setting) -> str:
+    """How attention runs: "eager", torch's "maths" path or a "fused" kernel."""
+    return "eager" if shape.eager else "maths" if setting.cpu and shape.attention_dropout else "fused"
+
+
 class LayerForward:
     """Sizes, and the operations of forward."""
 
@@ -30,7 +35,10 @@ class LayerForward:
         self.output_weight = h * d * shape.heads / t
         self.down_weight = h * shape.mlp_size / t
         self.up_weight = self.down_weight * (2 if shape.gated else 1)
-        self.core = "eager" if shape.eager else "maths" if setting.cpu and shape.attention_dropout else "fused"
+        self.core = core_of(shape, setting)
+        # Beside a mask an accelerator's fused kernels take no groups: models/attention.py repeats keys and values.
+        grouped = shape.kv_heads != shape.heads
+        self.repeats = self.core == "fused" and setting.mask_rows > 0 and not setting.cpu and grouped
         # A fused core gives its output in the order of its queries' memory, which turning a part of each head changes.
         self.copies = self.core != "fused" or 0 < shape.rotary_size < shape.head_size
         self.dropped = shape.attention_dropout and self.core != "fused"
@@ -154,13 +162,20 @@ class LayerForward:
             walk.free("received")
         walk.free(name)
 
+    def _beside_mixed(self) -> None:
+        """What a fused core keeps beside its output."""
+        if self.repeats:
+            self.walk.make("core.k", self.e * self.query)
+            self.walk.make("core.v", self.e * self.query)
+        self.walk.make("core.rows", 4 * self.query / self.shape.head_size)
+
     def _core(self, *, again: bool = False) -> None:
         """Names that start with "core." are what a recomputed core does not keep."""
         walk, e = self.walk, self.e
         query, pair, scores, square = self.query, self.pair, self.scores, self.at.s**2
         if self.core == "fused":
             walk.make("mixed", e * query)
-            walk.make("core.rows", 4 * query / self.shape.head_size)
+            self._beside_mixed()
             return
         if self.core == "eager":
             walk.make("core.q", e * query)

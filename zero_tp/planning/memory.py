@@ -148,18 +148,23 @@ class PaperView:
 
 
 def layer_settings(
-    layers: int, base: Setting, policy: Any, recomputed: Sequence[int], activation_checkpointing: dict[str, Any]
+    windows: Sequence[int | None],
+    base: Setting,
+    policy: Any,
+    recomputed: Sequence[int],
+    activation_checkpointing: dict[str, Any],
 ) -> tuple[Setting, ...]:
     """Each layer's setting under a recompute policy.
 
     Args:
+        windows: of each layer.
         base: of a layer that recomputes nothing.
         policy: `zero_tp.recompute` in its long form.
         recomputed: numbers of the layers that it recomputes.
         activation_checkpointing: DeepSpeed's block.
     """
     if policy.mode == "none" or policy.keep_micro_batches:
-        return (base,) * layers
+        return of_each_layer(windows, base)
     modules = ("layer",) if policy.mode == "full" else tuple(policy.chosen_modules)
     full = policy.mode == "full"
     again = replace(
@@ -170,4 +175,11 @@ def layer_settings(
         to_host=full and bool(activation_checkpointing.get("cpu_checkpointing")) and not base.cpu,
     )  # fmt: skip
     chosen = set(recomputed)
-    return tuple(again if number in chosen else base for number in range(layers))
+    pairs = zip(of_each_layer(windows, base), of_each_layer(windows, again), strict=True)
+    return tuple(pair[number in chosen] for number, pair in enumerate(pairs))
+
+
+def of_each_layer(windows: Sequence[int | None], setting: Setting) -> tuple[Setting, ...]:
+    """The setting with each layer's window."""
+    kinds = {window: replace(setting, window=window) for window in set(windows)}
+    return tuple(kinds[window] for window in windows)

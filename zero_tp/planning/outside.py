@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from zero_tp.planning.layer import greatest_course, layer_course
+from zero_tp.planning.layer_forward import core_of
 from zero_tp.planning.shape import Shape
 from zero_tp.planning.walk import Moment, Setting, Walk, norm_backward
 
@@ -102,16 +103,18 @@ class _Ends:
         self.stream, self.whole = at.e * rows * shape.hidden, at.e * tokens * shape.hidden
         self.vocabulary = shape.vocabulary_of_rank(at.t)
         self.word = shape.hidden * self.vocabulary
-        positions = at.s / at.t if self.split else at.s
+        places = at.b if at.documents else 1  # rows of positions
+        positions = (at.s / at.t if self.split else at.s) * places
         self.position = at.e * positions * shape.hidden if shape.learned_positions else 0.0
         self.table = at.e * shape.positions * shape.hidden if shape.learned_positions else 0.0
         self.ids = 8.0 * tokens * (3 if at.t > 1 else 1) + (tokens if at.t > 1 else 0)
-        turning = 2 * at.e * at.s * shape.rotary_size  # cosines and sines, for all layers
+        turning = 2 * at.e * at.s * places * shape.rotary_size  # cosines and sines, for all layers
         self.kept = self.ids + turning + (self.rows * shape.hidden if shape.embedding_dropout else 0.0)
-        # Eager attention's, for all layers: a region that runs again keeps it until then.
-        mask = float(at.e * at.s**2) if shape.eager else 0.0
+        # One for all layers of a window. A region that runs again keeps it until then, and a fused kernel for backward.
+        masks = {setting.window: max(setting.mask_rows, int(shape.eager)) for setting in settings}
+        mask = float(at.e * at.s**2 * sum(masks.values()))
         again = any({"layer", "attention_core"} & set(setting.modules) for setting in settings)
-        self.mask, self.kept_mask = (0.0, mask) if again else (mask, 0.0)
+        self.mask, self.kept_mask = (0.0, mask) if again or core_of(shape, at) == "fused" else (mask, 0.0)
 
     def enter(self) -> list[Moment]:
         """Tokens and the mask of the embedding's dropout are kept; the stream is a transient."""

@@ -34,8 +34,6 @@ def heading(plan: Plan) -> list[str]:
     sequence = ", SP" if block.parallel.sequence else ""
     policy = block.recompute_policy
     notes = []
-    if block.data.document_attention == "reset":
-        notes.append('not counted: the masks of data.document_attention "reset"')
     if config.nvme_paths:
         notes.append("NVMe is counted as host memory")
     return [

@@ -14,7 +14,7 @@ from zero_tp.config import RunConfig
 from zero_tp.config.errors import ConfigError
 from zero_tp.errors import UserError
 from zero_tp.planning.devices import Device
-from zero_tp.planning.memory import GIB, Point, TrueView
+from zero_tp.planning.memory import GIB, Point, TrueView, of_each_layer
 from zero_tp.planning.plan import Model, check_device, host_needed, needed
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.views import base_setting, model_of
@@ -176,7 +176,7 @@ def _evaluate(
         offload_param=choice.offload_param,
         overlap=choice.stage == 3 if given.stage == 3 or choice.stage == 3 else given.overlap,
     )
-    settings = (setting,) * shape.layers
+    settings = of_each_layer(shape.windows, setting)
     view = TrueView(shape, settings, ZeroMemory(parameters, zero))
     peak = view.peak
     own, host = needed(view, device), host_needed(view, device, config.world_size)

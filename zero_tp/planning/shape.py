@@ -19,6 +19,7 @@ class Shape:
         gated: the MLP has a gate beside its first weight.
         rms_norm: norms keep one number a row instead of two.
         learned_positions: positions are a weight; else rotary.
+        windows: of each layer: how many tokens a token sees, or None.
         rotary_size: features of a head that turn.
         query_key_norm: a norm over each head's features of queries and keys.
         parallel_layer: attention and MLP both start from the layer's input.
@@ -38,6 +39,7 @@ class Shape:
     gated: bool
     rms_norm: bool
     learned_positions: bool
+    windows: tuple[int | None, ...]
     rotary_size: int
     query_key_norm: bool
     parallel_layer: bool
@@ -61,6 +63,7 @@ class Shape:
             gated=spec.mlp == "gated",
             rms_norm=spec.norm == "rms_norm",
             learned_positions=spec.position == "learned",
+            windows=spec.windows,
             rotary_size=spec.rotary.size if spec.rotary is not None else 0,
             query_key_norm=spec.query_key_norm,
             parallel_layer=spec.layer == "parallel",

@@ -50,7 +50,15 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> tuple[Sha
 def base_setting(config: RunConfig, *, cpu: bool) -> Setting:
     parallel, length = config.zero_tp.parallel, config.zero_tp.data.sequence_length
     sequence = parallel.sequence and parallel.tensor > 1
-    return Setting(length, config.micro_batch, parallel.tensor, sequence, ELEMENT[config.dtype], cpu)
+    return Setting(
+        length,
+        config.micro_batch,
+        parallel.tensor,
+        sequence,
+        ELEMENT[config.dtype],
+        cpu,
+        documents=config.zero_tp.data.document_attention == "reset",
+    )
 
 
 def true_view(config: RunConfig, *, cpu: bool, model: tuple[Shape, Parameters, int] | None = None) -> TrueView:
@@ -65,7 +73,7 @@ def true_view(config: RunConfig, *, cpu: bool, model: tuple[Shape, Parameters, i
     shape, parameters, _ = model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)
     deepspeed = config.deepspeed_config()
     settings = layer_settings(
-        shape.layers,
+        shape.windows,
         base_setting(config, cpu=cpu),
         policy,
         policy.recomputed_layers(shape.layers),
@@ -87,7 +95,7 @@ def paper_view(
     shape, _, whole = model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)
     settings: dict[str, Any] = config.deepspeed_config().get("activation_checkpointing", {})
     base = base_setting(config, cpu=False)
-    setting = layer_settings(1, base, policy, range(1), settings)[0]
+    setting = layer_settings((None,), base, policy, range(1), settings)[0]
     return PaperView(
         shape=shape,
         setting=setting,

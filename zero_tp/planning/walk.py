@@ -24,6 +24,8 @@ class Setting:
         modules: regions that `selective` recomputes; ("layer",) for `full`.
         partitioned: P_a: checkpoints of full recomputation are split over TP.
         to_host: P_a+cpu: they wait in host memory.
+        window: how many tokens a token of this layer sees, itself among them; None: all before it.
+        documents: of the document a token is in (`data.document_attention` "reset").
     """
 
     s: int
@@ -35,6 +37,15 @@ class Setting:
     modules: tuple[str, ...] = ()
     partitioned: bool = False
     to_host: bool = False
+    window: int | None = None
+    documents: bool = False
+
+    @property
+    def mask_rows(self) -> int:
+        """Sequences whose masks differ: none where attention is causal and nothing more."""
+        if self.documents:
+            return self.b
+        return int(self.window is not None and self.s > self.window)
 
 
 class Moment(NamedTuple):
