@@ -39,6 +39,8 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
             AcceleratorState._reset_state(reset_partial_state=True)
             accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(SETTINGS)))
             engine = accelerator.prepare(model)
+        elif through == "ddp":
+            engine = torch.nn.parallel.DistributedDataParallel(model)
         else:
             mpu = model.topology if through == "deepspeed, mpu" else None
             engine = deepspeed.initialize(model=model, config=dict(SETTINGS), mpu=mpu)[0]
@@ -48,8 +50,11 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
         if os.environ.pop("ACCELERATE_USE_DEEPSPEED", None):
             AcceleratorState._reset_state(reset_partial_state=True)
     loss = engine(tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
+    if through == "ddp":
+        loss.backward()
+    else:
+        engine.backward(loss)
+        engine.step()
     return "", loss.item()
 
 
@@ -61,6 +66,8 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
         (2, "deepspeed, mpu", False),
         (1, "accelerate", False),
         (1, "deepspeed", False),
+        (2, "ddp", True),
+        (1, "ddp", False),
     ],
 )
 def test_a_model_that_is_split_needs_its_topology(ranks: Pools, tensor: int, through: str, refused: bool) -> None:

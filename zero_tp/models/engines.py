@@ -23,8 +23,22 @@ def refuse_engine_without_topology(hook: Any, topology: Topology) -> None:
     if topology.tensor == 1 or not type(engine).__module__.startswith("deepspeed."):
         return
     if getattr(engine, "mpu", None) is not topology:
-        raise UserError(
-            f"a model of tensor parallel size {topology.tensor} in a DeepSpeed engine that does not know its topology, "
-            "as Accelerator.prepare and Trainer make it, would average the gradients of different shards; train it "
-            "with launch/pretrain.py, call deepspeed.initialize(mpu=topology), or use tensor parallel size 1"
-        )
+        raise _refusal(topology, "a DeepSpeed engine that does not know its topology")
+
+
+def refuse_data_parallel_wrapper(topology: Topology) -> None:
+    """torch's DistributedDataParallel averages gradients over the whole world, unless it is told otherwise.
+
+    Raises:
+        UserError: the model is split.
+    """
+    if topology.tensor > 1:
+        raise _refusal(topology, "torch's DistributedDataParallel, which does not know its topology")
+
+
+def _refusal(topology: Topology, where: str) -> UserError:
+    return UserError(
+        f"a model of tensor parallel size {topology.tensor} in {where}, as Accelerator.prepare and Trainer make it, "
+        "would average the gradients of different shards; train it with launch/pretrain.py, call "
+        "deepspeed.initialize(mpu=topology), or use tensor parallel size 1"
+    )

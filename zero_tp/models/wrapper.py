@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from zero_tp.errors import UserError
 from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.engines import refuse_engine_without_topology
+from zero_tp.models.engines import refuse_data_parallel_wrapper, refuse_engine_without_topology
 from zero_tp.models.head import IGNORE_INDEX, OutputLayer
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
@@ -98,6 +98,16 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         """
         refuse_engine_without_topology(hook, self.topology)
         return super().register_forward_pre_hook(hook, **options)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
+        """Nothing. torch's DistributedDataParallel asks when it is made around a module.
+
+        Raises:
+            UserError: the model is split.
+        """
+        refuse_data_parallel_wrapper(self.topology)
+        return ()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding.word
