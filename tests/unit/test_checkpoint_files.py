@@ -6,7 +6,6 @@ import errno
 import fcntl
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero_tp.checkpoint import files
-from zero_tp.checkpoint.files import Entry, Place, Reading, hash_file, read_header, write_tensors
+from zero_tp.checkpoint.files import Entry, Place, read_hashed, read_header, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 
@@ -41,7 +40,7 @@ def test_safetensors_reads_what_was_written(
     assert written.size == len(content)
     digests = [hashlib.sha256(content[at : at + part]).digest() for at in range(0, len(content), part)]
     assert written.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
-    assert hash_file(tmp_path / "file") == written
+    assert read_hashed(tmp_path / "file") == written
     with safe_open(tmp_path / "file", framework="pt") as file:
         assert file.metadata() == {"starts": "{}"}
         assert set(file.keys()) == set(tensors)
@@ -57,16 +56,16 @@ def test_every_changed_byte_is_another_hash(tmp_path: Path, monkeypatch: pytest.
     for at in range(0, len(content), 7):
         content[at] ^= 4
         (tmp_path / "file").write_bytes(content)
-        assert hash_file(tmp_path / "file").sha256 != written.sha256, at
+        assert read_hashed(tmp_path / "file").sha256 != written.sha256, at
         content[at] ^= 4
 
 
-@pytest.mark.parametrize(("part", "block"), [(8192, 4096), (1000, 64), (64, 1000), (2**20, 2**10)])
+@pytest.mark.parametrize(("part", "vector"), [(8192, 1024), (1000, 1), (64, 2), (2**20, 3)])
 def test_a_file_is_brought_to_its_places_while_it_is_hashed(
-    tmp_path: Path, seed: int, part: int, block: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, part: int, vector: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "PART", part)
-    monkeypatch.setattr(files, "BLOCK", block)
+    monkeypatch.setattr(files, "VECTOR", vector)
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, *torch.randint(1, 9000, (8,), generator=generator).tolist()]
     tensors = {f"tensor {index}": torch.randn(size, generator=generator) for index, size in enumerate(sizes)}
@@ -79,8 +78,7 @@ def test_a_file_is_brought_to_its_places_while_it_is_hashed(
     places = [
         Place(base + header[name]["data_offsets"][0], target.view(torch.uint8)) for name, target in targets.items()
     ]
-    with ThreadPoolExecutor(3) as threads:
-        assert Reading(tmp_path / "file", written.size, threads, reversed(places)).result() == written
+    assert read_hashed(tmp_path / "file", reversed(places)) == written
     assert len(targets) == 5
     for name, target in targets.items():
         assert torch.equal(target, tensors[name]), name

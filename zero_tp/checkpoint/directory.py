@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_tp.checkpoint.files import Written, hash_file
+from zero_tp.checkpoint.files import Written, read_hashed
 from zero_tp.errors import UserError
 
 CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
@@ -149,7 +149,7 @@ def check_file(checkpoint: Path, name: str, written: dict[str, Any]) -> None:
     Raises:
         Damaged: its SHA-256 is another one.
     """
-    compare(checkpoint / name, written, lambda: hash_file(checkpoint / name))
+    compare(checkpoint / name, written, lambda: read_hashed(checkpoint / name))
 
 
 def compare(file: Path, written: dict[str, Any], read: Callable[[], Written]) -> None:

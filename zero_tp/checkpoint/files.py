@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_tp.checkpoint.direct import DirectFile, page_aligned, read_blocks
+from zero_tp.checkpoint.direct import DirectFile, page_aligned
 
 PART = 8 * 2**20
-BLOCK = 2**20  # read at a time: it is hashed while it is in the processor's cache
-WRITING_THREADS = 4  # two wait for the disk while two hash
-READING_THREADS = 4  # two wait for the disk while two hash
+BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache
+HASHING_THREADS = 3
+VECTOR = 1024  # buffers that one call of the system may fill (IOV_MAX)
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8", torch.int64: "I64"}
 
 
@@ -66,24 +68,30 @@ def _write(
     path: Path, entries: list[Entry], metadata: dict[str, str] | None, digest: Callable[[memoryview], bytes]
 ) -> tuple[int, list[bytes]]:
     """(bytes, each part's digest). Tensors are read on this thread, one after the other; parts that are full are
-    digested and written on others."""
+    written on another and digested on others at the same time.
+
+    Measured on 1.14 GB and two cores, for each number of digesting threads: 0.76 s with one, 0.83 to 0.95 s with two;
+    a writing thread more costs 0.1 s.
+    """
     header, end = _header(entries, metadata)
-    buffers = [page_aligned(PART) for _ in range(WRITING_THREADS + 1)]
-    jobs: deque[Future[bytes]] = deque()
+    digesting = min(HASHING_THREADS, max(1, (os.cpu_count() or 1) - 1))  # a core is busy with copying and writing
+    buffers = [page_aligned(PART) for _ in range(digesting + 5)]
+    jobs: deque[tuple[Future[bytes], Future[None]]] = deque()
     digests, total = [], 0
 
-    def store(part: memoryview, start: int) -> bytes:
-        found = digest(part)
-        file.write(part, start)
-        return found
+    def finish_oldest() -> None:
+        digested, written = jobs.popleft()
+        written.result()
+        digests.append(digested.result())
 
-    with DirectFile(path) as file, ThreadPoolExecutor(WRITING_THREADS) as threads:
+    with DirectFile(path) as file, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(digesting) as threads:
         for part in _parts(_contents(header, entries), cycle(buffers)):
-            jobs.append(threads.submit(store, part, total))
+            jobs.append((threads.submit(digest, part), writer.submit(file.write, part, total)))
             total += len(part)
             if len(jobs) == len(buffers):  # the next part is filled into the buffer of the oldest
-                digests.append(jobs.popleft().result())
-        digests += [job.result() for job in jobs]
+                finish_oldest()
+        while jobs:
+            finish_oldest()
         file.sync()
     assert total == len(header) + end, f"{path}: a tensor is not as long as it said"
     return total, digests
@@ -155,53 +163,87 @@ class Place:
         return self.start + len(self.target)
 
 
-class Reading:
-    """A file of `size` bytes that is read from end to end and hashed on `threads`, from now on; on the way its bytes
-    are copied to `places`, of which no two hold the same. Without places others read the file too, so it goes through
-    the page cache."""
+def read_hashed(path: Path, places: Iterable[Place] = (), given_up: Event | None = None) -> Written:
+    """Read a file from end to end and hash it; its bytes go to `places`, of which no two hold the same, as they come.
 
-    def __init__(self, path: Path, size: int, threads: Executor, places: Iterable[Place] = ()):
-        ordered = sorted(places, key=lambda place: place.start)
-        self._jobs = [threads.submit(_read_part, path, start, ordered) for start in range(0, size, PART)]
+    One thread reads in order, which disks and the kernel's readahead do best, straight to where the bytes belong, and
+    others hash. Measured on 1.14 GB: 0.55 s, plain reading 0.46 s; four threads, each reading and hashing parts of its
+    own past the page cache, 0.80 s.
 
-    def result(self) -> Written:
-        """What was found, when all is read.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        found = [job.result() for job in self._jobs]
-        return Written(sum(size for size, _ in found), _of_parts(digest for _, digest in found))
-
-
-def _read_part(path: Path, start: int, places: list[Place]) -> tuple[int, bytes]:
-    """(bytes, SHA-256) of the part that begins there."""
-    hashed, at = hashlib.sha256(), start
-    for block in read_blocks(path, start, start + PART, page_aligned(BLOCK), direct=bool(places)):
-        hashed.update(block.numpy().data)
-        _distribute(block, at, places)
-        at += len(block)
-    return at - start, hashed.digest()
-
-
-def _distribute(block: Tensor, at: int, places: list[Place]) -> None:
-    """Copy a file's bytes from `at` on to where they belong."""
-    stop = at + len(block)
-    for place in places[bisect_right(places, at, key=lambda place: place.stop) :]:
-        if place.start >= stop:
-            return
-        first, last = max(at, place.start), min(stop, place.stop)
-        place.target[first - place.start : last - place.start].copy_(block[first - at : last - at])
-
-
-def hash_file(path: Path) -> Written:
-    """Read a file from end to end.
+    Args:
+        given_up: once it is set, reading ends.
 
     Raises:
         OSError: it cannot be read.
     """
-    with ThreadPoolExecutor(READING_THREADS) as threads:
-        return Reading(path, path.stat().st_size, threads).result()
+    ordered = sorted(places, key=lambda place: place.start)
+    buffers = [page_aligned(PART) for _ in range(HASHING_THREADS + 1)]
+    jobs: deque[Future[bytes]] = deque()
+    digests, size = [], 0
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        for buffer in cycle(buffers):
+            pieces = _pieces(size, ordered, buffer)
+            count = _fill([view for view, _ in pieces], file.fileno(), size)
+            if count:
+                jobs.append(threads.submit(_take, pieces, count))
+            size += count
+            if count < PART or (given_up is not None and given_up.is_set()):
+                break
+            if len(jobs) == len(buffers):  # the next part may be read into the buffer of the oldest
+                digests.append(jobs.popleft().result())
+        digests += [job.result() for job in jobs]
+    return Written(size, _of_parts(digests))
+
+
+def _pieces(start: int, places: list[Place], buffer: Tensor) -> list[tuple[Tensor, Tensor | None]]:
+    """(where to read, where to copy it then) of the part that begins at `start`, one behind the other.
+
+    What has no place, or one on a device, is read into `buffer`.
+    """
+    at, stop = start, start + PART
+    found: list[tuple[Tensor, Tensor | None]] = []
+    for place in places[bisect_right(places, start, key=lambda place: place.stop) :]:
+        if place.start >= stop:
+            break
+        first, last = max(at, place.start), min(stop, place.stop)
+        if at < first:
+            found.append((buffer[at - start : first - start], None))
+        target = place.target[first - place.start : last - place.start]
+        direct = target.device.type == "cpu"
+        found.append((target, None) if direct else (buffer[first - start : last - start], target))
+        at = last
+    if at < stop:
+        found.append((buffer[at - start :], None))
+    return found
+
+
+def _fill(targets: list[Tensor], descriptor: int, start: int) -> int:
+    """Read bytes from `start` on into one target after the other; how many there were."""
+    waiting, done = deque(target.numpy().data for target in targets), 0
+    while waiting:
+        count = os.preadv(descriptor, list(islice(waiting, VECTOR)), start + done)
+        if count == 0:
+            break
+        done += count
+        while count:
+            first = waiting.popleft()
+            if len(first) > count:
+                waiting.appendleft(first[count:])
+            count -= min(count, len(first))
+    return done
+
+
+def _take(pieces: list[tuple[Tensor, Tensor | None]], count: int) -> bytes:
+    """SHA-256 of the first `count` bytes, which are copied to where they belong."""
+    hashed = hashlib.sha256()
+    for view, target in pieces:
+        read = view[:count]
+        hashed.update(read.numpy().data)
+        if target is not None:
+            target[: len(read)].copy_(read)
+        count -= len(read)
+    return hashed.digest()
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

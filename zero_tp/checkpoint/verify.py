@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch.distributed as dist
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
-from zero_tp.checkpoint.files import READING_THREADS, Place, Reading
+from zero_tp.checkpoint.files import Place, read_hashed
 from zero_tp.errors import UserError
 
 
 class Verification:
-    """A checkpoint that is read and hashed, each rank its share of the files, on threads of its own from now on.
+    """A checkpoint that is read and hashed, each rank its share of the files, on a thread of its own from now on.
 
     Leaving the block that it opens ends the reading.
     """
@@ -34,10 +35,10 @@ class Verification:
         """
         self.checkpoint = checkpoint
         self._files: dict[str, Any] = directory.read_manifest(checkpoint)["files"]
-        self._threads = ThreadPoolExecutor(READING_THREADS)
+        self._thread, self._given_up = ThreadPoolExecutor(1), Event()
         share = [own] if own else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
         self._readings = {
-            name: Reading(checkpoint / name, self._files[name]["bytes"], self._threads, places if own else ())
+            name: self._thread.submit(read_hashed, checkpoint / name, places if own else (), self._given_up)
             for name in share
         }
 
@@ -78,4 +79,5 @@ class Verification:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        self._given_up.set()
+        self._thread.shutdown(cancel_futures=True)
