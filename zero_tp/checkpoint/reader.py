@@ -107,7 +107,7 @@ class CheckpointReader:
         try:
             file = safe_open(path, framework="pt")
             return file, json.loads(file.metadata()[STARTS])
-        except Exception as error:
+        except Exception as error:  # safetensors' own type derives from nothing narrower
             raise UserError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 
     def piece(

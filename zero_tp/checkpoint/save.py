@@ -269,7 +269,7 @@ class Saver:
             return {"error": str(error)}
         except OSError as error:
             return {"error": f"{error.strerror or error} ({error.filename or self.run})"}
-        except Exception as error:
+        except Exception as error:  # on a thread of its own; the ranks agree on it and say it
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _finish(self, count: int, step: int, manifest: dict[str, Any]) -> dict[str, Any]:

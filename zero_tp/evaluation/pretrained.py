@@ -193,7 +193,7 @@ def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizer
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:
+    except Exception as error:  # the same
         raise UserError(f"{path}: its tokenizer can't be read: {first_line(error)}") from error
     check_tokenizer(tokenizer, config, path)
     return tokenizer

@@ -221,7 +221,7 @@ def save_pretrained(
                 max_shard_size=max_shard_size,
                 overwrite=True,
             )
-        except Exception as error:
+        except Exception as error:  # whatever it is, the other ranks are to hear of it; raised below
             failure = error
     for _ in gathered:
         pass  # on rank 0 what a failure left: the other ranks wait for it in their gathers

@@ -90,7 +90,7 @@ class Safetensors:
         for path in paths:
             try:
                 file = safe_open(path, framework="pt")
-            except Exception as error:
+            except Exception as error:  # safetensors' own type derives from nothing narrower
                 raise UserError(f"{path}: not a readable safetensors file ({error})") from error
             _add(self._holder, dict.fromkeys(file.keys(), file), path)
 
@@ -117,7 +117,7 @@ class Pickled:
         for path in paths:
             try:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:
+            except Exception as error:  # zipfile's, pickle's, torch's: a broken file can raise anything
                 why = str(error).strip().splitlines() or [type(error).__name__]
                 raise UserError(f"{path}: torch's restricted unpickler refuses it ({why[0]})") from error
             if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
