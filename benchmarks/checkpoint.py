@@ -239,7 +239,14 @@ def exporting(big: Path, manifest: dict[str, Any], config: Any, parameters: int,
     from zero_tp.checkpoint.convert import to_huggingface
 
     sizes = {path.name: {"bytes": path.stat().st_size, "sha256": ""} for path in big.iterdir()}
-    whole = {"format": directory.FORMAT, "model": config.to_dict(), "tokenizer": None, "files": sizes, **manifest}
+    whole = {
+        "format": directory.FORMAT,
+        "model": config.to_dict(),
+        "generation": {},
+        "tokenizer": None,
+        "files": sizes,
+        **manifest,
+    }
     (big / directory.MANIFEST).write_text(json.dumps(whole))
     chunk = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     original, times = big.parent / "original", {"export": [0.0] * 0, "copy": [0.0] * 0}
