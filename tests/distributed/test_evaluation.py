@@ -61,11 +61,17 @@ def test_lm_evals_tasks_equal_its_own_adapter(
     assert all(each == found[0] for each in found[1:]), "ranks disagree"
 
 
-def generated(directory: Path, tasks: Path) -> Results:
-    """By transformers' own class on each data-parallel rank."""
-    subject = native_subject(directory, BATCH)
-    evaluator = Evaluator(subject.evaluator.scorer, batch_size=BATCH, topology=grid(1))
-    return ours(replace(subject, evaluator=evaluator), tasks, ["generate_local"], LIMIT)
+def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
+    """By transformers' own class on each data-parallel rank, by zero_tp's, or by its live ZeRO-3 model."""
+    if by == "transformers":
+        subject = native_subject(directory, BATCH)
+        evaluator = Evaluator(subject.evaluator.scorer, batch_size=BATCH, topology=grid(1))
+        subject = replace(subject, evaluator=evaluator)
+    else:
+        subject = parallel_subject(directory, grid(tensor), BATCH)
+        if by == "zero-3":
+            subject = live_subject(directory, tensor, 3, lambda engine: ParallelScorer(engine.engine))
+    return ours(subject, tasks, ["generate_local"], LIMIT)
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -74,8 +80,12 @@ def test_generated_text(
 ) -> None:
     tasks = write_tasks(tmp_path, shared_file, sample=sample)
     alone = ours(native_subject(model, BATCH), tasks, ["generate_local"], LIMIT)
-    for found in ranks(2).run(generated, model, tasks):
-        assert assert_same(found, alone) == LIMIT
+    texts = {text for (text,) in [answer for (answer,) in alone["generate_local"][1]]}
+    assert len(texts) > LIMIT // 2, "each context has an answer of its own"
+    cases = [("transformers", 2, 1), *(("zero_tp", *grid) for grid in GRIDS), ("zero-3", 2, 1), ("zero-3", 4, 2)]
+    for by, world, tensor in cases:
+        for found in ranks(world).run(generated, model, tasks, by, tensor):
+            assert assert_same(found, alone) == LIMIT, (by, world, tensor)
     if not sample:
         assert assert_same(alone, reference(model, tasks, ["generate_local"], LIMIT, BATCH)) == LIMIT
 
@@ -129,8 +139,8 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
             assert mine.get("accuracy") == theirs.get("accuracy")
 
 
-def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tuple[list[dict[str, Any]], int, int]:
-    """(figures, forwards before, forwards in all) of a DeepSpeed engine that has made no step."""
+def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> Subject:
+    """A DeepSpeed engine that has made no step. `scorer` is made of it."""
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.weights.load import PretrainedSource
 
@@ -142,25 +152,33 @@ def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tu
     }
     topology = grid(tensor)
     engine = TrainingEngine(opened.config, topology, config, seed=1, source=PretrainedSource(directory, opened.config))
+    engine.engine.eval()
+    evaluator = Evaluator(scorer(engine), batch_size=BATCH, topology=topology)
+    return Subject(evaluator, opened.tokenizer, opened.config, engine.model, 64, lock_step=True, quiet=True)
+
+
+def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tuple[list[dict[str, Any]], int]:
+    """(figures, forwards)"""
     forwards = 0
 
-    def counting(input_ids: Tensor, labels: Tensor) -> TokenScores:
-        nonlocal forwards
-        forwards += 1
-        return ParallelScorer(engine.engine)(input_ids, labels)
+    def counting(engine: Any) -> Any:
+        def score(input_ids: Tensor, labels: Tensor) -> TokenScores:
+            nonlocal forwards
+            forwards += 1
+            return ParallelScorer(engine.engine)(input_ids, labels)
 
-    engine.engine.eval()
-    evaluator = Evaluator(counting, batch_size=BATCH, topology=topology)
-    subject = Subject(evaluator, opened.tokenizer, opened.config, engine.model, 64, lock_step=True, quiet=True)
-    return [task.run(subject) for task in own_tasks(directory, files)], forwards, topology.data
+        return score
+
+    subject = live_subject(directory, tensor, stage, counting)
+    return [task.run(subject) for task in own_tasks(directory, files)], forwards
 
 
 def test_a_live_zero_3_model(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
     subject = native_subject(model, BATCH)
     expected = [task.run(subject) for task in own_tasks(model, files)]
     found = ranks(4).run(live, model, files, 2, 3)
-    assert len({forwards for _, forwards, _ in found}) == 1
-    for figures, _, _ in found:
+    assert len({forwards for _, forwards in found}) == 1
+    for figures, _ in found:
         for mine, theirs in zip(figures, expected, strict=True):
             assert mine["nll"] == pytest.approx(theirs["nll"], rel=1e-5)
             assert mine.get("accuracy") == theirs.get("accuracy")

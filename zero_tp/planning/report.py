@@ -53,7 +53,7 @@ def memory(plan: Plan) -> list[str]:
         # A run has no pipeline, so nothing is said of what it would allocate.
         lines = [f"{'memory of one device [GiB]':28}{'papers':>10}"]
         lines += [f"  {TITLES[name]:26}{size / GIB:10.2f}" for name, size in paper.items()]
-        return [*lines, f"  {'together':26}{sum(paper.values()) / GIB:10.2f} of {plan.device.memory_gib:g}"]
+        return [*lines, f"  {'together':26}{sum(paper.values()) / GIB:10.2f} of {plan.device.memory_gib:.4g}"]
     lines = [f"{'memory of one device [GiB]':28}{'papers':>10}{'allocated':>12}"]
     for name in CATEGORIES:
         if not peak.bytes[name] and not paper.get(name):
@@ -65,13 +65,13 @@ def memory(plan: Plan) -> list[str]:
     gaps = peak.total * device.fragmentation / GIB
     lines.append(
         f"  the peak is in {PHASES[peak.phase]}; with {device.reserved_gib:g} GiB for context and kernels and "
-        f"{gaps:.2f} for gaps {plan.needed / GIB:.2f} of {device.memory_gib:g} GiB: {verdict(plan)}"
+        f"{gaps:.2f} for gaps {plan.needed / GIB:.2f} of {device.memory_gib:.4g} GiB: {verdict(plan)}"
     )
     if plan.true.host and not device.is_cpu:
         node = min(device.per_node, plan.ranks)
         each, together = plan.true.host / GIB, node * plan.true.host / GIB
         lines.append(
-            f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:g} for {node} of a node"
+            f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:.4g} for {node} of a node"
         )
     return lines
 
