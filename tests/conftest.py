@@ -12,6 +12,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes at a time; threads of torch's would wait for cores
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,18 +18,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.launched import free_port
+
 SCRIPT = Path(__file__).with_name("_lifecycle_rank.py")
 ROOT = SCRIPT.parents[2]
 LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")
 LIMIT_SECONDS = 30.0
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "3")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Launch:
