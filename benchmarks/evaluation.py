@@ -3,8 +3,8 @@
 
 Tasks of a directory of lm-eval task files, at the same batch size: seconds of lm-eval's `HFLM` over ours, by
 transformers' class and by zero_tp's. wikitext103 at overlap 32: tokens that the model reads a second, over those of a
-plain batched forward of the same shapes that makes logits for the same 32 positions. Each ratio is taken within a
-round; above 1 ours is faster.
+plain batched forward of the same shapes and class that makes logits for the same 32 positions. Each ratio is taken
+within a round; above 1 ours is faster.
 
     python benchmarks/evaluation.py --model DIR --include-path TASKS --tasks copa_local --wikitext wiki.valid.txt
 """
@@ -16,6 +16,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ from zero_tp.evaluation.tasks import Subject
 from zero_tp.evaluation.wikitext import OVERLAP, detokenised
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
-Contenders = dict[str, Callable[[], None]]
+Contenders = dict[str, Callable[[], object]]
 
 
-def seconds(run: Callable[[], None]) -> float:
+def seconds(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
@@ -112,24 +113,21 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str
     ]
 
     @torch.no_grad()
-    def plain() -> None:
+    def plain(module: Any) -> None:
         for batch in batches:
-            subject.module(input_ids=batch, use_cache=False, logits_to_keep=OVERLAP)
+            module(input_ids=batch, use_cache=False, logits_to_keep=OVERLAP)
 
-    def scoring(subject: Subject) -> Callable[[], None]:
-        def score() -> None:
-            subject.evaluator.score(rows)
-
-        return score
-
-    contenders: Contenders = {"plain forwards": plain}
-    contenders |= {f"wikitext103, {name}": scoring(each) for name, each in ours.items()}
-    found = in_turns(contenders, asked.rounds)
-    computed = sum(map(len, rows))
-    for of_one in found.values():
-        of_one["tokens_computed_per_second"] = round(computed / of_one["seconds"])
-    show(f"{len(rows)} windows of {asked.positions} tokens", found)
-    return found
+    computed, results = sum(map(len, rows)), {}
+    for name, each in ours.items():
+        contenders: Contenders = {
+            "plain forwards": partial(plain, each.module),
+            "wikitext103": partial(each.evaluator.score, rows),
+        }
+        found = results[name] = in_turns(contenders, asked.rounds)
+        for of_one in found.values():
+            of_one["tokens_computed_per_second"] = round(computed / of_one["seconds"])
+        show(f"{len(rows)} windows of {asked.positions} tokens, {name}", found)
+    return results
 
 
 def show(title: str, found: dict[str, dict[str, Any]]) -> None:
