@@ -153,7 +153,11 @@ def main() -> None:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     ours = subjects(asked.model, asked.batch_size, asked.positions)
     result = {
-        "settings": {name: str(value) for name, value in vars(asked).items() if name != "output"},
+        "settings": {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in vars(asked).items()
+            if name != "output"
+        },
         "threads": torch.get_num_threads(),
         "tasks": of_tasks(asked, ours),
         "wikitext103": of_wikitext(asked, ours),
