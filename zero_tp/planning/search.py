@@ -118,8 +118,8 @@ def refuse_if_nothing_fits(found: Found, config: RunConfig, device: Device) -> N
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
     raise UserError(
         f"{config.path}: does not fit {config.world_size} × {device.name} in any of {found.tried} ways: "
-        f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:.4g} GiB a device "
-        f"({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's host memory, "
+        f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:.4g} GiB a "
+        f"device ({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's host memory, "
         f"short by {least.short / GIB:.1f} GiB a device; use more or larger devices"
     )
 
