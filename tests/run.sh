@@ -25,8 +25,9 @@ done
 
 check ruff check .
 check mypy "${folders[@]}"
-# Two files at a time: ranks wait for each other a fifth of the time, and one process leaves a core idle.
-check python -m pytest -n 2 --dist loadfile "$@"
+# Two files at a time, the long ones first: ranks wait for each other a fifth of the time, and one process leaves a core
+# idle.
+check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
