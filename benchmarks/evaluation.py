@@ -28,11 +28,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from zero_tp import cli
-from zero_tp.evaluation.harness import Harness, _hushed
+from zero_tp.evaluation.harness import Harness
 from zero_tp.evaluation.perplexity import sliding_windows
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.scoring import Evaluator, ParallelScorer, unreported
 from zero_tp.evaluation.sources import wikitext_split
+from zero_tp.evaluation.surroundings import hushed
 from zero_tp.evaluation.tasks import Subject
 from zero_tp.evaluation.wikitext import OVERLAP, detokenised
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -92,7 +93,7 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, A
         loaded = manager.load([task])
 
         def run(lm: Any, loaded: Any = loaded) -> None:
-            with _hushed():
+            with hushed():
                 lm_evaluator.evaluate(lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False)
 
         found[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]

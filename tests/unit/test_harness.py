@@ -13,7 +13,7 @@ from tests.harness import assert_same, native_subject, ours, parallel_subject, r
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation.harness import _shared
+from zero_tp.evaluation.harness import shared
 from zero_tp.evaluation.scoring import Row
 from zero_tp.evaluation.tasks import TaskOptions, make_tasks
 from zero_tp.parallel.scores import TokenScores
@@ -60,7 +60,7 @@ def test_which_rows_are_shared() -> None:
     def row(*tokens: int, scored: int = 1) -> Row:
         return Row(np.array(tokens), scored)
 
-    rows, places = _shared([row(1, 2, 3), row(1, 2, 4), row(1, 2, 3), row(1, 3, 4), row(1, 2, 5, scored=2)])
+    rows, places = shared([row(1, 2, 3), row(1, 2, 4), row(1, 2, 3), row(1, 3, 4), row(1, 2, 5, scored=2)])
     assert [(each.tokens.tolist(), each.scored, each.alternatives) for each in rows] == [
         ([1, 2, 3], 1, (4,)),
         ([1, 3, 4], 1, ()),

@@ -1,4 +1,4 @@
-"""lm-eval's tasks: which there are, and how a model of zero_tp answers their requests.
+"""How a model of zero_tp answers lm-eval's requests.
 
 `Harness` is lm-eval's own Hugging Face adapter, from which it takes how text is cut into tokens and how generated text
 is finished; what it computes, and on which rank, is ours. lm-eval sees one process everywhere: every rank builds all
@@ -7,196 +7,28 @@ requests, batches are dealt to the data-parallel ranks (scoring.py), and every r
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import hashlib
-import io
-import logging
-import os
-import random
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from zero_tp.errors import UserError, first_line
+from zero_tp.errors import UserError
 from zero_tp.evaluation.cloze import cut
+from zero_tp.evaluation.lm_eval_parts import (
+    HFLM,
+    SEEDS,
+    Collator,
+    get_rolling_token_windows,
+    make_disjoint_window,
+    normalize_gen_kwargs,
+    stop_sequences_criteria,
+)
 from zero_tp.evaluation.scoring import Report, Row
-from zero_tp.evaluation.sources import digest_of
-from zero_tp.evaluation.tasks import Subject, TaskOptions
-
-try:
-    from lm_eval import evaluator as lm_evaluator
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.utils import Collator, normalize_gen_kwargs
-    from lm_eval.models.utils_hf import stop_sequences_criteria
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ModuleNotFoundError as error:
-    if error.name != "lm_eval":
-        raise
-    raise UserError(
-        "tasks of lm-eval need the package lm-eval, which is not installed: pip install -c constraints.txt -e .[eval]"
-    ) from error
-
-# lm-eval's own defaults.
-SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
-BOOTSTRAP = 1000
-"""Draws of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""
-
-TEXT_METRICS = ("alias", "name", "sample_len", "sample_count")
-
-
-@functools.cache
-def _own_tasks() -> Any:
-    """lm-eval's own tasks. Their index takes seconds, so it is made once, and not where a directory has all names."""
-    return TaskManager()
-
-
-class Catalogue:
-    """lm-eval's tasks, with those of a directory before them."""
-
-    def __init__(self, options: TaskOptions):
-        """UserError: no such directory, or no task in it."""
-        self.options = options
-        self._included: Any = None
-        if options.include_path is not None:
-            if not options.include_path.is_dir():
-                raise UserError(f"--include-path {options.include_path}: no such directory")
-            self._included = TaskManager(include_path=str(options.include_path), include_defaults=False)
-            if not self._included.all_tasks:
-                raise UserError(f"--include-path {options.include_path}: no task file (.yaml) of lm-eval in it")
-
-    @property
-    def included(self) -> list[str]:
-        """The tasks of the directory."""
-        return list(self._included.all_tasks) if self._included else []
-
-    def has(self, name: str) -> bool:
-        return name in self.included or name in _own_tasks().all_tasks
-
-    def names(self) -> list[str]:
-        """All of them."""
-        return [*self.included, *_own_tasks().all_tasks]
-
-    def _manager(self, name: str) -> Any:
-        if name not in self.included:
-            return _own_tasks()
-        if name in self._included.all_subtasks:
-            return self._included
-        return TaskManager(include_path=str(self.options.include_path))  # a group may name tasks of lm-eval's own
-
-    def task(self, name: str, file: Path | None) -> HarnessTask:
-        """The task, group or tag of that name, with its documents.
-
-        Args:
-            file: its evaluated split, instead of what its task file names.
-
-        Raises:
-            UserError: its data can't be had.
-        """
-        manager = self._manager(name)
-        asked: Any = name if file is None else self._with_file(manager.task_index[name], file)
-        try:
-            with _seeded(), _hushed():
-                loaded = manager.load([asked])
-        except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
-            raise UserError(
-                f"{name}: its data can't be read ({type(error).__name__}: {first_line(error)}); without a network give "
-                f"the evaluated split's file with --data {name}=FILE, or a task file that names it with --include-path"
-            ) from error
-        if file is not None:
-            loaded = {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
-        for task in loaded["tasks"].values():
-            self._set_fewshot(task)
-        return HarnessTask(name, loaded, self.options.limit)
-
-    def _with_file(self, entry: Any, file: Path) -> dict[str, Any]:
-        """The task as a group of one, which is lm-eval's way to read it with other keys than its file has."""
-        config = entry.cfg or {}
-        split = config.get("test_split") or config.get("validation_split")
-        if not isinstance(config.get("task"), str) or split is None:
-            raise UserError(f"--data {entry.name}={file}: {entry.name} is a group of tasks; give files to its tasks")
-        if self.options.num_fewshot:
-            raise UserError(
-                f"--data {entry.name}={file}: it has no examples for --num-fewshot {self.options.num_fewshot}; use a "
-                "task file with all splits and --include-path"
-            )
-        kind = file.name.removesuffix(".gz").rpartition(".")[2]
-        other = {"training_split": None, "validation_split": None, "test_split": None, "fewshot_split": None}
-        changed = other | {
-            "task": entry.name,
-            "dataset_path": {"jsonl": "json"}.get(kind, "text"),
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": {split: str(file)}},
-            "test_split" if config.get("test_split") else "validation_split": split,
-            "num_fewshot": 0,
-        }
-        return {"group": f"{entry.name} of a file", "task": [changed]}
-
-    def _set_fewshot(self, task: Any) -> None:
-        """As lm-eval's `simple_evaluate`: a task that says 0 keeps it."""
-        said = task.get_config("num_fewshot")
-        asked = self.options.num_fewshot
-        if asked is not None and said != 0:
-            task.set_config(key="num_fewshot", value=asked)
-        elif said is None:
-            task.set_config(key="num_fewshot", value=0)
-
-
-@dataclass(frozen=True)
-class HarnessTask:
-    """A task, group or tag of lm-eval, as its `TaskManager` loads it."""
-
-    name: str
-    loaded: Any
-    limit: int | None
-
-    def check(self, positions: int) -> None:
-        """Nothing that depends on the model can be wrong yet."""
-
-    def run(self, subject: Subject) -> dict[str, Any]:
-        """The metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
-        for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(SEEDS["fewshot"])  # it is used up: an evaluation before this one drew from it
-        with subject.progress(self.name) as report, _seeded(), _hushed(), _in_one_process():
-            lm = Harness(subject, report)
-            results = lm_evaluator.evaluate(
-                lm,
-                self.loaded,
-                limit=self.limit,
-                bootstrap_iters=0 if subject.quiet or subject.evaluator.topology.rank else BOOTSTRAP,
-                log_samples=False,
-            )
-        kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
-        whole = {key: _plain(results[key]) for key in kept if key in results}
-        metrics = whole["results"].get(self.name) or whole.get("groups", {}).get(self.name) or {}
-        samples = {task: counts["effective"] for task, counts in results["n-samples"].items()}
-        return {
-            "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
-            "metrics": {key: value for key, value in metrics.items() if key not in TEXT_METRICS},
-            "examples": sum(samples.values()),
-            "tokens": lm.tokens,
-            "tokens_computed": lm.tokens_computed,
-            "truncated": lm.truncated,
-            "lm_eval": whole,
-        }
-
-    def _origin(self, task: Any) -> dict[str, Any]:
-        """Where a task's documents are from, and a SHA-256 of those that were used."""
-        found = {"dataset": task.DATASET_PATH, "name": task.DATASET_NAME}
-        files = (task.get_config("dataset_kwargs") or {}).get("data_files")
-        if files:
-            found["data_files"] = _plain(files)
-        return found | {"sha256": digest_of(islice(task.eval_docs, self.limit))}
+from zero_tp.evaluation.tasks import Subject
 
 
 class Harness(HFLM):
@@ -228,7 +60,7 @@ class Harness(HFLM):
 
         Requests of one token after the same context share a forward.
         """
-        rows, places = _shared([cut(context, continuation, self.max_length) for _, context, continuation in requests])
+        rows, places = shared([cut(context, continuation, self.max_length) for _, context, continuation in requests])
         self._agree([(row.tokens.tolist(), row.scored, row.alternatives) for row in rows])
         found = self.subject.evaluator.score(rows, self.report)
         self.tokens += sum(len(continuation) for _, _, continuation in requests)
@@ -336,13 +168,13 @@ class Harness(HFLM):
             raise RuntimeError("ranks have built different requests for a task: is its data the same on all machines?")
 
 
-def _shared(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int, int]]]:
+def shared(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int, int]]]:
     """Rows with the same context and one token to score become one with alternatives.
 
     Returns:
         The rows, and for each given one (row, place among its scores).
     """
-    shared: list[Row] = []
+    distinct: list[Row] = []
     places: list[tuple[int, int]] = []
     by_context: dict[bytes, int] = {}
     for row in rows:
@@ -350,80 +182,15 @@ def _shared(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int, int]]]:
         at = by_context.get(context) if row.scored == 1 else None
         if at is None:
             if row.scored == 1:
-                by_context[context] = len(shared)
-            places.append((len(shared), 0))
-            shared.append(row)
+                by_context[context] = len(distinct)
+            places.append((len(distinct), 0))
+            distinct.append(row)
             continue
-        first = shared[at]
+        first = distinct[at]
         choices = (int(first.tokens[-1]), *first.alternatives)
         token = int(row.tokens[-1])
         if token not in choices:
-            shared[at] = Row(first.tokens, 1, (*first.alternatives, token))
+            distinct[at] = Row(first.tokens, 1, (*first.alternatives, token))
             choices += (token,)
         places.append((at, choices.index(token)))
-    return shared, places
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON has it; a number that isn't finite is None, and what JSON has no form for its text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(each) for each in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-@contextlib.contextmanager
-def _seeded() -> Iterator[None]:
-    """lm-eval's seeds inside, and the random states as they were after: training goes on with its own."""
-    states = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
-        random.seed(SEEDS["random"])
-        np.random.seed(SEEDS["numpy"])
-        torch.manual_seed(SEEDS["torch"])
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def _hushed() -> Iterator[None]:
-    """Drop what lm-eval and datasets print, their bars and warnings; when the block fails, it goes to stderr.
-
-    Not what is written to streams that were opened before: our own bars stay.
-    """
-    said = io.StringIO()
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            yield
-    except UserError:
-        raise
-    except BaseException:
-        sys.stderr.write(said.getvalue())
-        raise
-    finally:
-        logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _in_one_process() -> Iterator[None]:
-    """lm-eval's bootstrap would fork this process, connections to other ranks and all."""
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
+    return distinct, places

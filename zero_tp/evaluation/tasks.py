@@ -22,7 +22,7 @@ from zero_tp.evaluation.wikitext import OVERLAP, check_detokeniser, wikitext103
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from zero_tp.evaluation.harness import Catalogue
+    from zero_tp.evaluation.catalogue import Catalogue
 
 NEEDS_FILE = ("perplexity",)
 
@@ -100,42 +100,27 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
-class PerplexityTask:
+class WindowsTask:
+    """A text, or several, in overlapping windows.
+
+    Attributes:
+        figures: `perplexity` or `wikitext103`.
+        overlap: tokens a window advances by; None: all.
+    """
+
     name: str
-    texts: sources.Sourced[list[str]]
+    text: sources.Sourced[Any]
+    figures: Callable[..., Mapping[str, Any]]
     overlap: int | None
 
     def check(self, positions: int) -> None:
-        _check_overlap(self.overlap, positions)
+        if self.overlap is not None and not 1 <= self.overlap <= positions:
+            raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
 
     def run(self, subject: Subject) -> dict[str, Any]:
         encoder = subject.encoder
         with subject.progress(self.name) as report:
-            result = perplexity(
-                self.texts.value,
-                encoder.plain,
-                subject.evaluator,
-                prefix_token=encoder.prefix_token,
-                sequence_length=subject.positions,
-                overlap=self.overlap,
-                report=report,
-            )
-        return {"data": self.texts.origin, "overlap": self.overlap or subject.positions, **result.as_dict()}
-
-
-@dataclass(frozen=True)
-class Wikitext103Task:
-    name: str
-    text: sources.Sourced[str]
-    overlap: int
-
-    def check(self, positions: int) -> None:
-        _check_overlap(self.overlap, positions)
-
-    def run(self, subject: Subject) -> dict[str, Any]:
-        encoder = subject.encoder
-        with subject.progress(self.name) as report:
-            result = wikitext103(
+            result = self.figures(
                 self.text.value,
                 encoder.plain,
                 subject.evaluator,
@@ -144,7 +129,7 @@ class Wikitext103Task:
                 overlap=self.overlap,
                 report=report,
             )
-        return {"data": self.text.origin, "overlap": self.overlap, **result}
+        return {"data": self.text.origin, "overlap": self.overlap or subject.positions, **result}
 
 
 @dataclass(frozen=True)
@@ -165,14 +150,19 @@ class LambadaTask:
 
 def _perplexity(name: str, path: Path | None, options: TaskOptions) -> Task:
     assert path is not None
-    return PerplexityTask(name, sources.documents(path, options.text_key, options.limit), options.overlap)
+    return WindowsTask(
+        name,
+        sources.documents(path, options.text_key, options.limit),
+        lambda *given, **options: perplexity(*given, **options).as_dict(),
+        options.overlap,
+    )
 
 
 def _wikitext103(name: str, path: Path | None, options: TaskOptions) -> Task:
     if options.limit is not None:
         raise UserError(f"--limit {options.limit}: wikitext103 is one text; leave the limit out, or the task")
     check_detokeniser()
-    return Wikitext103Task(name, sources.wikitext_split(path, options.text_key), options.overlap or OVERLAP)
+    return WindowsTask(name, sources.wikitext_split(path, options.text_key), wikitext103, options.overlap or OVERLAP)
 
 
 def _lambada(name: str, path: Path | None, options: TaskOptions) -> Task:
@@ -184,12 +174,6 @@ MAKERS: dict[str, Callable[[str, Path | None, TaskOptions], Task]] = {
     "wikitext103": _wikitext103,
     "lambada": _lambada,
 }
-
-
-def _check_overlap(overlap: int | None, window: int) -> None:
-    """UserError: not from 1 to the window's tokens."""
-    if overlap is not None and not 1 <= overlap <= window:
-        raise UserError(f"--overlap {overlap}: from 1 to the window's {window:,} tokens")
 
 
 def parse_tasks(text: str) -> list[str]:
@@ -261,7 +245,7 @@ def _catalogue(names: Sequence[str], options: TaskOptions) -> Catalogue | None:
     """lm-eval's tasks; None where none can be meant."""
     if options.include_path is None and all(name in MAKERS for name in names):
         return None
-    from zero_tp.evaluation.harness import Catalogue
+    from zero_tp.evaluation.catalogue import Catalogue
 
     return Catalogue(options)
 
