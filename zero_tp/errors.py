@@ -11,6 +11,9 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, as part of a line: its first line, or its kind where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What a library's error says, as part of a line: its first line, with what that introduces by a colon, or its kind
+    where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]

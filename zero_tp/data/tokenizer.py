@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -92,10 +92,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # transformers raises anything from KeyError to its own types here
-        reason = str(error).strip().splitlines()
-        raise UserError(
-            f"tokenizer {directory}: can't be read: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        raise UserError(f"tokenizer {directory}: can't be read: {first_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
     if tokenizer.eos_token_id is None:

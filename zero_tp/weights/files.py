@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -118,8 +118,7 @@ class Pickled:
             try:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except Exception as error:  # zipfile's, pickle's, torch's: a broken file can raise anything
-                why = str(error).strip().splitlines() or [type(error).__name__]
-                raise UserError(f"{path}: torch's restricted unpickler refuses it ({why[0]})") from error
+                raise UserError(f"{path}: torch's restricted unpickler refuses it ({first_line(error)})") from error
             if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
                 raise UserError(f"{path}: not a dict of tensors by name")
             _add(self._tensors, loaded, path)
