@@ -74,7 +74,7 @@ def _write(
     a writing thread more costs 0.1 s.
     """
     header, end = _header(entries, metadata)
-    digesting = min(HASHING_THREADS, max(1, (os.cpu_count() or 1) - 1))  # a core is busy with copying and writing
+    digesting = min(HASHING_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))  # a core copies and writes
     buffers = [page_aligned(PART) for _ in range(digesting + 5)]
     jobs: deque[tuple[Future[bytes], Future[None]]] = deque()
     digests, total = [], 0
