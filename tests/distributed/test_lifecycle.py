@@ -23,7 +23,8 @@ from tests.launched import free_port
 SCRIPT = Path(__file__).with_name("_lifecycle_rank.py")
 ROOT = SCRIPT.parents[2]
 LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")
-LIMIT_SECONDS = 30.0
+LIMIT_SECONDS = 120.0  # of a loaded machine
+LAUNCHER_SECONDS = 30.0  # then a launcher kills the ranks that it has told to end
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "3")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3")
 
@@ -173,7 +174,7 @@ def test_interrupt_is_said_once_and_leaves_no_process(launch: Callable[..., Laun
     job.wait_for("looping")
     os.killpg(job.runner.pid, signal.SIGINT)
     status, output, seconds = job.end()
-    assert status != 0 and seconds < 10
+    assert status != 0 and seconds < LAUNCHER_SECONDS
     assert output.count("interrupted") == 1
     assert not re.search(r"^(error|rank \d)", output, re.MULTILINE)
 
@@ -194,7 +195,7 @@ def test_ranks_end_when_a_launcher_above_them_is_gone(
     pid = job.runner.pid if victim == "runner" else job.launch_py().pid
     os.kill(pid, number)
     _, output, seconds = job.end()
-    assert seconds < 10
+    assert seconds < LAUNCHER_SECONDS
     lines = own_lines(output)[1:]
     assert len(lines) == 1
     assert re.fullmatch(rf"error: the launcher above rank \d \({name}, process {pid}\) is gone", lines[0])

@@ -132,7 +132,7 @@ def test_one_failing_rank_is_reported_while_the_other_waits(pool: Pool, failing:
     start = time.monotonic()
     with pytest.raises(RankError, match="this rank's own words") as caught:
         pool.run(fail_on, failing)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60  # a collective gives up after 120
     assert caught.value.rank == failing
     assert caught.value.kind == "ArithmeticError"
     assert "in fail_on" in str(caught.value)

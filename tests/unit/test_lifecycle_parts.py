@@ -54,7 +54,7 @@ def start(body: str, directory: Path) -> subprocess.Popen[str]:
 )
 def test_how_a_process_ends(tmp_path: Path, body: str, status: int, out: str, last: str) -> None:
     process = start(body, tmp_path)
-    said, complained = process.communicate(timeout=20)
+    said, complained = process.communicate(timeout=45)
     assert (process.returncode, said) == (status, out)
     assert (complained.splitlines() or [""])[-1] == last
     assert "lifecycle.py" not in complained
@@ -71,7 +71,7 @@ def test_signals_while_the_main_thread_waits_in_c(
     process = start("print('up', flush=True)\nthreading.Lock().acquire() and threading.Event().wait()", tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(number)
-    _, complained = process.communicate(timeout=5)
+    _, complained = process.communicate(timeout=45)
     assert (process.returncode, complained) == (status, text)
 
 
@@ -84,7 +84,7 @@ time.sleep(0.2)
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
     process = start(body, tmp_path)
-    out, complained = process.communicate(timeout=10)
+    out, complained = process.communicate(timeout=25)
     assert (process.returncode, out, complained) == (0, "-15\n", "")
 
 
