@@ -32,7 +32,7 @@ from transformers import GPT2Config
 
 from zero_tp.activations.measure import kept_by_layer
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.config.schema import RecomputePolicy
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.planning.formulas import (
     Layer,

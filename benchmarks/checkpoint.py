@@ -35,9 +35,9 @@ from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
+from zero_tp.process.ops import without_shared_memory_collectives
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.ops import without_shared_memory_collectives
 
 WARM_UP = 4  # until saves remove old checkpoints
 CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache
@@ -186,9 +186,9 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3 ranks would."""
     import json
 
-    from zero_tp.checkpoint.files import Entry, write_tensors
     from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
     from zero_tp.models.wrapper import ZeroTPForCausalLM
+    from zero_tp.tensors.files import Entry, write_tensors
 
     model = {"model_type": "gpt2", "n_layer": 18, "n_embd": 2048, "n_head": 16, "n_positions": 1024}
     CONFIG["zero_tp"]["model"] = model

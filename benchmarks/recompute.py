@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.config.schema import RecomputePolicy
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_tp import cli
-from zero_tp.training.lifecycle import run_rank
-from zero_tp.training.processes import Place
-from zero_tp.training.quiet import quiet_libraries
+from zero_tp.process.lifecycle import run_rank
+from zero_tp.process.processes import Place
+from zero_tp.process.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from zero_tp.topology import Topology
@@ -120,7 +120,7 @@ def main(place: Place) -> None:
 
     def connect() -> tuple[str, Topology]:
         from zero_tp.evaluation import ranks
-        from zero_tp.training.environment import complete_environment
+        from zero_tp.process.environment import complete_environment
 
         complete_environment(place)
         return ranks.connect(settings.tensor_parallel, settings.device, place.local_rank or 0)

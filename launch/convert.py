@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 from zero_tp import cli
-from zero_tp.training.quiet import quiet_libraries
+from zero_tp.process.quiet import quiet_libraries
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

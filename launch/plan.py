@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_tp import cli
 from zero_tp.errors import UserError
-from zero_tp.training.quiet import quiet_libraries
+from zero_tp.process.quiet import quiet_libraries
 
 
 def arguments() -> argparse.Namespace:

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 from zero_tp import cli
-from zero_tp.training.lifecycle import run_rank
-from zero_tp.training.processes import Place
-from zero_tp.training.quiet import quiet_libraries
-from zero_tp.training.requests import Requests
+from zero_tp.process.lifecycle import run_rank
+from zero_tp.process.processes import Place
+from zero_tp.process.quiet import quiet_libraries
+from zero_tp.process.requests import Requests
 
 
 def arguments() -> argparse.Namespace:
@@ -76,13 +76,13 @@ def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> N
         options.deepspeed_config, options.set, place.world, first_config(output), saved_model(output)
     )
 
-    from zero_tp.training.environment import complete_environment
+    from zero_tp.process.environment import complete_environment
     from zero_tp.training.loop import train
     from zero_tp.training.run import Run
 
     profile = None
     if options.profile_steps:
-        from zero_tp.training.profile import step_range
+        from zero_tp.planning.profile import step_range
 
         profile = step_range(options.profile_steps)
     run = Run(config, output, allow_pickle=options.allow_pickle)

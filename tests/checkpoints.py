@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.files import Entry, write_tensors
 from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
+from zero_tp.tensors.files import Entry, write_tensors
 from zero_tp.topology import Topology
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

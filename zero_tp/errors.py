@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """Bad input. Its text is one line: what is wrong, where (key, file, value), and the remedy.
@@ -10,10 +14,58 @@ class UserError(ValueError):
     """
 
 
+class ConfigError(UserError):
+    """A config that can't be run as written. Its text is one line: `KEY: what is wrong; the remedy`.
+
+    Args:
+        key: dotted path of the key in the JSON file, or the file's own path.
+        problem: what is wrong with it, values included.
+        remedy: the nearest valid name, or what to write instead.
+    """
+
+    def __init__(self, key: str, problem: str, remedy: str = "") -> None:
+        self.key = key
+        self.problem = problem
+        self.remedy = remedy
+        text = f"{key}: {problem}" + (f"; {remedy}" if remedy else "")
+        super().__init__(" ".join(text.split()))
+
+
 def first_line(error: BaseException) -> str:
-    """What a library's error says, as part of a line: its first line, with what that introduces by a colon, or its kind
-    where it says nothing."""
+    """The first line of a library's error, for use inside another line.
+
+    An error that begins with an introduction ("… because:") gives all its lines, joined. An error without a text gives
+    the name of its class.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     return " ".join(lines) if lines[0].endswith(":") else lines[0]
+
+
+def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
+    """`did you mean "NAME"?`, or the list of valid names when none is near.
+
+    A candidate may be a dotted path (`parallel.tensor`): its last part counts as a name too, so that a right name in
+    a wrong place finds its place.
+    """
+    names = list(dict.fromkeys(valid))
+    by_spelling: dict[str, str] = {}
+    for name in names:
+        by_spelling.setdefault(name.lower(), name)
+    for name in names:
+        by_spelling.setdefault(name.rsplit(".", 1)[-1].lower(), name)
+    near = (
+        difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.8)
+        or sorted((spelling for spelling in by_spelling if len(wrong) > 4 and wrong.lower() in spelling), key=len)
+        or difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.6)
+    )
+    if near:
+        return f'did you mean "{by_spelling[near[0]]}"?'
+    return "valid: " + ", ".join(sorted(name for name in names if "." not in name))
+
+
+def shown(value: object) -> str:
+    """A JSON value as an error message shows it: as JSON, and cut after 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -9,12 +9,27 @@ from __future__ import annotations
 
 import hashlib
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from zero_tp.errors import ConfigError, UserError
 
-from zero_tp.config.batch import data_parallel_size
-from zero_tp.errors import UserError
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def data_parallel_size(world: int, tensor: int) -> int:
+    """world / tensor.
+
+    Raises:
+        ConfigError: the world size is not positive, or not a multiple of `tensor`.
+    """
+    if world < 1:
+        raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
+    if world % tensor:
+        remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
+        sums = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
+        raise ConfigError("zero_tp.parallel.tensor", sums, remedy)
+    return world // tensor
 
 
 class Topology:
@@ -52,6 +67,8 @@ class Topology:
         Raises:
             UserError: the sizes do not fit (`tensor 4 × data 1.5 ≠ world 6`).
         """
+        import torch.distributed as dist  # here, so that a config is read without loading torch
+
         connected = world is None and dist.is_initialized()
         self.world = dist.get_world_size() if connected else 1 if world is None else world
         self.rank = dist.get_rank() if connected else rank or 0

@@ -6,7 +6,7 @@ import os
 import sys
 
 from zero_tp.errors import UserError
-from zero_tp.training.lifecycle import run_rank
+from zero_tp.process.lifecycle import run_rank
 
 
 def main() -> int:

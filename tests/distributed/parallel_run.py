@@ -95,9 +95,9 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
-    from zero_tp.checkpoint.states import MASTER, OptimizerStates
     from zero_tp.parallel.collectives import all_reduce
     from zero_tp.parallel.layout import local_shape
+    from zero_tp.zero.states import MASTER, OptimizerStates
 
     states = OptimizerStates(engine)
     local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}

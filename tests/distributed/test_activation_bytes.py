@@ -18,7 +18,7 @@ from tests.compare import grid
 from tests.pools import Pools
 from zero_tp.activations.measure import Kept, kept_by_backward, kept_by_layer
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.config.schema import RecomputePolicy
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.planning.formulas import (
     Layer,

@@ -95,7 +95,7 @@ def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
 
 
 def masters_of(engine: Any) -> dict[str, Tensor]:
-    from zero_tp.checkpoint.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER, OptimizerStates
 
     states = OptimizerStates(engine)
     return {run.name: states.get(run, MASTER).clone() for run in states.held}

@@ -297,7 +297,7 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
     import threading
 
     from zero_tp.checkpoint import save
-    from zero_tp.checkpoint.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER, OptimizerStates
 
     engine, config = build(path)
     saver = save.Saver(engine, config, Path(run))

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.compare import check_close, grid, whole_gradients
 from tests.native import gradients, parallel_model, to_ours
 from tests.pools import Pools
-from zero_tp.data.batch import IGNORED, separated
+from zero_tp.constants import IGNORE_INDEX
+from zero_tp.data.batch import separated
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import GradientHooks
 from zero_tp.topology import Topology
@@ -90,7 +91,7 @@ def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: 
     assert set(model.spec.windows) == {WINDOW if kind == "mistral" else None}
     GradientHooks(model, topology.tensor_group)
     batch = separated(tokens, documents)
-    assert int((batch.labels != IGNORED).sum()) == count
+    assert int((batch.labels != IGNORE_INDEX).sum()) == count
     given_to_model: dict[str, Any] = {
         "shift_labels": batch.labels,
         "position_ids": batch.position_ids,

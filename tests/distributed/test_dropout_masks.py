@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from tests.compare import grid
 from tests.pools import Pools
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.config.schema import RecomputePolicy
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 LAYERS, LENGTH, BATCH = 3, 16, 2

@@ -15,7 +15,7 @@ from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.models.wrapper import shifted
 from zero_tp.parallel.layout import GradientHooks
-from zero_tp.training.clipping import clip_gradients, gradient_norm
+from zero_tp.zero.clipping import clip_gradients, gradient_norm
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
 
@@ -148,7 +148,7 @@ def test_norms_and_biases_do_not_decay(ranks: Pools, stage: int) -> None:
 
 
 def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
-    from zero_tp.checkpoint.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER, OptimizerStates
 
     engine = build(grid(2, True), 0, bf16={"enabled": True})
     states = OptimizerStates(engine)

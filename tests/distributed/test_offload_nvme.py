@@ -16,8 +16,8 @@ from zero_tp.topology import Topology
 
 def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, gradient norm) of each step, and this rank's fp32 masters."""
-    from zero_tp.checkpoint.states import MASTER, OptimizerStates
     from zero_tp.training.engine import TrainingEngine
+    from zero_tp.zero.states import MASTER, OptimizerStates
 
     # DeepSpeed keeps what is smaller than its I/O alignment in memory: these matrices are swapped.
     config = GPT2Config(

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.compare import grid
 from tests.pools import Pools
 from tests.smollm2 import with_heads
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.evaluation.scoring import Evaluator, ParallelScorer
 from zero_tp.evaluation.tasks import TaskOptions
-from zero_tp.models.head import IGNORE_INDEX
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 

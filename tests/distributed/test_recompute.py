@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from tests.pools import Pools
-from zero_tp.config.schema import RecomputePolicy
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.topology import Topology
 
 STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from zero_tp.checkpoint import files
-from zero_tp.checkpoint.files import Entry, Place, read_hashed, read_header, write_tensors
+from zero_tp.tensors import files
+from zero_tp.tensors.files import Entry, Place, read_hashed, read_header, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 

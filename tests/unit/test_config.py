@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tests.mistakes import MISTAKES, RIGHT, Mistake
 from zero_tp.checkpoint.save import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
-from zero_tp.config.batch import data_parallel_size, resolve_batch
+from zero_tp.config.batch import resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP
 from zero_tp.config.validation import nested_names, validate
+from zero_tp.topology import data_parallel_size
 
 REPOSITORY = Path(__file__).parents[2]
 

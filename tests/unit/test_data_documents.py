@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_tp.data.batch import IGNORED, Batch, places
+from zero_tp.constants import IGNORE_INDEX
+from zero_tp.data.batch import Batch, places
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.errors import UserError
@@ -53,13 +54,13 @@ def check_row(batch: Batch, row: int, expected: list[tuple[Piece, bool]]) -> int
         here = slice(at, at + len(piece))
         assert inputs[here] == piece
         # Tokens count upwards inside a document, so that each is followed by itself plus one.
-        assert labels[here] == [token + 1 for token in piece[:-1]] + [piece[-1] + 1 if goes_on else IGNORED]
+        assert labels[here] == [token + 1 for token in piece[:-1]] + [piece[-1] + 1 if goes_on else IGNORE_INDEX]
         assert positions[here] == list(range(len(piece)))
         (number,) = set(batch.document_ids[row, here].tolist())
         numbers.append(number)
         at, count = here.stop, count + len(piece) - 1 + goes_on
     assert len(set(numbers)) == len(numbers)
-    assert set(labels[at:]) <= {IGNORED} and not set(batch.document_ids[row, at:].tolist()) & set(numbers)
+    assert set(labels[at:]) <= {IGNORE_INDEX} and not set(batch.document_ids[row, at:].tolist()) & set(numbers)
     return count
 
 
@@ -101,7 +102,7 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
     for batches in zip(*(samples.batches(None, micro, rank, 2) for rank in range(2)), strict=True):
         for batch in batches:
             for row in range(micro):
-                found = batch.labels[row][batch.labels[row] != IGNORED].tolist()
+                found = batch.labels[row][batch.labels[row] != IGNORE_INDEX].tolist()
                 assert len(found) == check_row(batch, row, windows.pop(0) if windows else [])
                 scored += found
     assert not windows

@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data import samples as samples_module
-from zero_tp.data.batch import IGNORED
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.permutation import Permutation
 from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples
@@ -186,7 +186,7 @@ def test_validation_scores_every_token_once(corpus: Corpus, micro: int, data: in
     for batches in ranks:
         for batch in batches:
             assert batch.input_ids.shape == batch.labels.shape == (micro, 8)
-            scored = batch.labels != IGNORED
+            scored = batch.labels != IGNORE_INDEX
             labels += batch.labels[scored].tolist()
             inputs += batch.input_ids[scored].tolist()
     assert sorted(labels) == [*range(1, 103), *range(501, 561)]
@@ -203,7 +203,7 @@ def test_a_limited_validation_does_not_depend_on_the_topology(
     def scored(micro: int, data: int) -> list[int]:
         ranks = [list(samples.batches(limit, micro, rank, data)) for rank in range(data)]
         assert {len(batches) for batches in ranks} == {-(-min(limit, 21) // (micro * data))}
-        return sorted(int(x) for batches in ranks for b in batches for x in b.labels[b.labels != IGNORED])
+        return sorted(int(x) for batches in ranks for b in batches for x in b.labels[b.labels != IGNORE_INDEX])
 
     assert scored(micro, data) == scored(1, 1)
     firsts = {int(row[0]) for batch in samples.batches(limit, 1, 0, 1) for row in batch.labels}

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from zero_tp.training.first_word import FirstWord
-from zero_tp.training.lifecycle import _looks_like_a_lost_peer
-from zero_tp.training.processes import Place, Process, Siblings, describe_end
+from zero_tp.process.first_word import FirstWord
+from zero_tp.process.lifecycle import _looks_like_a_lost_peer
+from zero_tp.process.processes import Place, Process, Siblings, describe_end
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import sys, time, threading, atexit
 from zero_tp.errors import UserError
-from zero_tp.training.lifecycle import run_rank
+from zero_tp.process.lifecycle import run_rank
 """
 
 

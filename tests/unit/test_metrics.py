@@ -247,7 +247,7 @@ def test_quiet_filters_warnings_and_records_below_error(
 ) -> None:
     import logging
 
-    from zero_tp.training import quiet
+    from zero_tp.process import quiet
 
     logger = logging.getLogger("DeepSpeed")
     filters = list(logger.filters)
@@ -266,7 +266,7 @@ def test_quiet_filters_warnings_and_records_below_error(
 
 
 def test_hushed_output_comes_back_when_the_block_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    from zero_tp.training.quiet import hushed
+    from zero_tp.process.quiet import hushed
 
     with hushed(verbose=False):
         print("built successfully")

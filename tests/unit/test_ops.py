@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_tp.training import ops
+from zero_tp.process import ops
 
 
 def lock_in(root: Path, op: str) -> Path:

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
 from zero_tp.evaluation.report import table, write_report
-from zero_tp.evaluation.scoring import IGNORED, Evaluator, HuggingFaceScorer
+from zero_tp.evaluation.scoring import Evaluator, HuggingFaceScorer
 from zero_tp.evaluation.tasks import TaskOptions, parse_data, parse_tasks
 from zero_tp.evaluation.text import TextEncoder
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
@@ -61,7 +62,7 @@ def reference(model: GPT2LMHeadModel, ids: list[int], s: int, o: int) -> float:
     for target in range(1, len(ids)):
         k = 0 if target <= s else math.ceil((target - s) / o)
         context = ids[k * o : target]
-        labels = torch.full((1, len(context) + 1), IGNORED)
+        labels = torch.full((1, len(context) + 1), IGNORE_INDEX)
         labels[0, -1] = ids[target]
         inputs = torch.tensor([[*context, 0]])  # the last input's output is not scored
         inputs = inputs[:, :POSITIONS] if len(context) == POSITIONS else inputs

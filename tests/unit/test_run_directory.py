@@ -22,11 +22,11 @@ from zero_tp.checkpoint.directory import (
     run_directory,
     step_directory,
 )
-from zero_tp.checkpoint.files import Entry
 from zero_tp.errors import UserError
-from zero_tp.training.environment import complete_environment
-from zero_tp.training.ops import abandoned_locks
-from zero_tp.training.processes import Place
+from zero_tp.process.environment import complete_environment
+from zero_tp.process.ops import abandoned_locks
+from zero_tp.process.processes import Place
+from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import write_native
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)

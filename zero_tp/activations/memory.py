@@ -10,9 +10,9 @@ import torch
 from zero_tp.activations.contiguous import Contiguous, ContiguousBuffer
 from zero_tp.activations.offload import Host
 from zero_tp.activations.partition import Partitioned
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Recomputed, Remade
 from zero_tp.activations.store import InPlace, Store
-from zero_tp.config.schema import RecomputePolicy
 from zero_tp.models.regions import LayerRegions
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.models.wrapper import ZeroTPForCausalLM

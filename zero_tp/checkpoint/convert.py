@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
-from zero_tp.checkpoint.files import Entry
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
+from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
 from zero_tp.weights.native import native_entries
 

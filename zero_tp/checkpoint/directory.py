@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_tp.checkpoint.files import Written, read_hashed
 from zero_tp.errors import UserError
+from zero_tp.tensors.files import Written, read_hashed
 
 CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"

@@ -10,8 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use, read_manifest
-from zero_tp.checkpoint.files import read_header
 from zero_tp.checkpoint.resume import describe_place
+from zero_tp.tensors.files import read_header
 
 PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
 SIZES = (

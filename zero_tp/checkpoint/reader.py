@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero_tp.checkpoint.files import Place, read_header
-from zero_tp.checkpoint.states import MASTER, Held, OptimizerStates
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
+from zero_tp.tensors.files import Place, read_header
+from zero_tp.zero.states import MASTER, Held, OptimizerStates
 
 STARTS = "starts"
 

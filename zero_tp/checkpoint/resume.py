@@ -19,13 +19,13 @@ from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
-from zero_tp.checkpoint.files import Place
 from zero_tp.checkpoint.reader import CheckpointReader, Described, places_of, states_file
 from zero_tp.checkpoint.save import fixed_of, place_of, set_loss_scale
-from zero_tp.checkpoint.states import Held, OptimizerStates
 from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
+from zero_tp.tensors.files import Place
+from zero_tp.zero.states import Held, OptimizerStates
 
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine

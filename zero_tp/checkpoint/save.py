@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.files import Entry, Written, write_tensors
 from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
-from zero_tp.checkpoint.states import Held, OptimizerStates
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
+from zero_tp.tensors.files import Entry, Written, write_tensors
+from zero_tp.zero.states import Held, OptimizerStates
 
 if TYPE_CHECKING:
     from zero_tp.training.engine import TrainingEngine

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero_tp.checkpoint.reader import CheckpointReader, Described
-from zero_tp.checkpoint.states import MASTER
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
+from zero_tp.zero.states import MASTER
 
 
 class CheckpointSource:

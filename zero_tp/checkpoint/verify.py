@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
-from zero_tp.checkpoint.files import Place, read_hashed
 from zero_tp.errors import UserError
+from zero_tp.tensors.files import Place, read_hashed
 
 
 class Verification:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zero_tp.config.errors import ConfigError
+from zero_tp.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,21 +16,6 @@ class Batch:
     micro: int | None
     accumulation: int | None
     total: int | None
-
-
-def data_parallel_size(world: int, tensor: int) -> int:
-    """world / tensor.
-
-    Raises:
-        ConfigError: the world size is not positive, or not a multiple of `tensor`.
-    """
-    if world < 1:
-        raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
-    if world % tensor:
-        remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
-        sums = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
-        raise ConfigError("zero_tp.parallel.tensor", sums, remedy)
-    return world // tensor
 
 
 def resolve_batch(config: dict[str, Any], data: int | None) -> Batch:

@@ -14,11 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.optimizer import check_optimizer, check_scheduler
 from zero_tp.config.schema import Block, ZeroTP
-from zero_tp.config.suggest import did_you_mean, shown
 from zero_tp.config.validation import nested_names, validate
+from zero_tp.errors import ConfigError, did_you_mean, shown
 
 Positive = Annotated[int, Field(gt=0)]
 Dtype = Literal["fp32", "fp16", "bf16"]

@@ -22,8 +22,8 @@ from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, R
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, ZeroTP
-from zero_tp.config.suggest import shown
 from zero_tp.config.validation import fields_by_name
+from zero_tp.errors import shown
 from zero_tp.models.architectures import ARCHITECTURES
 from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG, ROPE_KEYS
 

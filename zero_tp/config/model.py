@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, create_model
 
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.pretrained import read_config_json
 from zero_tp.config.schema import Block, ZeroTP
-from zero_tp.config.suggest import did_you_mean, shown
 from zero_tp.config.validation import validate
-from zero_tp.errors import UserError
+from zero_tp.errors import ConfigError, UserError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.schema import Block
-from zero_tp.config.suggest import did_you_mean, shown
 from zero_tp.config.validation import validate
+from zero_tp.errors import ConfigError, did_you_mean, shown
 
 Rate = Annotated[float, Field(ge=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.source import read_json
+from zero_tp.errors import ConfigError
 
 CONFIG = "config.json"
 GIVE = "give a Hugging Face model directory"

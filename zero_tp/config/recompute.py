@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.schema import ZeroTP
+from zero_tp.errors import ConfigError
 
 KEY = "zero_tp.recompute"
 

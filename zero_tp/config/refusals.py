@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from zero_tp.config.auto import look_up
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.schema import ZeroTP
-from zero_tp.config.suggest import shown
+from zero_tp.errors import ConfigError, shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.auto import BATCH_KEYS, resolve_auto
-from zero_tp.config.batch import Batch, data_parallel_size, resolve_batch
+from zero_tp.config.batch import Batch, resolve_batch
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.model import FROM, check_model
 from zero_tp.config.recompute import check_recompute
 from zero_tp.config.refusals import check_refusals, dtype
 from zero_tp.config.schema import ZeroTP
 from zero_tp.config.source import apply_overrides, read_json
 from zero_tp.config.validation import validate
+from zero_tp.errors import ConfigError
+from zero_tp.topology import data_parallel_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
+
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 
@@ -47,59 +49,6 @@ class Parallel(Block):
             tensor = values.get("tensor", 1)
             return {**values, "sequence": isinstance(tensor, int) and tensor > 1}
         return values
-
-
-RecomputeMode = Literal["none", "selective", "full"]
-RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]
-
-
-class RecomputePolicy(Block):
-    mode: RecomputeMode = Field(description="What backward computes again.")
-    modules: list[RecomputeModule] | None = Field(
-        default=None,
-        min_length=1,
-        description="With `selective`: which parts of a layer. `attention_core`: scores, softmax, its dropout, "
-        "attention over V. `mlp_activation`: the MLP's elementwise function. `norm`: the norms before attention and "
-        "MLP.",
-        json_schema_extra={"default": '`["attention_core"]`'},
-    )
-    layers: Positive | None = Field(
-        default=None, description="Recompute the first N layers only.", json_schema_extra={"default": "all"}
-    )
-    every: Positive | None = Field(
-        default=None,
-        description="Recompute every Nth layer only: the first, the one N after it, and so on.",
-        json_schema_extra={"default": "1"},
-    )
-    keep_micro_batches: Annotated[int, Field(ge=0)] = Field(
-        default=0,
-        description="When accumulating: the first N micro-batches of a step keep all their activations "
-        "(arXiv 2205.05198, appendix C).",
-    )
-
-    @model_validator(mode="after")
-    def _choices_fit(self) -> RecomputePolicy:
-        if self.layers is not None and self.every is not None:
-            raise ValueError('"layers" and "every" both choose the layers: give one of them')
-        if self.modules is not None and self.mode != "selective":
-            raise ValueError(f'"modules" chooses the parts of a layer for "selective": leave it out with "{self.mode}"')
-        for name in ("layers", "every", "keep_micro_batches"):
-            if self.mode == "none" and getattr(self, name):
-                raise ValueError(f'"{name}" narrows what is recomputed: leave it out with "none"')
-        return self
-
-    @property
-    def chosen_modules(self) -> tuple[RecomputeModule, ...]:
-        """The parts of a layer that `selective` recomputes."""
-        return tuple(self.modules or ("attention_core",))
-
-    def recomputed_layers(self, layers: int) -> range:
-        """Numbers of the layers that this recomputes, of `layers` in all."""
-        if self.mode == "none":
-            return range(0)
-        if self.every is not None:
-            return range(0, layers, self.every)
-        return range(layers if self.layers is None else self.layers)
 
 
 class MaskedObjective(Block):

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_tp.config.errors import ConfigError
-from zero_tp.config.suggest import shown
+from zero_tp.errors import ConfigError, shown
 
 
 def read_json(path: Path) -> dict[str, Any]:

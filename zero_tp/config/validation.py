@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from zero_tp.config.errors import ConfigError
-from zero_tp.config.suggest import did_you_mean, shown
+from zero_tp.errors import ConfigError, did_you_mean, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from zero_tp.constants import IGNORE_INDEX
+
 """The label that no loss counts (torch's `ignore_index`)."""
 
 PADDING = -1
@@ -49,7 +50,7 @@ def continued(windows: Tensor) -> Batch:
 def separated(windows: Tensor, documents: Tensor) -> Batch:
     """Windows [m, s + 1] whose documents (their numbers, [m, s + 1]) are kept apart; PADDING is never a label."""
     after = documents[:, 1:]
-    labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORED)
+    labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORE_INDEX)
     own = documents[:, :-1].contiguous()
     return Batch(windows[:, :-1].contiguous(), labels, places(own), own)
 

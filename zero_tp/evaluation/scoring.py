@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel.scores import TokenScores, scores_of_logits
 from zero_tp.topology import Topology
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-IGNORED = -100
 Tokens = npt.NDArray[np.int64]
 Report = Callable[[int, int], None]
 """(tokens that the model has read so far, tokens in all)."""
@@ -140,7 +140,7 @@ class Evaluator:
         nll, greedy = self.scorer(input_ids.to(self.device), labels.to(self.device))
         # An alternative's label stands in the last place alone: with one target to score its sum is that target's.
         sums = nll.double().sum(1).tolist()
-        firsts = (greedy | (labels == IGNORED).to(greedy.device)).all(1).tolist()
+        firsts = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
         return [
             [Score(*score) for score in zip(sums[row][:used], firsts[row][:used], strict=True)]
             for row, used in enumerate(1 + len(each.alternatives) for each in rows)
@@ -155,7 +155,7 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     longest = max(map(len, rows))
     alternatives = 1 + max(len(row.alternatives) for row in rows)
     input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    labels = torch.full((len(rows), longest, alternatives), IGNORED)
+    labels = torch.full((len(rows), longest, alternatives), IGNORE_INDEX)
     for number, row in enumerate(rows):
         assert 1 <= row.scored <= len(row)
         assert row.scored == 1 or not row.alternatives
@@ -198,7 +198,7 @@ class HuggingFaceScorer:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
-        scored = (labels != IGNORED).any(2)  # [b, n]
+        scored = (labels != IGNORE_INDEX).any(2)  # [b, n]
         columns = scored.any(0).nonzero().squeeze(1) if self._keeps else torch.arange(labels.shape[1])
         nll = torch.zeros(labels.shape, device=labels.device)
         greedy = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
@@ -212,4 +212,4 @@ class HuggingFaceScorer:
             for some, at in zip(row.split(self.POSITIONS), kept.split(self.POSITIONS), strict=True):
                 place = (some + start, columns[at])
                 nll[place], greedy[place] = scores_of_logits(logits[some, at].float(), labels[place])
-        return TokenScores(nll.masked_fill_(labels == IGNORED, 0.0), greedy & (labels != IGNORED))
+        return TokenScores(nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX))

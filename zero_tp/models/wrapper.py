@@ -15,11 +15,12 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
 from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.engines import refuse_data_parallel_wrapper, refuse_engine_without_topology
-from zero_tp.models.head import IGNORE_INDEX, OutputLayer
+from zero_tp.models.head import OutputLayer
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams

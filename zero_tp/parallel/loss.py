@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
 
 CHUNK_ELEMENTS = 2**23
@@ -141,7 +142,7 @@ def vocab_parallel_cross_entropy(
     vocabulary: int,
     group: Group,
     sequence: bool = False,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     divisor: float | None = None,
 ) -> Tensor:
     """Mean cross entropy of `hidden` Wᵀ against `labels`, over the tokens that are not ignored.

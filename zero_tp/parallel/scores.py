@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel import loss
 from zero_tp.parallel.collectives import Group, all_gather, group_rank
 
@@ -29,7 +30,7 @@ class TokenScores(NamedTuple):
 
 @torch.no_grad()
 def vocab_parallel_token_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, group: Group, ignore_index: int = -100
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, group: Group, ignore_index: int = IGNORE_INDEX
 ) -> TokenScores:
     """Scores of `labels` under softmax(`hidden` Wᵀ); equal on all TP ranks.
 

@@ -13,11 +13,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from zero_tp.config.errors import ConfigError
 from zero_tp.config.schema import Block
 from zero_tp.config.source import read_json
-from zero_tp.config.suggest import did_you_mean
 from zero_tp.config.validation import validate
+from zero_tp.constants import GIB
+from zero_tp.errors import ConfigError, did_you_mean
 from zero_tp.planning.hardware import find_device
 
 Rate = Annotated[float, Field(gt=0)]
@@ -51,7 +51,7 @@ class Device(Block):
     @property
     def usable(self) -> float:
         """Bytes that tensors may take at most."""
-        return (self.memory_gib - self.reserved_gib) * 2**30 / (1 + self.fragmentation)
+        return (self.memory_gib - self.reserved_gib) * GIB / (1 + self.fragmentation)
 
     def tflops(self, dtype: str) -> float | None:
         """Dense peak in "fp32", "bf16" or "fp16"; None where it has none."""
@@ -127,7 +127,7 @@ def device(name: str, ranks: int = 1) -> Device:
 
 def _this_cpu(ranks: int) -> Device:
     """A rank on this machine: its share of the memory and of the cores. The rates are rough."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = max(1.0, (os.cpu_count() or 1) / ranks) if ranks else 1.0
     share = min(1.0, (os.cpu_count() or 1) / ranks)
     return Device(

@@ -14,9 +14,6 @@ from zero_tp.planning.walk import Setting
 from zero_tp.planning.zero import Held, ZeroMemory
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
-GIB = 2**30
-
-
 @dataclass(frozen=True)
 class Point:
     """One moment of a step [bytes].

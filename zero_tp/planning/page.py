@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_tp.constants import GIB
 from zero_tp.errors import UserError
 from zero_tp.planning import pictures, report
-from zero_tp.planning.memory import GIB
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.search import Candidate, Found
 

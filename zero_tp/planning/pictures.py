@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zero_tp.constants import GIB
 from zero_tp.errors import UserError
-from zero_tp.planning.memory import CATEGORIES, GIB, Point, TrueView
+from zero_tp.planning.memory import CATEGORIES, Point, TrueView
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.report import TITLES
 from zero_tp.planning.zero import ZeroMemory

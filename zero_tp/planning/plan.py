@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_tp.config import RunConfig
+from zero_tp.constants import GIB
 from zero_tp.errors import UserError
 from zero_tp.planning import formulas
 from zero_tp.planning.devices import Device
-from zero_tp.planning.memory import GIB, PaperView, Point, TrueView
+from zero_tp.planning.memory import PaperView, Point, TrueView
 from zero_tp.planning.shape import Shape
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.views import model_of, paper_view, true_view

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_tp.constants import GIB
 from zero_tp.planning.dryrun_result import Comparison
-from zero_tp.planning.memory import CATEGORIES, GIB
+from zero_tp.planning.memory import CATEGORIES
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.search import Candidate, Found
 

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.checkpoint.states import unpartitioned_masters
-from zero_tp.config.schema import RecomputePolicy
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
-from zero_tp.models.head import IGNORE_INDEX
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import GradientHooks, audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.clipping import clip_gradients, gradient_norm
 from zero_tp.training.guards import check_hooks, check_replicas
+from zero_tp.zero.clipping import clip_gradients, gradient_norm
+from zero_tp.zero.states import unpartitioned_masters
 
 
 def run_dtype(config: dict[str, Any]) -> torch.dtype:

@@ -24,20 +24,20 @@ from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning.forecast import Forecast
 from zero_tp.planning.hardware import device_peak_flops
+from zero_tp.planning.profile import StepProfiler
 from zero_tp.planning.shape import Shape
+from zero_tp.process.processes import Place
+from zero_tp.process.quiet import hushed
+from zero_tp.process.requests import Requests, accepting
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.forecast import Forecast
 from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib
-from zero_tp.training.nvme import check_nvme
-from zero_tp.training.processes import Place
-from zero_tp.training.profile import StepProfiler
-from zero_tp.training.quiet import hushed
 from zero_tp.training.report import Reporter, StepRecord
-from zero_tp.training.requests import Requests, accepting
 from zero_tp.training.run import Run
+from zero_tp.zero.nvme import check_nvme
 
 SKIPS_IN_A_ROW = 10
 
@@ -47,7 +47,7 @@ def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, t
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from zero_tp.training.ops import OTHER_MACHINE_SECONDS, clear_abandoned_locks, without_shared_memory_collectives
+    from zero_tp.process.ops import OTHER_MACHINE_SECONDS, clear_abandoned_locks, without_shared_memory_collectives
 
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}

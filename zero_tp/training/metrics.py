@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zero_tp.constants import GIB
 from zero_tp.planning.formulas import utilisation
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

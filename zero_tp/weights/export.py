@@ -21,11 +21,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.files import Entry, write_unhashed
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
+from zero_tp.tensors.files import Entry, write_unhashed
 from zero_tp.weights.files import INDEX
 from zero_tp.weights.native import native_entries, native_model, native_shapes
 

@@ -12,8 +12,8 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from zero_tp.checkpoint.files import Entry
 from zero_tp.models.architectures import Weight, architecture_of
+from zero_tp.tensors.files import Entry
 
 
 def native_model(config: PretrainedConfig) -> Any:

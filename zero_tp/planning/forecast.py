@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zero_tp.config import RunConfig
-from zero_tp.planning.memory import GIB
+from zero_tp.constants import GIB
 from zero_tp.planning.report import PHASES
 from zero_tp.planning.views import true_view
 from zero_tp.training.metrics import memory_gib, resident_gib

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_tp.checkpoint.direct import DirectFile, page_aligned
+from zero_tp.tensors.direct import DirectFile, page_aligned
 
 PART = 8 * 2**20
 BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from zero_tp.constants import GIB
 from zero_tp.errors import UserError
-from zero_tp.planning.memory import CATEGORIES, GIB, Point
+from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.tracking import Allocation, Allocations
 from zero_tp.training.engine import TrainingEngine
 

@@ -37,9 +37,9 @@ from types import TracebackType
 from typing import NoReturn
 
 from zero_tp.errors import UserError
-from zero_tp.training.first_word import FirstWord, write_stderr
-from zero_tp.training.processes import Place, Siblings, describe_end, is_launch
-from zero_tp.training.requests import Requests
+from zero_tp.process.first_word import FirstWord, write_stderr
+from zero_tp.process.processes import Place, Siblings, describe_end, is_launch
+from zero_tp.process.requests import Requests
 
 FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 

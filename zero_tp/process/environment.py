@@ -6,7 +6,7 @@ import os
 import socket
 
 from zero_tp.errors import UserError
-from zero_tp.training.processes import Place
+from zero_tp.process.processes import Place
 
 
 def complete_environment(place: Place) -> None:

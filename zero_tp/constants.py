@@ -1,0 +1,9 @@
+"""Numbers that several packages share."""
+
+from __future__ import annotations
+
+GIB = 2**30
+"""Bytes of one GiB."""
+
+IGNORE_INDEX = -100
+"""A label that is not scored, as in torch's cross entropy and in Hugging Face's models."""

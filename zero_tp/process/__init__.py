@@ -1,0 +1,1 @@
+"""The process of one rank: launchers, signals, connections, output."""

@@ -1,0 +1,1 @@
+"""Safetensors in and out."""
