@@ -14,6 +14,8 @@ from zero_tp.planning.walk import Setting
 from zero_tp.planning.zero import Held, ZeroMemory
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
+
+
 @dataclass(frozen=True)
 class Point:
     """One moment of a step [bytes].
