@@ -21,6 +21,7 @@ from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.engines import refuse_data_parallel_wrapper, refuse_engine_without_topology
 from zero_tp.models.head import OutputLayer
+from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
@@ -54,6 +55,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         source: where the weights come from instead of the seed.
         dtype: of the weights; by default the config's, else fp32.
         device: where the weights live; "meta" makes no data.
+        spec: what is built, by default what the config's architecture says; another one may have fewer layers.
 
     Raises:
         UserError: an architecture, a field or a size that is not supported.
@@ -73,11 +75,12 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         source: WeightSource | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        spec: TransformerSpec | None = None,
     ):
         super().__init__(config)
         self.topology = topology or Topology()
         self.architecture = architecture_of(config)
-        self.spec = self.architecture.spec(config)
+        self.spec = spec or self.architecture.spec(config)
         self.spec.check(self.topology.tensor)
         self.streams = RandomStreams(self.topology, seed, "cpu" if str(device) == "meta" else device)
         chosen = dtype or config.dtype or torch.float32
