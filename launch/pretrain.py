@@ -76,18 +76,23 @@ def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> N
         options.deepspeed_config, options.set, place.world, first_config(output), saved_model(output)
     )
 
+    from zero_tp.evaluation.live import live_tasks
+    from zero_tp.planning.forecast import Forecast
+    from zero_tp.planning.profile import StepProfiler, step_range
     from zero_tp.process.environment import complete_environment
     from zero_tp.training.loop import train
-    from zero_tp.training.run import Run
+    from zero_tp.training.run import PreparedRun
+    from zero_tp.training.tools import Tools
 
-    profile = None
-    if options.profile_steps:
-        from zero_tp.planning.profile import step_range
-
-        profile = step_range(options.profile_steps)
-    run = Run(config, output, allow_pickle=options.allow_pickle)
+    steps = step_range(options.profile_steps) if options.profile_steps else None
+    run = PreparedRun(config, output, allow_pickle=options.allow_pickle)
+    tools = Tools(
+        tasks=live_tasks(config, run.tokenizer, run.model_config),
+        forecast=Forecast,
+        profiler=(lambda engine: StepProfiler(steps, engine, output)) if steps else None,
+    )
     complete_environment(place)
-    train(run, place, requests, verbose=options.verbose, resume_from=options.resume_from, profile=profile)
+    train(run, place, requests, tools=tools, verbose=options.verbose, resume_from=options.resume_from)
 
 
 def main() -> None:

@@ -72,9 +72,9 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
 
 def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
     """What `launch/pretrain.py` trains this rank on at step `step`, counted from 0."""
-    from zero_tp.training.run import Run
+    from zero_tp.training.run import PreparedRun
 
-    run = Run(config, Path("no-such-run"))
+    run = PreparedRun(config, Path("no-such-run"))
     sizes = config.global_batch, config.micro_batch, config.accumulation
     return run.samples.rank_batches(step, *sizes, topology.data_rank, topology.data)
 

@@ -14,7 +14,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
-from zero_tp.training.run import Run
+from zero_tp.training.run import PreparedRun
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 
@@ -27,7 +27,7 @@ def prepare(prefix: Path, seed: int, documents: int = 20) -> None:
             writer.add_document(random.integers(0, 300, random.integers(5, 30)))
 
 
-def run_of(folder: Path, model: dict[str, Any], **data: Any) -> Run:
+def run_of(folder: Path, model: dict[str, Any], **data: Any) -> PreparedRun:
     path = folder / "run.json"
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -39,7 +39,7 @@ def run_of(folder: Path, model: dict[str, Any], **data: Any) -> Run:
         },
     }
     path.write_text(json.dumps(config))
-    return Run(RunConfig.load(path, world_size=1), folder / "run")
+    return PreparedRun(RunConfig.load(path, world_size=1), folder / "run")
 
 
 def test_the_identity_is_the_corpus_and_not_its_place(tmp_path: Path, seed: int) -> None:

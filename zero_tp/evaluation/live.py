@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_tp.config import RunConfig
+from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import check_tokenizer
 from zero_tp.evaluation.tasks import Subject, TaskOptions, make_tasks
 
@@ -75,6 +77,32 @@ class LiveTasks:
             return {task.name: figures_of(task.run(subject)) for task in self.tasks}
         finally:
             engine.engine.train()
+
+
+def live_tasks(config: RunConfig, tokenizer: Path | None, model_config: PretrainedConfig) -> LiveTasks | None:
+    """Read the tasks of a run's config and their data; None when there are none.
+
+    Args:
+        tokenizer: the run's tokenizer's directory.
+        model_config: the model's Hugging Face config.
+
+    Raises:
+        UserError: see `LiveTasks`; the run has no tokenizer.
+    """
+    asked = config.zero_tp.evaluation
+    if not asked.tasks:
+        return None
+    if tokenizer is None:
+        raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
+    include = Path(asked.task_include_path) if asked.task_include_path else None
+    data = {task: Path(file) for task, file in asked.task_data.items()}
+    try:
+        return LiveTasks(
+            asked.tasks, data, TaskOptions(limit=asked.task_limit, include_path=include), tokenizer, model_config
+        )
+    except UserError as error:
+        # Where the command has options, the file has keys.
+        raise UserError(f"zero_tp.evaluation.tasks: {error} (--data is zero_tp.evaluation.task_data here)") from error
 
 
 def figures_of(result: Mapping[str, Any]) -> dict[str, float | None]:

@@ -24,9 +24,7 @@ from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.planning.forecast import Forecast
 from zero_tp.planning.hardware import device_peak_flops
-from zero_tp.planning.profile import StepProfiler
 from zero_tp.planning.shape import Shape
 from zero_tp.process.processes import Place
 from zero_tp.process.quiet import hushed
@@ -36,7 +34,8 @@ from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.report import Reporter, StepRecord
-from zero_tp.training.run import Run
+from zero_tp.training.run import PreparedRun
+from zero_tp.training.tools import Forecast, Tools
 from zero_tp.zero.nvme import check_nvme
 
 SKIPS_IN_A_ROW = 10
@@ -68,36 +67,36 @@ def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, t
 
 
 def train(
-    run: Run,
+    run: PreparedRun,
     place: Place,
     requests: Requests | None = None,
     *,
+    tools: Tools | None = None,
     verbose: bool,
     resume_from: Path | None = None,
-    profile: tuple[int, int] | None = None,
 ) -> None:
     """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
 
     Args:
         requests: raised by signals: to save, or to save and stop.
+        tools: what the loop calls beside its own work.
         resume_from: the checkpoint to start from, instead of the newest.
-        profile: the first and the last of the steps to profile.
 
     Raises:
         UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
             `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     with run_directory(run.directory) if place.rank == 0 else nullcontext():
-        _train(run, place, requests or Requests(), verbose, resume_from, profile)
+        _train(run, place, requests or Requests(), tools or Tools(), verbose, resume_from)
 
 
 def _train(
-    run: Run,
+    run: PreparedRun,
     place: Place,
     requests: Requests,
+    tools: Tools,
     verbose: bool,
     resume_from: Path | None,
-    profile: tuple[int, int] | None,
 ) -> None:
     config, directory = run.config, run.directory
     checkpoint = find_resumable(directory, config, resume_from)
@@ -129,14 +128,14 @@ def _train(
         for note in notes:
             print(note)
         _announce(run, engine, manifest)
-    forecast = Forecast(config, device.type) if first and step < steps else None
-    if forecast is not None:
-        print(forecast.announcement())
     if step < steps:
-        _Loop(run, engine, device, step, requests, forecast, profile).train()
+        forecast = tools.forecast(config, device.type) if first and tools.forecast is not None else None
+        if forecast is not None:
+            print(forecast.announcement())
+        _Loop(run, engine, device, step, requests, tools, forecast).train()
 
 
-def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
+def _announce(run: PreparedRun, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
     config, steps = run.config, run.config.zero_tp.training.steps
     parameters = sum(torch.Size(whole_shape(parameter)).numel() for parameter in engine.model.parameters())
     print(
@@ -161,19 +160,20 @@ def _announce(run: Run, engine: TrainingEngine, manifest: dict[str, Any] | None)
 class _Loop:
     def __init__(
         self,
-        run: Run,
+        run: PreparedRun,
         engine: TrainingEngine,
         device: torch.device,
         done: int,
         requests: Requests,
+        tools: Tools,
         forecast: Forecast | None,
-        profile: tuple[int, int] | None,
     ):
-        self.forecast = forecast
-        self.profiler = StepProfiler(profile, engine, run.directory) if profile and forecast is not None else None
+        self.tasks, self.forecast = tools.tasks, forecast
         self.run, self.engine, self.device, self.done, self.requests = run, engine, device, done, requests
         self.config, self.settings = run.config, run.config.zero_tp
         self.topology = engine.topology
+        first = self.topology.rank == 0
+        self.profiler = tools.profiler(engine) if first and tools.profiler is not None else None
         self.steps = self.settings.training.steps
         spec, length = engine.model.spec, self.settings.data.sequence_length
         self.meter = StepMeter(
@@ -183,9 +183,7 @@ class _Loop:
             device_peak_flops(device.type, engine.dtype, dist.barrier),
             self.steps,
         )
-        self.reporter = Reporter(
-            run.directory, self.topology.rank == 0, self.steps, self.settings.logging.interval, start_step=done
-        )
+        self.reporter = Reporter(run.directory, first, self.steps, self.settings.logging.interval, start_step=done)
         self.skips_in_a_row = 0
         self.saver = Saver(engine, self.config, run.directory, run.tokenizer, run.corpora)
 
@@ -201,8 +199,8 @@ class _Loop:
                         check_replicas(self.engine.model, self.topology, step)
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
                         reporter.validation(step, self._validation_loss(self.run.validation))
-                    if self.run.tasks and (last or _due(step, self.settings.evaluation.interval)):
-                        reporter.tasks(step, self.run.tasks.run(self.engine, self.config.micro_batch))
+                    if self.tasks is not None and (last or _due(step, self.settings.evaluation.interval)):
+                        reporter.tasks(step, self.tasks.run(self.engine, self.config.micro_batch))
                     stop, save = self.requests.agreed(self.device)
                     last |= stop
                     if last or save or _due(step, self.settings.checkpoint.interval):

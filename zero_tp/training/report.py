@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import IO, NoReturn
 
 from tqdm import tqdm
 
+from zero_tp.files import write_atomically
 from zero_tp.training.metrics import Speed, perplexity
 
 METRICS_FILE = "metrics.jsonl"
@@ -141,12 +141,7 @@ def cut_metrics(path: Path, last_step: int) -> int:
             kept.append(line + "\n")
     new = "".join(kept)
     if new != old:
-        temporary = path.with_name(path.name + ".new")
-        with temporary.open("w") as stream:
-            stream.write(new)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, new)
     return unreadable
 
 

@@ -1,4 +1,4 @@
-"""What a run needs before any rank is connected."""
+"""What a run reads before any rank is connected."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zero_tp.config.model import check_unchanged, fields_of
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
-from zero_tp.evaluation.live import LiveTasks
-from zero_tp.evaluation.tasks import TaskOptions
 from zero_tp.weights.load import PretrainedSource
 
 
-class Run:
-    """What a run needs before any rank is connected; every mistake that can be found early is found here.
+class PreparedRun:
+    """A run whose data, tokenizer and model have been read and checked against each other.
+
+    No rank is connected yet: every mistake that can be found early is found here.
 
     Raises:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.
@@ -40,7 +40,6 @@ class Run:
         )
         self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
-        self.tasks = self._tasks()
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
@@ -72,25 +71,6 @@ class Run:
                     f"zero_tp.data.train: {prefix} holds {_described(found)}, but the run of {checkpoint} was started "
                     f"with {_described(before)}; prepare it as it was, or give another --output-dir"
                 )
-
-    def _tasks(self) -> LiveTasks | None:
-        """The zero-shot tasks, their data read; None when there are none."""
-        asked = self.config.zero_tp.evaluation
-        if not asked.tasks:
-            return None
-        if self.tokenizer is None:
-            raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
-        options = TaskOptions(
-            limit=asked.task_limit, include_path=Path(asked.task_include_path) if asked.task_include_path else None
-        )
-        data = {task: Path(file) for task, file in asked.task_data.items()}
-        try:
-            return LiveTasks(asked.tasks, data, options, self.tokenizer, self.model_config)
-        except UserError as error:
-            # Where the command has options, the file has keys.
-            raise UserError(
-                f"zero_tp.evaluation.tasks: {error} (--data is zero_tp.evaluation.task_data here)"
-            ) from error
 
     def _model_config(self) -> PretrainedConfig:
         """The Hugging Face config, its special tokens those of the tokenizer unless the file or the directory of

@@ -1,0 +1,53 @@
+"""What a run can be given beside its config: tools of other packages, which the loop does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from zero_tp.config import RunConfig
+from zero_tp.training.engine import TrainingEngine
+
+
+class LiveTasks(Protocol):
+    """Zero-shot tasks run on the model that trains (zero_tp/evaluation/live.py)."""
+
+    def run(self, engine: TrainingEngine, batch_size: int) -> Mapping[str, Mapping[str, float | None]]:
+        """Return the figures of each task. Collective over all ranks."""
+
+
+class Forecast(Protocol):
+    """A forecast says what a run will take, and at its end what it took (zero_tp/planning/forecast.py)."""
+
+    def announcement(self) -> str:
+        """Return a line for the run's start."""
+
+    def outcome(self) -> str:
+        """Return a line for the run's end."""
+
+
+class Profiler(Protocol):
+    """A profiler records some steps of one rank (zero_tp/planning/profile.py)."""
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Return the context that `step` runs in."""
+
+    def outcome(self, step: int) -> str | None:
+        """Return a line after the last step that is recorded, else None."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of one run; each may be missing.
+
+    Attributes:
+        tasks: run beside every validation.
+        forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
+        profiler: makes the profiler of an engine; called on rank 0 alone.
+    """
+
+    tasks: LiveTasks | None = None
+    forecast: Callable[[RunConfig, str], Forecast] | None = None
+    profiler: Callable[[TrainingEngine], Profiler] | None = None
