@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from zero_tp.devices import peak_flops
+from zero_tp.models.flops import utilisation
 from zero_tp.planning.formulas import (
     Layer,
     bert_parameters,
@@ -27,10 +29,8 @@ from zero_tp.planning.formulas import (
     sdpa_fused_core,
     sdpa_maths_core,
     tensor_volume,
-    utilisation,
     zero_volume,
 )
-from zero_tp.planning.hardware import peak_flops
 
 # heads, hidden, layers, vocabulary, micro-batch, TP, pipeline of arXiv 2205.05198, table 3
 MODEL_22B, MODEL_530B = (64, 6144, 48), (128, 20480, 105)

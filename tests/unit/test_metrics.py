@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_tp.planning.formulas import utilisation
-from zero_tp.planning.hardware import DEVICES, find_device, measure_cpu_flops, peak_flops
+from zero_tp.devices import DEVICES, find_device, measure_cpu_flops, peak_flops
+from zero_tp.models.flops import utilisation
 from zero_tp.training import report
 from zero_tp.training.metrics import Speed, StepMeter, memory_gib, perplexity
 from zero_tp.training.report import Reporter, StepRecord, cut_metrics, format_duration, format_header, format_line

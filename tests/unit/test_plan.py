@@ -15,9 +15,10 @@ import pytest
 
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
+from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.planning import advise, page, report
-from zero_tp.planning.devices import NAMES, device
+from zero_tp.planning.devices import device
 from zero_tp.planning.formulas import gpt_parameters, model_flops
 from zero_tp.planning.plan import plan
 from zero_tp.planning.search import refuse_if_nothing_fits, search

@@ -261,14 +261,3 @@ def hardware_flops_full(global_batch: int, sequence_length: int, layers: int, hi
     """With full recomputation one more forward of the layers: 96·B·L·s·h²·(1 + s/(6h)), and the logits."""
     b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
     return 72.0 * b * n * s * h**2 * (4 / 3 * (1 + s / (6 * h)) + v / (12 * h * n))
-
-
-def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
-    """FLOPs / (time × devices × peak), in 0..1: MFU of model FLOPs, HFU of hardware FLOPs; None without a peak.
-
-    Args:
-        flops: of one iteration, all devices together.
-        seconds: of one iteration.
-        peak_flops: of one device [FLOP/s].
-    """
-    return None if peak_flops is None else flops / (seconds * devices * peak_flops)

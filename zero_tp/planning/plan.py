@@ -7,9 +7,10 @@ from typing import Any
 
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
+from zero_tp.devices import Device
 from zero_tp.errors import UserError
+from zero_tp.models.flops import utilisation
 from zero_tp.planning import formulas
-from zero_tp.planning.devices import Device
 from zero_tp.planning.memory import PaperView, Point, TrueView
 from zero_tp.planning.shape import Shape
 from zero_tp.planning.timing import StepTime, Timing
@@ -79,7 +80,7 @@ class Plan:
     def mfu(self) -> float | None:
         peak = self.device.tflops(self.config.dtype)
         assert peak is not None, "checked by check_device"
-        return formulas.utilisation(self.model_flops, self.time.total, self.ranks, peak * 1e12)
+        return utilisation(self.model_flops, self.time.total, self.ranks, peak * 1e12)
 
     def elements_sent(self) -> dict[str, float]:
         """What one rank sends in a step over TP and over DP, as the papers count."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
+from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.planning.devices import Device
 from zero_tp.planning.memory import Point, TrueView, of_each_layer
 from zero_tp.planning.plan import Model, check_device, host_needed, needed
 from zero_tp.planning.timing import StepTime, Timing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_tp.planning.devices import Device
+from zero_tp.devices import Device
 from zero_tp.planning.shape import Shape
 from zero_tp.planning.walk import Setting
 from zero_tp.planning.zero import ZeroSettings

@@ -22,10 +22,10 @@ from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, ta
 from zero_tp.checkpoint.save import Saver, place_of
 from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import ValidationSamples
+from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
+from zero_tp.models.flops import model_flops
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.planning.hardware import device_peak_flops
-from zero_tp.planning.shape import Shape
 from zero_tp.process.processes import Place
 from zero_tp.process.quiet import hushed
 from zero_tp.process.requests import Requests, accepting
@@ -178,7 +178,7 @@ class _Loop:
         spec, length = engine.model.spec, self.settings.data.sequence_length
         self.meter = StepMeter(
             self.config.global_batch * length,
-            Shape.of(spec).model_flops(self.config.global_batch, length),
+            model_flops(spec, self.config.global_batch, length),
             self.topology.world,
             device_peak_flops(device.type, engine.dtype, dist.barrier),
             self.steps,

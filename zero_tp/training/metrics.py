@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_tp.constants import GIB
-from zero_tp.planning.formulas import utilisation
+from zero_tp.models.flops import utilisation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,238 @@
+"""Devices that runs compute on: their matrix rates, memory and links, in one table.
+
+Rates are the vendors' for dense matrices (where a datasheet prints them with 2:4 sparsity, half of that) with fp32
+accumulation. Memory is what a process sees (torch's `total_memory`), which is less than the name says. Links are per
+device and direction; between nodes they are a property of the cluster: the table has what is usual (a network port a
+device). A device whose memory and links the table leaves out has an MFU, but can't be planned for by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zero_tp.constants import GIB
+from zero_tp.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+
+Rate = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Device(BaseModel):
+    """One device to plan for. A person's own JSON file has these keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, description="What the plan calls it.")
+    memory_gib: Rate = Field(description="Memory that a process sees [GiB].")
+    bf16_tflops: Rate | None = Field(default=None, description="Dense peak in bf16; leave out where it has none.")
+    fp16_tflops: Rate | None = Field(default=None, description="Dense peak in fp16; leave out where it has none.")
+    fp32_tflops: Rate = Field(description="Peak in fp32.")
+    memory_gbps: Rate = Field(description="Memory bandwidth [GB/s].")
+    intra_gbps: Rate = Field(description="Link to devices of the same node, per direction [GB/s].")
+    inter_gbps: Rate = Field(description="Link to other nodes, per device and direction [GB/s].")
+    host_gbps: Rate = Field(default=25, description="Link to host memory, per direction [GB/s].")
+    host_memory_gib: Rate = Field(default=1024, description="Host memory of a node [GiB], for what is offloaded.")
+    per_node: Annotated[int, Field(gt=0)] = Field(default=8, description="Devices of a node.")
+    matrix_share: Share = Field(default=0.7, description="Share of the matrix peak that large products reach.")
+    memory_share: Share = Field(default=0.8, description="Share of the memory bandwidth that is reached.")
+    link_share: Share = Field(default=0.75, description="Share of the links' bandwidth that collectives reach.")
+    reserved_gib: Annotated[float, Field(ge=0)] = Field(
+        default=1.5, description="Taken by the context, kernels and communication buffers [GiB]."
+    )
+    fragmentation: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.05, description="Margin for the allocator's gaps, of what is allocated."
+    )
+
+    def tflops(self, dtype: str) -> float | None:
+        """Return the dense peak in "fp32", "bf16" or "fp16"; None where the device has none."""
+        return {"fp32": self.fp32_tflops, "bf16": self.bf16_tflops, "fp16": self.fp16_tflops}[dtype]
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
+
+
+class Links(NamedTuple):
+    """GB/s: to the device's memory, to devices of the node, to other nodes, to the host."""
+
+    memory: float
+    intra: float
+    inter: float
+    host: float
+
+
+class Known(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        pattern: searched in `torch.cuda.get_device_name()`.
+        bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None where the matrix units don't have the type.
+        plans: name to plan for → GiB that a process sees.
+    """
+
+    pattern: str
+    bf16: float | None
+    fp16: float | None
+    tf32: float | None
+    fp32: float
+    source: str
+    plans: dict[str, float] = {}  # noqa: RUF012 - never changed
+    links: Links | None = None
+
+
+# The first match counts: the special forms of a model stand before its plain name.
+DEVICES = (
+    Known(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
+    Known(r"\bV100-PCIE\b", None, 112, None, 14, "NVIDIA V100 datasheet, 2020"),
+    Known(r"\bV100-SXM\d\b", None, 125, None, 15.7, "NVIDIA V100 datasheet, 2020",
+          {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12)),
+    Known(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
+          {"a100-40gb": 39.4}, Links(1555, 300, 25, 25)),
+    Known(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
+          {"a100-80gb": 79.2}, Links(2039, 300, 25, 25)),
+    Known(r"\bH100 PCIe\b", 756, 756, 378, 51, "NVIDIA H100 datasheet, 2022"),
+    Known(r"\bH100 NVL\b", 835, 835, 417, 60, "NVIDIA H100 datasheet, 2024"),
+    Known(r"\bH100 80GB HBM3\b", 989, 989, 494, 67, "NVIDIA H100 datasheet, 2023 (SXM)",
+          {"h100-80gb": 79.1}, Links(3350, 450, 50, 50)),
+    Known(r"\bH200 NVL\b", 835, 835, 417, 60, "NVIDIA H200 datasheet, 2024"),
+    Known(r"\bH200\b", 989, 989, 494, 67, "NVIDIA H200 datasheet, 2024 (SXM)",
+          {"h200-141gb": 139.8}, Links(4800, 450, 50, 50)),
+    Known(r"\bB200\b", 2250, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, 2025, one of eight",
+          {"b200-180gb": 178.3}, Links(8000, 900, 50, 50)),
+    Known(r"\bMI300X\b", 1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet, 2023",
+          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50)),
+    Known(r"\bL40S\b", 362, 362, 183, 91.6, "NVIDIA L40S datasheet, 2023",
+          {"l40s-48gb": 44.5}, Links(864, 32, 25, 25)),
+    Known(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",
+          {"rtx4090-24gb": 23.6}, Links(1008, 32, 12.5, 25)),
+)  # fmt: skip
+NAMES = (*(name for row in DEVICES for name in row.plans), "cpu")
+
+
+def named_device(name: str, ranks: int = 1) -> Device:
+    """Return the device to plan for that NAMES has, in any case, with or without its memory where that is clear.
+
+    Args:
+        ranks: of the run; CPU ranks share one machine's memory and cores.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    key = name.lower().replace("_", "-").replace("rtx-", "rtx")
+    if key == "cpu":
+        return _this_cpu(ranks)
+    known = {each: row for row in DEVICES for each in row.plans}
+    if key == "v100":
+        key = "v100-32gb"
+    alike = [each for each in known if each.split("-")[0] == key]
+    key = alike[0] if len(alike) == 1 else key
+    if key not in known:
+        hint = did_you_mean(key, NAMES)
+        listed = f"one of {', '.join(NAMES)}, or a JSON file (docs/planning.md)"
+        raise ConfigError("--device", f"{name!r} is unknown", hint if "?" in hint else f"use {listed}")
+    row = known[key]
+    assert row.links is not None
+    return Device(
+        name=key,
+        memory_gib=row.plans[key],
+        bf16_tflops=row.bf16,
+        fp16_tflops=row.fp16,
+        fp32_tflops=row.fp32,
+        memory_gbps=row.links.memory,
+        intra_gbps=row.links.intra,
+        inter_gbps=row.links.inter,
+        host_gbps=row.links.host,
+    )
+
+
+def _this_cpu(ranks: int) -> Device:
+    """Return a rank on this machine: its share of the memory and of the cores. The rates are rough."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    cores = max(1.0, (os.cpu_count() or 1) / ranks)
+    share = min(1.0, (os.cpu_count() or 1) / ranks)
+    return Device(
+        name="cpu",
+        memory_gib=memory / ranks,
+        bf16_tflops=0.06 * cores * share,
+        fp32_tflops=0.06 * cores * share,
+        memory_gbps=10 * share,
+        intra_gbps=1.0,
+        inter_gbps=1.0,
+        host_gbps=10,
+        host_memory_gib=memory,
+        per_node=max(1, ranks),
+        reserved_gib=0.5 if memory / ranks > 1 else 0.1,
+    )
+
+
+# ---- the device that a run computes on -------------------------------------------------------------------------------
+
+
+def find_device(name: str) -> Known | None:
+    """Return the table's row for a device name as torch gives it; None for an unknown one or a MIG slice."""
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next((row for row in DEVICES if re.search(row.pattern, name)), None)
+
+
+def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Return the dense peak of the device called `name` [FLOP/s] in `dtype`; None where unknown.
+
+    No MFU is better than a wrong one.
+
+    Args:
+        tf32: fp32 matrices are multiplied as TF32 (`torch.backends.cuda.matmul.allow_tf32`).
+    """
+    row = find_device(name)
+    if row is None:
+        return None
+    rates = {"bfloat16": row.bf16, "float16": row.fp16, "float32": row.tf32 if tf32 else row.fp32}
+    rate = rates.get(str(dtype).removeprefix("torch."))
+    return None if rate is None else rate * 1e12
+
+
+def measure_cpu_flops(
+    dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024, repeats: int = 5, limit_seconds: float = 0.5
+) -> float:
+    """Measure what one rank reaches in a square matrix product in `dtype` [FLOP/s], while all the others do the same.
+
+    The ranks of a machine share its cores and memory, so it is measured on all at once. The median of up to `repeats`
+    products of 2·size³ FLOPs after one that warms up; no new one starts after `limit_seconds`.
+
+    Args:
+        barrier: waits for the other ranks; called once, by every rank.
+    """
+    import torch
+
+    left = torch.ones(size, size, dtype=dtype)
+    right = torch.ones(size, size, dtype=dtype)
+    torch.mm(left, right)
+    barrier()
+    seconds: list[float] = []
+    end = time.perf_counter() + limit_seconds
+    while not seconds or (len(seconds) < repeats and time.perf_counter() < end):
+        start = time.perf_counter()
+        torch.mm(left, right)
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * size**3 / statistics.median(seconds)
+
+
+def device_peak_flops(device_type: str, dtype: torch.dtype, barrier: Callable[[], object]) -> float | None:
+    """Return the peak of this rank's device [FLOP/s]: from the table, on "cpu" measured (then all ranks must call)."""
+    if device_type == "cpu":
+        return measure_cpu_flops(dtype, barrier)
+    if device_type != "cuda":
+        return None
+    import torch
+
+    return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)

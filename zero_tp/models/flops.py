@@ -1,0 +1,55 @@
+"""FLOPs that a model needs by its mathematics, and the share of a device's peak that a run reaches with them.
+
+Two FLOPs a multiply-add. s sequence, h hidden, a heads, k KV heads, d head size, L layers, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from zero_tp.models.spec import TransformerSpec
+
+
+class ForwardFlops(NamedTuple):
+    """FLOPs of a forward: of one layer's weights, of one layer's attention core, of the output layer."""
+
+    layer: float
+    core: float
+    logits: float
+
+
+def layer_products(spec: TransformerSpec) -> int:
+    """Return the multiply-adds of one layer's weights a token: the elements of its matrices."""
+    attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
+    return attention + (3 if spec.mlp == "gated" else 2) * spec.hidden * spec.mlp_size
+
+
+def forward_flops(spec: TransformerSpec, batch: int, length: int) -> ForwardFlops:
+    """Return the FLOPs of a forward of `batch` sequences.
+
+    The core counts every score, as the papers do, also those that a mask hides.
+    """
+    tokens = batch * length
+    core = 4.0 * tokens * length * spec.heads * spec.head_size
+    return ForwardFlops(2.0 * tokens * layer_products(spec), core, 2.0 * tokens * spec.hidden * spec.vocabulary)
+
+
+def model_flops(spec: TransformerSpec, global_batch: int, length: int) -> float:
+    """Return the FLOPs of one step, forward and backward, whatever is recomputed.
+
+    With GPT-2's layers this is equation 7 of arXiv 2205.05198.
+    """
+    layer, core, logits = forward_flops(spec, global_batch, length)
+    return 3 * (spec.layers * (layer + core) + logits)
+
+
+def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
+    """Return FLOPs / (time × devices × peak), in 0..1: MFU of model FLOPs, HFU of hardware FLOPs; None without a peak.
+
+    Args:
+        flops: of one iteration, all devices together.
+        seconds: of one iteration.
+        peak_flops: of one device [FLOP/s].
+    """
+    return None if peak_flops is None else flops / (seconds * devices * peak_flops)
