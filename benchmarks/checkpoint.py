@@ -35,7 +35,7 @@ from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
-from zero_tp.process.ops import without_shared_memory_collectives
+from zero_tp.process.connect import without_shared_memory_collectives
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_tp import cli
+from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
-from zero_tp.process.processes import Place
 from zero_tp.process.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def main(place: Place) -> None:
+def main(environment: RankEnvironment) -> None:
     options = arguments()
     from zero_tp.evaluation import report
 
@@ -120,16 +120,20 @@ def main(place: Place) -> None:
 
     def connect() -> tuple[str, Topology]:
         from zero_tp.evaluation import ranks
-        from zero_tp.process.environment import complete_environment
 
-        complete_environment(place)
-        return ranks.connect(settings.tensor_parallel, settings.device, place.local_rank or 0)
+        environment.export()
+        return ranks.connect(settings.tensor_parallel, settings.device, environment.local_rank or 0)
 
     data = tasks.parse_data(options.data, names)
     found = zero_shot.evaluate(
-        options.model, names, data, settings, world=place.world, connect=connect if place.world > 1 else None
+        options.model,
+        names,
+        data,
+        settings,
+        world=environment.world,
+        connect=connect if environment.world > 1 else None,
     )
-    if place.rank == 0:
+    if environment.rank == 0:
         print(report.table(found))
         if options.output:
             report.write_report(options.output, found)
@@ -139,7 +143,7 @@ def main(place: Place) -> None:
 if __name__ == "__main__":
     verbose = "--verbose" in sys.argv[1:]
     quiet_libraries(verbose)
-    place = Place.of_this_process()
-    if place.world == 1:
-        cli.run(lambda: main(place))
-    run_rank(lambda: main(place), verbose)
+    environment = RankEnvironment.of_this_process()
+    if environment.world == 1:
+        cli.run(lambda: main(environment))
+    run_rank(lambda: main(environment), verbose)

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 from zero_tp import cli
+from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
-from zero_tp.process.processes import Place
 from zero_tp.process.quiet import quiet_libraries
-from zero_tp.process.requests import Requests
+from zero_tp.process.signals import Requests
 
 
 def arguments() -> argparse.Namespace:
@@ -66,20 +66,19 @@ def check(options: argparse.Namespace) -> None:
     print(describe(config))
 
 
-def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> None:
+def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests) -> None:
     from zero_tp.checkpoint.directory import first_config, saved_model
     from zero_tp.config import RunConfig
 
     output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
     # Before anything heavy is imported: a mistake in the file is told within a second or two.
     config = RunConfig.load(
-        options.deepspeed_config, options.set, place.world, first_config(output), saved_model(output)
+        options.deepspeed_config, options.set, environment.world, first_config(output), saved_model(output)
     )
 
     from zero_tp.evaluation.live import live_tasks
     from zero_tp.planning.forecast import Forecast
     from zero_tp.planning.profile import StepProfiler, step_range
-    from zero_tp.process.environment import complete_environment
     from zero_tp.training.loop import train
     from zero_tp.training.run import PreparedRun
     from zero_tp.training.tools import Tools
@@ -91,8 +90,7 @@ def pretrain(options: argparse.Namespace, place: Place, requests: Requests) -> N
         forecast=Forecast,
         profiler=(lambda engine: StepProfiler(steps, engine, output)) if steps else None,
     )
-    complete_environment(place)
-    train(run, place, requests, tools=tools, verbose=options.verbose, resume_from=options.resume_from)
+    train(run, environment, requests, tools=tools, verbose=options.verbose, resume_from=options.resume_from)
 
 
 def main() -> None:
@@ -100,8 +98,8 @@ def main() -> None:
     quiet_libraries(verbose)
     if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
         cli.run(lambda: check(arguments()))
-    place, requests = Place.of_this_process(), Requests()
-    run_rank(lambda: pretrain(arguments(), place, requests), verbose, requests)
+    environment, requests = RankEnvironment.of_this_process(), Requests()
+    run_rank(lambda: pretrain(arguments(), environment, requests), verbose, requests)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def _serve(connection: Connection, rank: int, world: int) -> None:
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
     )
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_tp/process/ops.py
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_tp/process/connect.py
     deepspeed.init_distributed("gloo", verbose=False)  # finds the group and puts deepspeed.comm on it
     state = _State()
     gc.collect()

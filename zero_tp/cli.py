@@ -1,4 +1,4 @@
-"""What every command shares: how it ends, and how it reports bad arguments."""
+"""Every command ends by `run`, and reports bad arguments through `Parser`; a rank ends by `process.lifecycle`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, one_line
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
@@ -17,10 +17,15 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports bad arguments as one `UserError` line instead of the usage text and a line."""
+    """This ArgumentParser reports bad arguments as one `UserError` line instead of the usage text and a line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (python {sys.argv[0]} --help explains the arguments)")
+
+
+def error_line(error: object) -> str:
+    """Return the one line that a person reads of `error`."""
+    return f"error: {one_line(str(error))}"
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
@@ -34,7 +39,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         status = main() or 0
         sys.stdout.flush()
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         status = BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -28,7 +28,13 @@ class ConfigError(UserError):
         self.problem = problem
         self.remedy = remedy
         text = f"{key}: {problem}" + (f"; {remedy}" if remedy else "")
-        super().__init__(" ".join(text.split()))
+        super().__init__(one_line(text))
+
+
+def one_line(text: str, limit: int | None = None) -> str:
+    """Return `text` with its lines and blanks joined by single blanks, cut after `limit` characters."""
+    line = " ".join(text.split())
+    return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launched import free_port
+from tests.launched import default_interrupts, free_port
 
 SCRIPT = Path(__file__).with_name("_lifecycle_rank.py")
 ROOT = SCRIPT.parents[2]
@@ -55,6 +55,7 @@ class Launch:
                 env=environment,
                 cwd=directory,
                 start_new_session=True,
+                preexec_fn=default_interrupts,
             )
 
     def processes(self) -> list[psutil.Process]:

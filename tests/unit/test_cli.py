@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launched import default_interrupts
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,7 +42,12 @@ def test_our_own_faults_keep_their_traceback(body: str) -> None:
 
 def test_interrupt() -> None:
     process = subprocess.Popen(
-        script("print('up', flush=True)\ntime.sleep(60)"), cwd=ROOT, stdout=-1, stderr=-1, text=True
+        script("print('up', flush=True)\ntime.sleep(60)"),
+        cwd=ROOT,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        preexec_fn=default_interrupts,
     )
     assert process.stdout is not None
     process.stdout.readline()

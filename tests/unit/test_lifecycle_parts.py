@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
+from tests.launched import default_interrupts
+from zero_tp.process.environment import RankEnvironment, Siblings, describe_end
 from zero_tp.process.first_word import FirstWord
 from zero_tp.process.lifecycle import _looks_like_a_lost_peer
-from zero_tp.process.processes import Place, Process, Siblings, describe_end
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
@@ -34,7 +36,14 @@ def start(body: str, directory: Path) -> subprocess.Popen[str]:
     environment = {key: value for key, value in os.environ.items() if key not in drop}
     environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=environment,
+        preexec_fn=default_interrupts,
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,20 +120,24 @@ def test_said_without_a_usable_directory(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "text\n"
 
 
-def test_places() -> None:
+def test_rank_environments() -> None:
     deepspeed = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "CROSS_RANK": "1", "LOCAL_SIZE": "4"}
-    place = Place.of_this_process(deepspeed)
-    assert (place.rank, place.node, place.local_world, place.world) == (5, 1, 4, 8)
-    assert place.parent is not None and place.parent.pid == os.getppid()
+    first = RankEnvironment.of_this_process(deepspeed)
+    assert (first.rank, first.node, first.local_world, first.world) == (5, 1, 4, 8)
+    assert first.parent is not None and first.parent.pid == os.getppid()
     torchrun = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert Place.of_this_process(torchrun).node == 1
-    again = Place.of_this_process({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert again.job != Place.of_this_process(torchrun).job == Place.of_this_process({**torchrun, "RANK": "3"}).job
+    assert RankEnvironment.of_this_process(torchrun).node == 1
+    again = RankEnvironment.of_this_process({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert (
+        again.job
+        != RankEnvironment.of_this_process(torchrun).job
+        == RankEnvironment.of_this_process({**torchrun, "RANK": "3"}).job
+    )
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1"}
-    assert Place.of_this_process(slurm).job == "slurm-12-0-0"
-    assert (Place.of_this_process(slurm).rank, Place.of_this_process(slurm).node) == (3, 1)
-    alone = Place.of_this_process({})
-    assert (alone.rank, alone.world, alone.parent, alone.ancestors()) == (0, 1, None, [])
+    assert RankEnvironment.of_this_process(slurm).job == "slurm-12-0-0"
+    assert (RankEnvironment.of_this_process(slurm).rank, RankEnvironment.of_this_process(slurm).node) == (3, 1)
+    alone = RankEnvironment.of_this_process({})
+    assert (alone.rank, alone.world, alone.parent, alone.launchers()) == (0, 1, None, {})
 
 
 def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:
@@ -133,8 +146,8 @@ def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:
         for number in range(3)
     ]
     try:
-        place = Place(rank=4, world=8, node=1, local_rank=0, local_world=3, parent=Process.find(os.getpid()), job="")
-        siblings = Siblings(place)
+        first = RankEnvironment(rank=4, world=8, node=1, local_rank=0, local_world=3, parent=psutil.Process(), job="")
+        siblings = Siblings(first)
         deadline = time.monotonic() + 10
         while not siblings.complete and time.monotonic() < deadline:
             siblings.observe()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_tp.process import ops
+from zero_tp.process import connect
 
 
 def lock_in(root: Path, op: str) -> Path:
@@ -20,16 +20,16 @@ def test_only_a_lock_that_no_process_holds_is_removed(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     left, held = lock_in(tmp_path, "cpu_adam"), lock_in(tmp_path, "fused_adam")
     with held.open():
-        ops.clear_abandoned_locks(0.0)
+        connect.clear_abandoned_locks(0.0)
         assert not left.exists() and held.exists()
-    ops.clear_abandoned_locks(0.0)
+    connect.clear_abandoned_locks(0.0)
     assert not held.exists()
 
 
 def test_another_machine_may_hold_a_young_one(tmp_path: Path) -> None:
     lock = lock_in(tmp_path, "cpu_adam")
-    assert list(ops.abandoned_locks(tmp_path)) == []
-    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
+    assert list(connect.abandoned_locks(tmp_path)) == []
+    assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
 
 
 def test_init_distributed_compiles_nothing() -> None:
@@ -41,7 +41,7 @@ def test_init_distributed_compiles_nothing() -> None:
 
     backend = importlib.import_module("deepspeed.comm.torch")
 
-    ops.without_shared_memory_collectives()
+    connect.without_shared_memory_collectives()
     assert backend.build_shm_op() is None
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
     assert "__compatible_ops__" in inspect.getsource(backend.build_shm_op)

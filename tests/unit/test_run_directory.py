@@ -23,9 +23,8 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.errors import UserError
-from zero_tp.process.environment import complete_environment
-from zero_tp.process.ops import abandoned_locks
-from zero_tp.process.processes import Place
+from zero_tp.process.connect import abandoned_locks
+from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import write_native
 
@@ -138,9 +137,9 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, "")  # so that what is set below is taken back
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "4")  # left in the shell
-    place = Place.of_this_process()
-    assert place.world == 1
-    complete_environment(place)
+    environment = RankEnvironment.of_this_process()
+    assert environment.world == 1
+    environment.export()
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
 
 

@@ -1,1 +1,1 @@
-"""The process of one rank: launchers, signals, connections, output."""
+"""A rank's process: its launchers, connections, signals, output and end."""

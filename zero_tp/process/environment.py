@@ -1,30 +1,108 @@
-"""The environment variables that torch reads to find the other ranks, from whichever launcher started this one."""
+"""This module tells a rank who it is: by its launcher's variables, the launchers above it and the ranks beside it.
+
+It imports no torch: it is used before the libraries are loaded.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from zero_tp.errors import UserError
-from zero_tp.process.processes import Place
+
+RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
+LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")
+ACCELERATE_NAMES = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 
 
-def complete_environment(place: Place) -> None:
-    """Set what the launcher left out: Slurm names ranks its own way, and a process alone has no launcher.
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What deepspeed, torchrun, accelerate and srun say of one rank through environment variables.
 
-    Raises:
-        UserError: several ranks and nothing says where they meet.
+    Attributes:
+        local_rank, local_world: None where the launcher doesn't say.
+        parent: the launcher. None for a process that someone started alone: it may outlive its shell (`nohup`).
+        job: names this launch on this machine; equal on all its ranks.
     """
-    # Not only where they are unset: a WORLD_SIZE left in a shell would make a process alone wait for ranks.
-    os.environ["RANK"] = str(place.rank)
-    os.environ["WORLD_SIZE"] = str(place.world)
-    os.environ["LOCAL_RANK"] = str(place.local_rank or 0)
-    if place.world == 1:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise UserError(f"{name} is not set: {place.world} ranks need it to meet; export it before srun")
+
+    rank: int
+    world: int
+    node: int
+    local_rank: int | None
+    local_world: int | None
+    parent: psutil.Process | None
+    job: str
+
+    @staticmethod
+    def of_this_process(variables: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """Read the variables and look at the process above this one."""
+
+        def number(*names: str) -> int | None:
+            for name in names:
+                if variables.get(name, "").isdecimal():
+                    return int(variables[name])
+            return None
+
+        world = number("WORLD_SIZE", "SLURM_NTASKS") or 1
+        by_launcher = number("LOCAL_RANK") is not None
+        launched = by_launcher or (world > 1 and number("RANK", "SLURM_PROCID") is not None)
+        above = _find(os.getppid())
+        # A single process below `accelerate launch` gets no variables that tell.
+        parent = above if above and (launched or _runs(above, ACCELERATE_NAMES)) else None
+        restart = variables.get("TORCHELASTIC_RESTART_COUNT", variables.get("SLURM_RESTART_COUNT", "0"))
+        if not launched:
+            job = f"alone-{os.getpid()}"
+        elif not by_launcher and "SLURM_JOB_ID" in variables:  # tasks may have a shell of their own between
+            job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}-{restart}"
+        else:
+            started = int(parent.create_time()) if parent else 0
+            job = f"{os.getppid()}-{started}-{variables.get('MASTER_PORT', '')}-{restart}"
+        return RankEnvironment(
+            rank=(number("RANK", "SLURM_PROCID") or 0) if launched else 0,
+            world=world if launched else 1,
+            node=(number("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID") or 0) if launched else 0,
+            local_rank=number("LOCAL_RANK"),
+            local_world=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+            parent=parent,
+            job=job,
+        )
+
+    def export(self) -> None:
+        """Set the variables that torch reads: Slurm names ranks its own way, and a process alone has no launcher.
+
+        Raises:
+            UserError: there are several ranks and nothing says where they meet.
+        """
+        # Not only where they are unset: a WORLD_SIZE left in a shell would make a process alone wait for ranks.
+        os.environ["RANK"] = str(self.rank)
+        os.environ["WORLD_SIZE"] = str(self.world)
+        os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
+        if self.world == 1:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise UserError(f"{name} is not set: {self.world} ranks need it to meet; export it before srun")
+
+    def launchers(self) -> dict[psutil.Process, str]:
+        """Return the processes that this rank must not outlive, in words: its parent, and a `deepspeed` above that."""
+        if self.parent is None:
+            return {}
+        if not _runs(self.parent, LAUNCH_NAMES):
+            return {self.parent: f"process {self.parent.pid}"}
+        found = {self.parent: f"deepspeed's launch.py, process {self.parent.pid}"}
+        with contextlib.suppress(psutil.Error):
+            runner = self.parent.parent()
+            if runner is not None and _runs(runner, RUNNER_NAMES):
+                found[runner] = f"deepspeed, process {runner.pid}"
+        return found
 
 
 def _free_port() -> int:
@@ -32,3 +110,91 @@ def _free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Tell whether `process` still runs: not a zombie, nor another one with its pid."""
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _find(pid: int) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        return process if is_alive(process) else None
+    except psutil.Error:  # gone, or hidden from this user
+        return None
+
+
+def _runs(process: psutil.Process, names: tuple[str, ...]) -> bool:
+    """Is one of `names` the script or `-m` module in the command line?"""
+    try:
+        return any(Path(word).name in names for word in process.cmdline()[:4])
+    except psutil.Error:  # gone, or another person's
+        return False
+
+
+class Siblings:
+    """The ranks of this node: the children of the launcher, each named by `RANK` in its environment."""
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self.environment = environment
+        self.seen: dict[int, psutil.Process] = {}
+
+    @property
+    def complete(self) -> bool:
+        return self.environment.parent is None or len(self.seen) >= (self.environment.local_world or 1)
+
+    def observe(self) -> None:
+        """Remember the ranks that run now: a zombie, which has no environment, can then still be named."""
+        if self.environment.parent is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):  # the launcher is gone
+            for process in self.environment.parent.children():
+                with contextlib.suppress(psutil.Error):
+                    rank = process.environ().get("RANK", "")
+                    if rank.isdecimal() and is_alive(process):
+                        self.seen[int(rank)] = process
+
+    def gone(self) -> dict[int, int | None]:
+        """Return the ranks of this node that ended, other than with status 0, and how.
+
+        A rank's value is its exit status, or minus the signal that killed it; None when that is unknown.
+        """
+        own = self.environment
+        if own.parent is None:
+            return {}
+        self.observe()
+        expected = set(self.seen)
+        if own.local_rank is not None and own.local_world is not None:
+            first = own.rank - own.local_rank  # deepspeed and torchrun number a node's ranks in a row
+            expected |= set(range(first, first + own.local_world))
+        ended = {
+            rank: _exit_status(self.seen[rank]) if rank in self.seen else None
+            for rank in sorted(expected - {own.rank})
+            if rank not in self.seen or not is_alive(self.seen[rank])
+        }
+        return {rank: status for rank, status in ended.items() if status != 0}
+
+
+def _exit_status(process: psutil.Process) -> int | None:
+    """The status that a zombie keeps for its parent; psutil knows only that of our own children."""
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # reaped, or there is no /proc
+        return None
+    # After the name, which may hold blanks and brackets: the state, and 49 fields on the status as waitpid returns it.
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and process.is_running() else None
+
+
+def describe_end(rank: int, status: int | None) -> str:
+    """Return one peer's end in words: `rank 1 ended without a word (killed by SIGKILL: out of memory?)`."""
+    if status is None:
+        return f"rank {rank} ended without a word (killed, or out of memory?)"
+    if status >= 0:
+        return f"rank {rank} ended without a word (exit status {status})"
+    name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
+    return f"rank {rank} ended without a word (killed by {name}{': out of memory?' if name == 'SIGKILL' else ''})"

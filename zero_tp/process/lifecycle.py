@@ -1,13 +1,13 @@
-"""The life of one rank process, from its first line to its exit status, whoever started it.
+"""`run_rank` is the life of one rank process, from its first line to its exit status, whoever started it.
 
-`run_rank` keeps these promises under deepspeed, torchrun, `accelerate launch`, srun, and alone:
+It keeps these promises under deepspeed, torchrun, `accelerate launch`, srun, and alone:
 
 - Wrong input ends every rank with status 2 and one line, printed by exactly one of them.
 - Any other error ends with the failing rank's own traceback as the last text that isn't the launcher's, its last line
   `rank R failed: Type: message`. Ranks that fail only because that one is gone are silent. A rank that was killed is
   named by a survivor in one line.
 - Ctrl-C ends a rank promptly, also while it waits inside a collective. SIGTERM does too, except while training listens
-  (see requests.py): then the first one only asks for a save and an end at the next step boundary, unless it comes
+  (see signals.py): then the first one only asks for a save and an end at the next step boundary, unless it comes
   because another rank has failed; a second one ends the rank at once. SIGUSR1 asks for a save.
 - Ranks end when a launcher above them is gone (measured: within 1.1 s). SIGTERM to the `deepspeed` command reaches no
   one else, so this is what ends them.
@@ -21,8 +21,6 @@ word before it leaves and is quick about it.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import ctypes
 import faulthandler
 import os
 import re
@@ -36,18 +34,20 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
-from zero_tp.errors import UserError
+from zero_tp.cli import BAD_INPUT, INTERRUPTED, error_line
+from zero_tp.errors import UserError, one_line
+from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
-from zero_tp.process.processes import Place, Siblings, describe_end, is_launch
-from zero_tp.process.requests import Requests
+from zero_tp.process.signals import Requests, listen
 
-FAILED, USER_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, TERMINATED = 1, 143
 
 POLL_SECONDS = 1.0
 # How long a rank whose connection broke waits for the first word of the one that broke it. The failing rank speaks
 # before it closes its connections, so this is for a loaded machine.
 HOLD_BACK_SECONDS = 5.0
 OTHER_NODE_SECONDS = 10.0
+MESSAGE_LIMIT = 600  # characters of an error in its last line; its traceback has them all
 LEAVE_SECONDS = {True: 20.0, False: 5.0}  # after success: exit functions (a logger's upload) may take a while
 
 _BROKEN_PEER = re.compile(
@@ -69,22 +69,23 @@ def run_rank(main: Callable[[], int | None], verbose: bool, requests: Requests |
 
     Exit status: main's own; 2 wrong input; 1 an error, a lost peer or a lost launcher; 130 Ctrl-C; 143 SIGTERM.
     """
-    _Rank(Place.of_this_process(), verbose, requests or Requests()).run(main)
+    _Rank(RankEnvironment.of_this_process(), verbose, requests or Requests()).run(main)
 
 
 class _Rank:
-    def __init__(self, place: Place, verbose: bool, requests: Requests) -> None:
-        self.place = place
+    def __init__(self, environment: RankEnvironment, verbose: bool, requests: Requests) -> None:
+        self.environment = environment
         self.requests = requests
         self.verbose = verbose
-        self.first_word = FirstWord(place.job, time.time())
-        self.siblings = Siblings(place)
+        self.first_word = FirstWord(environment.job, time.time())
+        self.siblings = Siblings(environment)
         self.leaving = False
 
     def run(self, main: Callable[[], int | None]) -> NoReturn:
         faulthandler.enable()  # a crash in C++ shows where
-        self._listen_to_signals()
-        self._watch_ancestors()
+        listen(self._act_on_signals)
+        if self.environment.parent is not None:
+            threading.Thread(target=self._watch_launchers, name="launcher watch", daemon=True).start()
         try:
             status = main() or 0
         except KeyboardInterrupt:
@@ -105,26 +106,26 @@ class _Rank:
         if isinstance(exit_.code, int):
             self.first_word.say("")  # who exits with a status has said why
             return exit_.code
-        self.first_word.say(f"error: {_one_line(str(exit_.code))}")
+        self.first_word.say(error_line(exit_.code))
         return FAILED
 
     def _refused(self, error: UserError) -> int:
-        text = f"error: {_one_line(str(error))}"
+        text = error_line(error)
         if self.verbose:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
-        if self.place.node == 0:
+        if self.environment.node == 0:
             self.first_word.say(text)
         elif self._first_node_goes_on():
-            self.first_word.say(f"node {self.place.node}: {text}")
+            self.first_word.say(f"node {self.environment.node}: {text}")
         else:
             self.first_word.say("")
-        return USER_ERROR
+        return BAD_INPUT
 
     def _failed(self, error: BaseException) -> int:
-        rank = self.place.rank
+        rank = self.environment.rank
         lines = traceback.format_exception(type(error), error, _own_part(error))
         report = "".join(f"rank {rank}: {line}\n" for line in "".join(lines).rstrip().split("\n"))
-        report += f"rank {rank} failed: {type(error).__name__}: {_one_line(str(error))}"
+        report += f"rank {rank} failed: {type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
         if _looks_like_a_lost_peer(error):
             deadline = time.monotonic() + HOLD_BACK_SECONDS
             while not self.first_word.said() and time.monotonic() < deadline:
@@ -136,7 +137,7 @@ class _Rank:
         return FAILED
 
     def _name_lost_peer(self) -> bool:
-        """If ranks of this node ended without a word, say so (unless someone has); True if there are any."""
+        """Say that ranks of this node ended without a word, unless someone has; return whether there are any."""
         gone = self.siblings.gone()
         if not gone:
             return False
@@ -144,7 +145,7 @@ class _Rank:
         return True
 
     def _first_node_goes_on(self) -> bool:
-        """Is the error this node's alone? Every node reads the same config, so the first one usually reports it too.
+        """Tell whether the error is this node's alone. Every node reads the same config: the first reports it too.
 
         If it doesn't, its rank 0 goes on to wait at the rendezvous for us, where a connection tells. Under torchrun
         an agent listens there in any case, and it prints a summary of its own.
@@ -163,39 +164,15 @@ class _Rank:
 
     # --- signals ----------------------------------------------------------------------------------------------------
 
-    def _listen_to_signals(self) -> None:
-        """Let a thread act on signals: Python's own handlers don't run while the main thread waits in a collective.
-
-        The C-level handler writes the signal's number into a pipe, whatever the main thread does. Blocking the
-        signals for a `sigwait` thread would do too, but compilers and data workers would inherit the mask.
-        """
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
-                signal.signal(number, lambda *_: None)
-        os.register_at_fork(after_in_child=_default_signals)
-        threading.Thread(target=self._act_on_signals, args=(read_end,), name="signals", daemon=True).start()
-
-    def _act_on_signals(self, read_end: int) -> None:
-        while True:
-            numbers = os.read(read_end, 64)
-            if signal.SIGTERM in numbers:
-                # After Ctrl-C the launcher's SIGTERM can overtake our own SIGINT by a moment.
-                time.sleep(0.2)
-                os.set_blocking(read_end, False)
-                with contextlib.suppress(BlockingIOError):  # nothing more, as usual
-                    numbers += os.read(read_end, 64)
-                os.set_blocking(read_end, True)
-            if self.leaving:
-                continue  # bounded already, and with the right status
-            if signal.SIGINT in numbers:
-                self._end_interrupted()
-            if signal.SIGTERM in numbers and not self._stops_at_the_next_step():
-                self._end_terminated()
-            if signal.SIGUSR1 in numbers and self.requests.accepted:
-                self.requests.save = True
+    def _act_on_signals(self, numbers: set[int]) -> None:
+        if self.leaving:
+            return  # bounded already, and with the right status
+        if signal.SIGINT in numbers:
+            self._end_interrupted()
+        if signal.SIGTERM in numbers and not self._stops_at_the_next_step():
+            self._end_terminated()
+        if signal.SIGUSR1 in numbers and self.requests.accepted:
+            self.requests.save = True
 
     def _stops_at_the_next_step(self) -> bool:
         """Take SIGTERM as a request, if it is the first, and not the launcher's after another rank's end."""
@@ -210,29 +187,21 @@ class _Rank:
         self._exit_now(INTERRUPTED)
 
     def _end_terminated(self) -> NoReturn:
-        """SIGTERM comes from the launcher after another rank's end (be silent, or name it), or is for us."""
+        """End after SIGTERM, which is the launcher's after another rank's end (be silent, or name it), or is for us."""
         self._arm(TERMINATED, LEAVE_SECONDS[False])
         if not self.first_word.said() and not self._name_lost_peer():
-            self.first_word.say(f"rank {self.place.rank}: ended by SIGTERM")
+            self.first_word.say(f"rank {self.environment.rank}: ended by SIGTERM")
         self._exit_now(TERMINATED)
 
     # --- the launchers above ----------------------------------------------------------------------------------------
 
-    def _watch_ancestors(self) -> None:
-        if self.place.parent is None:
-            return
-        if is_launch(self.place.parent.pid):
-            _die_with_parent()
-        threading.Thread(target=self._poll_ancestors, name="parent watch", daemon=True).start()
-
-    def _poll_ancestors(self) -> None:
-        ancestors = self.place.ancestors()
+    def _watch_launchers(self) -> None:
+        launchers = self.environment.launchers()
         while True:
-            for ancestor in ancestors:
-                if not ancestor.alive() and not self.leaving:
+            for launcher, name in launchers.items():
+                if not is_alive(launcher) and not self.leaving:
                     self._arm(FAILED, LEAVE_SECONDS[False])
-                    name = f"{ancestor.name}, process {ancestor.pid}" if ancestor.name else f"process {ancestor.pid}"
-                    self.first_word.say(f"error: the launcher above rank {self.place.rank} ({name}) is gone")
+                    self.first_word.say(f"error: the launcher above rank {self.environment.rank} ({name}) is gone")
                     self._exit_now(FAILED)
             if not self.siblings.complete:
                 self.siblings.observe()
@@ -243,7 +212,7 @@ class _Rank:
     # --- the way out ------------------------------------------------------------------------------------------------
 
     def _leave(self, status: int) -> NoReturn:
-        """The main thread's way out."""
+        """Take the main thread's way out."""
         self.leaving = True
         self._arm(status, LEAVE_SECONDS[status == 0])
         try:
@@ -257,7 +226,7 @@ class _Rank:
         self._exit_now(status)
 
     def _arm(self, status: int, seconds: float) -> None:
-        """Whatever happens on the way out, be gone after `seconds`."""
+        """See to it that this process is gone after `seconds`, whatever happens on the way out."""
 
         def end() -> None:
             time.sleep(seconds)
@@ -278,31 +247,6 @@ class _Rank:
         os._exit(status)
 
 
-def _default_signals() -> None:
-    """A forked child (a data worker) must not report its signals as its parent's."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _die_with_parent() -> None:
-    """End this process some seconds after its parent did, even if no Python thread can run any more.
-
-    The watching thread needs the interpreter's lock, which a stuck extension may hold. So at the parent's death the
-    kernel sends SIGSTKFLT (16, otherwise unused), whose handler is libc's `alarm` itself, called with the signal's
-    number: 16 s later SIGALRM ends the process. Only below launch.py, whose main thread starts the ranks: the kernel
-    means the thread, not the process, by "parent".
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal(int(signal.SIGSTKFLT), ctypes.cast(libc.alarm, ctypes.c_void_p))
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-    libc.prctl(set_parent_death_signal, int(signal.SIGSTKFLT), 0, 0, 0)
-
-
 def _destroy_process_groups() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -319,7 +263,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _looks_like_a_lost_peer(error: BaseException) -> bool:
-    """May `error` be only the echo of another rank's end? A wrong yes costs a wait, no text."""
+    """Tell whether `error` may be only the echo of another rank's end. A wrong yes costs a wait, no text."""
     for each in _chain(error):
         if any(base.__name__.startswith("Dist") and base.__module__.startswith("torch") for base in type(each).__mro__):
             return True
@@ -331,11 +275,6 @@ def _looks_like_a_lost_peer(error: BaseException) -> bool:
 
 
 def _own_part(error: BaseException) -> TracebackType | None:
-    """The traceback from `main` on, without this module's frame."""
+    """Return the traceback from `main` on, without this module's frame."""
     own = error.__traceback__
     return own.tb_next if own is not None and own.tb_next is not None else own
-
-
-def _one_line(text: str, limit: int = 600) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= limit else line[: limit - 1] + "…"

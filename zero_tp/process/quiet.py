@@ -1,4 +1,4 @@
-"""Keep the libraries' own chatter out of a run's output; errors stay.
+"""This module keeps the libraries' own chatter out of a run's output; errors stay.
 
 Two things print before any rank exists and can only be quietened from outside: DeepSpeed's runner and launch.py take
 `-q` (or `--log_level error`) before the script: `deepspeed -q --num_accelerators 4 launch/pretrain.py …`. No
@@ -14,6 +14,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+
+from zero_tp.errors import UserError
 
 # Read by C++ or at import. A value that the person has set wins.
 ENVIRONMENT = {
@@ -72,19 +74,24 @@ class _OnlyErrors(logging.Filter):
 
 
 @contextlib.contextmanager
-def hushed(verbose: bool) -> Iterator[None]:
-    """Drop what libraries `print` to stdout inside the block, unless `verbose`; if the block fails, it goes to stderr.
+def hushed(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
+    """Drop what libraries `print` inside the block, unless `verbose`; if the block fails, it goes to stderr.
 
     For `deepspeed.init_distributed` and `deepspeed.initialize`, which print (each rank: "… built successfully") where
-    they could log.
+    they could log. A `UserError` says what a person has to know without it.
+
+    Args:
+        stderr: drop what is written to stderr too. A stream that was opened before, a bar of ours, stays.
     """
     if verbose:
         yield
         return
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said) if stderr else contextlib.nullcontext():
             yield
+    except UserError:
+        raise
     except BaseException:
         sys.stderr.write(said.getvalue())
         raise

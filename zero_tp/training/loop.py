@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,55 +19,28 @@ from zero_tp.checkpoint.directory import (
 )
 from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, take_whole
 from zero_tp.checkpoint.save import Saver, place_of
-from zero_tp.config import RunConfig, check_accelerator
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.process.processes import Place
+from zero_tp.process.connect import connect_deepspeed
+from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
-from zero_tp.process.requests import Requests, accepting
-from zero_tp.topology import Topology
+from zero_tp.process.signals import Requests
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.run import PreparedRun
 from zero_tp.training.tools import Forecast, Tools
-from zero_tp.zero.nvme import check_nvme
 
 SKIPS_IN_A_ROW = 10
 
 
-def connect(config: RunConfig, place: Place, verbose: bool) -> tuple[Topology, torch.device]:
-    """Join the process group and make the topology's. Collective."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    from zero_tp.process.ops import OTHER_MACHINE_SECONDS, clear_abandoned_locks, without_shared_memory_collectives
-
-    accelerator = get_accelerator()
-    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
-    check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
-    check_nvme(config)
-    without_shared_memory_collectives()
-    # On one machine, what no process holds is abandoned; several may share the folder.
-    clear_abandoned_locks(0.0 if place.local_world == place.world else OTHER_MACHINE_SECONDS)
-    local_rank = place.local_rank or 0
-    device = torch.device(accelerator.device_name(local_rank if accelerator.device_name() != "cpu" else None))
-    if device.type != "cpu":
-        accelerator.set_device(local_rank)
-    timeout = timedelta(minutes=config.zero_tp.training.timeout_minutes)
-    with hushed(verbose):
-        deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
-    parallel = config.zero_tp.parallel
-    return Topology(parallel.tensor, parallel.sequence, timeout=timeout), device
-
-
 def train(
     run: PreparedRun,
-    place: Place,
+    environment: RankEnvironment,
     requests: Requests | None = None,
     *,
     tools: Tools | None = None,
@@ -86,13 +58,13 @@ def train(
         UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
             `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
-    with run_directory(run.directory) if place.rank == 0 else nullcontext():
-        _train(run, place, requests or Requests(), tools or Tools(), verbose, resume_from)
+    with run_directory(run.directory) if environment.rank == 0 else nullcontext():
+        _train(run, environment, requests or Requests(), tools or Tools(), verbose, resume_from)
 
 
 def _train(
     run: PreparedRun,
-    place: Place,
+    environment: RankEnvironment,
     requests: Requests,
     tools: Tools,
     verbose: bool,
@@ -103,7 +75,7 @@ def _train(
     manifest = read_manifest(checkpoint) if checkpoint is not None else None
     if checkpoint is not None and manifest is not None:
         run.check_resumed(checkpoint, manifest)
-    topology, device = connect(config, place, verbose)
+    topology, device = connect_deepspeed(config, environment, verbose)
     notes: list[str] = []
     with hushed(verbose):
         engine = TrainingEngine(
@@ -188,7 +160,7 @@ class _Loop:
         self.saver = Saver(engine, self.config, run.directory, run.tokenizer, run.corpora)
 
     def train(self) -> None:
-        with self.reporter as reporter, accepting(self.requests):
+        with self.reporter as reporter, self.requests.accepting():
             self.meter.start()
             for step in range(self.done + 1, self.steps + 1):
                 self._step(step)

@@ -1,0 +1,138 @@
+"""Ranks connect: each takes its device and joins the process group, and together they make the topology's groups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from zero_tp.errors import UserError, first_line
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.quiet import hushed
+from zero_tp.topology import Topology
+
+if TYPE_CHECKING:
+    from zero_tp.config import RunConfig
+
+TIMEOUT = timedelta(minutes=30)
+OTHER_MACHINE_SECONDS = 15 * 60
+
+
+def connect(
+    environment: RankEnvironment,
+    device_type: str,
+    tensor: int = 1,
+    sequence: bool = False,
+    *,
+    timeout: timedelta = TIMEOUT,
+    join: Callable[[], None] | None = None,
+) -> tuple[Topology, torch.device]:
+    """Join the process group and make the topology's. Collective.
+
+    Args:
+        device_type: as torch names it: `cuda` or `cpu`.
+        tensor, sequence: the TP degree, and whether SP is on.
+        timeout: limit of one collective.
+        join: makes the default process group; by default torch alone does, without DeepSpeed.
+
+    Returns:
+        The grid of ranks with this one's coordinates, and this rank's device, which is now the current one.
+
+    Raises:
+        UserError: nothing says where the ranks meet, or this rank has no such device.
+    """
+    environment.export()
+    device = torch.device("cpu")
+    if device_type != "cpu":
+        device = torch.device(device_type, environment.local_rank or 0)
+        try:
+            torch.get_device_module(device).set_device(device.index)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"local rank {device.index} has no {device_type} device ({first_line(error)})") from error
+    if join is not None:
+        join()
+    else:
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+    return Topology(tensor, sequence, timeout=timeout), device
+
+
+def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: bool) -> tuple[Topology, torch.device]:
+    """Check what the config needs of this machine, then `connect` on DeepSpeed's accelerator. Collective.
+
+    Raises:
+        UserError: see `connect`; the accelerator lacks the config's dtype, or the machine what NVMe offload needs.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    from zero_tp.config import check_accelerator
+    from zero_tp.zero.nvme import check_nvme
+
+    accelerator = get_accelerator()
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
+    check_nvme(config)
+    without_shared_memory_collectives()
+    # On one machine, what no process holds is abandoned; several may share the folder.
+    clear_abandoned_locks(0.0 if environment.local_world == environment.world else OTHER_MACHINE_SECONDS)
+    timeout = timedelta(minutes=config.zero_tp.training.timeout_minutes)
+
+    def join() -> None:
+        with hushed(verbose):
+            deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
+
+    parallel = config.zero_tp.parallel
+    return connect(
+        environment, accelerator.device_name(), parallel.tensor, parallel.sequence, timeout=timeout, join=join
+    )
+
+
+def without_shared_memory_collectives() -> None:
+    """Keep `deepspeed.init_distributed` from compiling and loading its shared-memory collectives.
+
+    Only its inference uses them, and loading them takes a lock file for a moment on every rank at every start: a rank
+    killed in that moment would leave all later starts waiting for ever.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def clear_abandoned_locks(seconds: float) -> None:
+    """Remove what killed builds have left in torch's extension folder; see `abandoned_locks`."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in abandoned_locks(root, seconds):
+        lock.unlink(missing_ok=True)
+
+
+def abandoned_locks(root: Path, seconds: float = OTHER_MACHINE_SECONDS) -> Iterator[Path]:
+    """Yield the lock files of torch's extension builds below `root` that nobody holds.
+
+    torch waits for such a file for ever. A builder keeps it open, so one that no process here has open was left by a
+    killed one; where the folder is shared, another machine may hold it, and a build there takes no `seconds`.
+    """
+    locks = list(root.glob("*/*/lock")) + list(root.glob("*/lock"))
+    held = _open_files() if locks else set()
+    for lock in locks:
+        with contextlib.suppress(FileNotFoundError):  # all ranks start by looking; another one has removed it
+            if str(lock.resolve()) not in held and time.time() - lock.stat().st_mtime > seconds:
+                yield lock
+
+
+def _open_files() -> set[str]:
+    """Every file that some process of this machine holds open, as far as this user may look."""
+    held: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended, or it is another user's
+            held.update(file.path for file in process.open_files())
+    return held
