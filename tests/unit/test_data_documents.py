@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
-from zero_tp.data.batch import Batch, places
+from zero_tp.data.batch import Batch, positions_of
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.errors import UserError
@@ -111,7 +111,7 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(0, 5))
-def test_places(rows: list[list[int]], seed: int) -> None:
+def test_positions(rows: list[list[int]], seed: int) -> None:
     length = min(map(len, rows))
     documents = torch.tensor([row[:length] for row in rows])
     expected = []
@@ -120,7 +120,7 @@ def test_places(rows: list[list[int]], seed: int) -> None:
         for column, number in enumerate(row):
             place.append(place[-1] + 1 if column and row[column - 1] == number else 0)
         expected.append(place)
-    found: Tensor = places(documents)
+    found: Tensor = positions_of(documents)
     assert found.tolist() == expected and found.dtype == torch.int64
 
 

@@ -1,1 +1,1 @@
-"""Corpora: preparing, storing, sampling."""
+"""Corpora are prepared, stored and sampled here."""

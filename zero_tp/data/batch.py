@@ -1,4 +1,4 @@
-"""Rows of packed documents for one forward.
+"""A batch holds rows of packed documents for one forward.
 
 With `data.document_attention` "reset" the pieces of documents that lie in one window are trained on as if each were a
 row of its own: a token sees the tokens of its piece alone, positions count from 0 at the piece's start, and a piece's
@@ -17,19 +17,17 @@ from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
 
-"""The label that no loss counts (torch's `ignore_index`)."""
-
 PADDING = -1
-"""The document of a token that fills a row up."""
+"""The document number of a token that fills a row up."""
 
 
 class Batch(NamedTuple):
-    """Rows of one forward, all int64 [m, s].
+    """A batch holds the rows of one forward, each field int64 [m, s].
 
     Attributes:
         labels: already shifted: the token after each of `input_ids`, or -100: score nothing.
-        position_ids, document_ids: each token's place in its piece of a document, and the document's number; None where
-            attention and positions run on over the documents.
+        position_ids, document_ids: each token's position in its piece of a document, and the document's number; None
+            where attention and positions run on over the documents.
     """
 
     input_ids: Tensor
@@ -43,20 +41,23 @@ class Batch(NamedTuple):
 
 
 def continued(windows: Tensor) -> Batch:
-    """Windows [m, s + 1] as one text each: every token predicts the next."""
+    """Make a batch of windows [m, s + 1] that are one text each: every token predicts the next."""
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
 
 def separated(windows: Tensor, documents: Tensor) -> Batch:
-    """Windows [m, s + 1] whose documents (their numbers, [m, s + 1]) are kept apart; PADDING is never a label."""
+    """Make a batch of windows [m, s + 1] whose documents are kept apart; their numbers, [m, s + 1], say which is whose.
+
+    A token of document PADDING is never a label.
+    """
     after = documents[:, 1:]
     labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORE_INDEX)
     own = documents[:, :-1].contiguous()
-    return Batch(windows[:, :-1].contiguous(), labels, places(own), own)
+    return Batch(windows[:, :-1].contiguous(), labels, positions_of(own), own)
 
 
-def places(documents: Tensor) -> Tensor:
-    """Each token's place in the run of equal document numbers that it stands in, from 0. [m, s] → [m, s]."""
+def positions_of(documents: Tensor) -> Tensor:
+    """Return each token's position among its neighbours of the same document, from 0. [m, s] → [m, s]."""
     column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,4 +1,4 @@
-"""Documents out of text files: JSON lines and plain text, gzipped or not."""
+"""Documents are read from text files: JSON lines and plain text, gzipped or not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from typing import IO, Any
 from zero_tp.errors import UserError
 
 KINDS = {".jsonl": "jsonl", ".txt": "txt"}
-_CHUNK = 1 << 20
 
 
 def document_kind(path: Path) -> str:
-    """`"jsonl"` or `"txt"`, by the file's ending (a final `.gz` is looked through). UserError for any other ending."""
+    """Return `"jsonl"` or `"txt"`, by the file's ending without a final `.gz`. UserError for any other ending."""
     name = path.name.removesuffix(".gz")
     for ending, kind in KINDS.items():
         if name.endswith(ending):
@@ -27,7 +26,7 @@ def document_kind(path: Path) -> str:
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """UserError for the first path that is missing, a directory, or of an unknown kind."""
+    """Raise a UserError for the first path that is missing, a directory, or of an unknown kind."""
     for path in paths:
         if path.is_dir():
             raise UserError(f"{path} is a directory: name the files in it")
@@ -37,19 +36,16 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of the file's bytes as stored (compressed, if it is), in hexadecimal."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of the file's bytes as stored (compressed, if it is), in hexadecimal."""
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-    return digest.hexdigest()
 
 
 def read_documents(path: Path, text_key: str = "text") -> Iterator[str]:
-    """The texts of one file, in order; one document is in memory at a time.
+    """Yield the texts of one file, in order; one document is in memory at a time.
 
     - `.jsonl`: each line is a JSON object, and the string under `text_key` is a document. Blank lines are skipped.
     - `.txt`: the whole file is one document. (Blank lines separate paragraphs in ordinary prose, so cutting
@@ -67,7 +63,7 @@ def read_documents(path: Path, text_key: str = "text") -> Iterator[str]:
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, for messages; the JSON object there) of a .jsonl file. UserError as `read_documents`."""
+    """Yield (file and line, for messages; the JSON object there) of a .jsonl file. UserError as `read_documents`."""
     with _reading(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -109,7 +105,7 @@ def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], where: str, text_key: str) -> str:
-    """The string under `text_key` of a line's object. UserError: there is none."""
+    """Return the string under `text_key` of a line's object. UserError: there is none."""
     if text_key not in record:
         found = ", ".join(sorted(map(repr, record))) or "none"
         raise UserError(f"{where}: no key {text_key!r}; the keys found are {found}: choose one with --text-key")

@@ -1,4 +1,4 @@
-"""The `.bin`/`.idx` corpus of Megatron-LM and Megatron-DeepSpeed (its `MMIDIDX` format, version 1).
+"""Corpora are stored in the `.bin`/`.idx` format of Megatron-LM and Megatron-DeepSpeed (`MMIDIDX`, version 1).
 
 `PREFIX.bin` is nothing but token ids, document after document. `PREFIX.idx`, all little-endian:
 
@@ -42,7 +42,7 @@ _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
-    """The stored type: uint16 below a vocabulary of 65,500 tokens, else int32, as Megatron chooses."""
+    """Return the stored type: uint16 below a vocabulary of 65,500 tokens, else int32, as Megatron chooses."""
     return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
 
 
@@ -55,7 +55,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedCorpus:
-    """A memory-mapped corpus: documents by number, and the whole as one flat stream of tokens.
+    """A memory-mapped corpus gives documents by number, and the whole as one flat stream of tokens.
 
     Attributes:
         prefix: path without the ending.
@@ -104,14 +104,14 @@ class IndexedCorpus:
             raise UserError(f"{index}: document boundaries don't run from 0 to {len(self._sizes):,} sequences")
 
     def __len__(self) -> int:
-        """Documents."""
+        """Return the number of documents."""
         return len(self._documents) - 1
 
     def identity(self) -> dict[str, Any]:
-        """`documents`, `tokens`, `type`, and `sha256` of PREFIX.idx and of blocks of PREFIX.bin, 64 evenly spread.
+        """Return what identifies the corpus wherever it lies: `documents`, `tokens`, `type` and `sha256`.
 
-        The same for the same corpus wherever it lies. Every other way to cut or to tokenise the documents changes it;
-        tokens that are changed one by one, and documents as long as before, may not.
+        The last is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin. Every other way to cut or to tokenise
+        the documents changes it; tokens that are changed one by one, and documents as long as before, may not.
         """
         hashed = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
@@ -125,7 +125,7 @@ class IndexedCorpus:
         return {**kind, "sha256": hashed.hexdigest()}
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
-        """Token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
+        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
         start, end = self._starts[self._documents[i]], self._starts[self._documents[i + 1]]
@@ -133,16 +133,19 @@ class IndexedCorpus:
 
     @cached_property
     def first_tokens(self) -> npt.NDArray[np.int64]:
-        """Where in the flat stream each document begins, and the end of the last, int64 [documents + 1]."""
+        """Return where in the flat stream each document begins, and the last one's end, int64 [documents + 1]."""
         return self._starts[self._documents]
 
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """The number of the document of each token that `read` gives, int64 [count]. Documents without tokens have
-        none."""
+        """Return the number of the document of each token that `read` gives, int64 [count]; an empty one has none."""
         return np.searchsorted(self.first_tokens, np.arange(start, start + count), side="right") - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count]. IndexError outside it."""
+        """Return tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count].
+
+        Raises:
+            IndexError: they lie outside it.
+        """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
@@ -165,10 +168,9 @@ def _read_header(index: Path) -> tuple[np.dtype, int, int]:
 
 
 class IndexedWriter:
-    """Writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
+    """A writer writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
 
-    Used as a context manager; when the block raises, no `.idx` is written, so what is there can't be taken for a
-    corpus.
+    It is a context manager: when the block raises, no `.idx` is written, so what is there can't be taken for a corpus.
     Memory: 4 bytes a document.
     """
 
@@ -193,7 +195,7 @@ class IndexedWriter:
         self.tokens += values.size
 
     def close(self) -> None:
-        """Finish: write the index."""
+        """Write the index, which makes the corpus whole."""
         self._file.close()
         sizes = np.array(self._sizes, dtype="<i4")
         starts = np.zeros(len(sizes), dtype="<i8")

@@ -1,4 +1,4 @@
-"""A shuffled order that needs no memory: entry i of a random permutation, computed from (size, key) alone."""
+"""A shuffled order needs no memory here: entry i of a permutation is computed from its size and key alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _SMALLEST_HALF = 3
 
 
 def _mix(x: int) -> int:
-    """The finalizer of SplitMix64: 64 bits in, 64 well-mixed bits out."""
+    """Mix 64 bits well: the finalizer of SplitMix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
     return x ^ (x >> 31)
 
 
 class Permutation:
-    """A permutation of 0 … size-1 that is a pure function of `key`: `permutation[i]` in O(1) time and memory.
+    """A permutation orders 0 … size-1 as a pure function of `key`: `permutation[i]` in O(1) time and memory.
 
     A Feistel network of 8 rounds permutes the next larger power of 4; outputs beyond `size` are put through it again
     (cycle walking, fewer than 4 rounds of it on average for 17 and more). Unlike a stored shuffle of numpy's it costs

@@ -1,4 +1,4 @@
-"""From text files to a corpus: split by document, tokenise, write `.bin/.idx`, report.
+"""`prepare` makes a corpus of text files: it splits by document, tokenises, writes `.bin/.idx`, and reports.
 
 The output directory is whole or it isn't there: everything is written to a hidden directory beside it, which is then
 renamed. The inputs are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a
@@ -39,7 +39,7 @@ _CHANGED = "the inputs changed while they were read: run this again"
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What decides the output, besides the inputs.
+    """These settings and the inputs decide the output.
 
     Attributes:
         tokenizer: `bpe:SIZE` or a directory.
@@ -56,7 +56,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The output directory, the content of its report.json, and whether it was there already."""
+    """What `prepare` returns: the output directory, its report.json's content, and whether it was there already."""
 
     output: Path
     report: dict[str, Any]
@@ -122,7 +122,7 @@ def _check_settings(settings: PrepareSettings) -> None:
 
 
 def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """The report of an output made from the same inputs and settings; None when there is nothing to reuse."""
+    """Return the report of an output made from the same inputs and settings; None when there is nothing to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     try:
@@ -159,19 +159,19 @@ def _replace(partial: Path, output: Path, overwrite: bool) -> None:
 
 
 class _Preparation:
-    """One run of the three passes over the inputs."""
+    """A preparation goes over the inputs three times."""
 
     def __init__(self, inputs: Sequence[Path], spec: TokenizerSpec, settings: PrepareSettings, progress: bool) -> None:
         self.inputs, self.spec, self.settings = inputs, spec, settings
         self.bar_disabled = None if progress else True  # None: tqdm shows a bar on a terminal only
 
     def documents(self, label: str, total: int | None = None) -> Iterator[str]:
-        """Every document that isn't empty, in the order of the inputs."""
+        """Yield every document that isn't empty, in the order of the inputs."""
         texts = (text for path in self.inputs for text in read_documents(path, self.settings.text_key) if text.strip())
         return iter(tqdm(texts, desc=label, total=total, unit=" documents", disable=self.bar_disabled, leave=False))
 
     def write(self, directory: Path) -> dict[str, Any]:
-        """All of the output except the report, which is returned."""
+        """Write all of the output except the report, which is returned."""
         started = time.perf_counter()
         hashes = self._hash_documents()
         held_out = _choose_validation(hashes, self.settings.validation)
@@ -202,7 +202,7 @@ class _Preparation:
         }
 
     def _hash_documents(self) -> npt.NDArray[np.uint64]:
-        """64 bits a document that depend on its content and the seed, not on its place."""
+        """Return 64 bits a document that depend on its content and the seed, not on its position."""
         key = self.settings.seed.to_bytes(8, "little")
         hashes = array("Q")
         for text in self.documents("reading"):
@@ -244,7 +244,7 @@ class _Preparation:
 
 
 def _choose_validation(hashes: npt.NDArray[np.uint64], validation: float) -> npt.NDArray[np.bool_]:
-    """Which documents are held out: those with the smallest hashes, bool [documents].
+    """Return which documents are held out: those with the smallest hashes, bool [documents].
 
     Equal documents have equal hashes, so they are on the same side. A new document moves at most a few others across.
     """
@@ -274,7 +274,7 @@ def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:
-    """What a model that knows only token frequencies would lose, nats a token.
+    """Return the loss of a model that knows only token frequencies, nats a token.
 
     `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
     under those frequencies, one added to each count so that an unseen token has a probability.

@@ -1,4 +1,4 @@
-"""Which tokens training step k sees, and which ones validation scores.
+"""Samples say which tokens training step k sees, and which ones validation scores.
 
 The contract: step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, B being the global batch. That
 sequence is a pure function of the corpora, their weights, the sequence length and the seed; TP, DP, micro-batch and
@@ -31,7 +31,7 @@ BLEND_PERIOD = 10_000
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Where one training sample is: `window` of `corpus` (its place in the given order), in its pass number `epoch`."""
+    """One training sample is `window` of `corpus` (its index in the given order), in its pass number `epoch`."""
 
     corpus: int
     epoch: int
@@ -39,11 +39,11 @@ class SampleSource:
 
 
 class PackedSamples:
-    """The infinite sequence of training samples; `samples[k]` is int64 [s + 1]: inputs `[:-1]`, targets `[1:]`.
+    """Training samples are one infinite sequence; `samples[k]` is int64 [s + 1]: inputs `[:-1]`, targets `[1:]`.
 
     A corpus' token stream is cut into windows of s + 1 tokens at stride s, so that one pass has each target exactly
     once (the tail that fills no window, fewer than s tokens, is left out). Each pass goes through the windows in an
-    order of its own, a pure function of (seed, epoch, place of the corpus in `prefixes`); paths play no part, so a
+    order of its own, a pure function of (seed, epoch, index of the corpus in `prefixes`); paths play no part, so a
     corpus can move.
 
     Several corpora are interleaved by largest deficit, as Megatron-LM blends them: the next sample comes from the
@@ -74,11 +74,11 @@ class PackedSamples:
         self._blend = _Blend(prefixes)
 
     def identities(self) -> dict[str, dict[str, Any]]:
-        """Prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
+        """Return prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
         return {corpus.prefix: corpus.identity() for corpus in self.corpora}
 
     def source(self, k: int) -> SampleSource:
-        """Corpus, epoch and window of sample k."""
+        """Return the corpus, epoch and window of sample k."""
         if k < 0:
             raise IndexError(f"sample {k}")
         corpus, nth = self._blend.locate(k)
@@ -92,13 +92,13 @@ class PackedSamples:
         return self.corpora[source.corpus].read(source.window * s, s + 1)
 
     def global_batch(self, step: int, global_batch: int) -> Tensor:
-        """All samples of a step in order, int64 [B, s + 1]."""
+        """Return all samples of a step in order, int64 [B, s + 1]."""
         return self._stack(range(step * global_batch, (step + 1) * global_batch))
 
     def rank_batches(
         self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
     ) -> list[Batch]:
-        """What one data-parallel rank trains on at `step`: a list of a batches of m rows.
+        """Return what one data-parallel rank trains on at `step`: a list of a batches of m rows.
 
         Micro-batch i of rank r holds the samples from step·B + i·d·m + r·m on; together the ranks hold each
         sample of the step exactly once. TP ranks of one data-parallel rank get the same.
@@ -146,7 +146,7 @@ def _whole_windows(corpus: IndexedCorpus, s: int) -> int:
 
 
 class _Blend:
-    """Which corpus sample k comes from, and how many samples of it came before."""
+    """A blend says which corpus sample k comes from, and how many samples of it came before."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -179,14 +179,14 @@ class _Blend:
         return corpus, before
 
     def locate(self, k: int) -> tuple[int, int]:
-        """(corpus, number of samples of it before sample k)."""
+        """Return (corpus, number of samples of it before sample k)."""
         periods, i = divmod(k, self.period)
         corpus = int(self._corpus[i])
         return corpus, periods * int(self.shares[corpus]) + int(self._before[i])
 
 
 class ValidationSamples:
-    """Held-out tokens in a fixed order: every token but a corpus' first is a target exactly once.
+    """Validation samples are held-out tokens in a fixed order: all but a corpus' first are targets exactly once.
 
     Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. Corpora follow
     each other; weights (a mapping's values) have no meaning here. With documents kept apart, the first token of each
@@ -216,19 +216,21 @@ class ValidationSamples:
         self._first = np.concatenate([[0], np.cumsum(counts)])
 
     def __len__(self) -> int:
-        """Windows."""
+        """Return the number of windows."""
         return int(self._first[-1])
 
     @property
     def targets(self) -> int:
-        """Tokens that are scored when all windows are."""
+        """Return the number of tokens that are scored when all windows are."""
         if self.separate:
             return sum(int(np.diff(corpus.first_tokens).clip(1).sum()) - len(corpus) for corpus in self.corpora)
         return sum(corpus.tokens - 1 for corpus in self.corpora)
 
     def _window(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens of window i and the numbers of their documents (all 0 where they are not kept apart), int64 [s + 1]
-        each, filled up with token 0 of document PADDING."""
+        """Return the tokens of window i and the numbers of their documents, int64 [s + 1] each.
+
+        The numbers are all 0 where documents are not kept apart. Token 0 of document PADDING fills the window up.
+        """
         number = int(np.searchsorted(self._first, i, side="right")) - 1
         corpus, s = self.corpora[number], self.sequence_length
         start = (i - int(self._first[number])) * s
@@ -239,8 +241,7 @@ class ValidationSamples:
         return tokens, documents
 
     def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[Batch]:
-        """One rank's share, as equal-shape batches, the same number for every rank (ZeRO-3 gathers weights in
-        lock-step).
+        """Yield one rank's share as equal-shape batches, as many on every rank: ZeRO-3 gathers weights in lock-step.
 
         Args:
             limit: windows to score over all ranks, spread evenly over the whole; None: all. Which ones are scored

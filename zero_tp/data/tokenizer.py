@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: trained on it, or taken from a Hugging Face directory."""
+"""A corpus's tokenizer is trained on it, or taken from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """`bpe:SIZE` or a directory: exactly one of the two fields is set."""
+    """A tokenizer is named by `bpe:SIZE` or by a directory: exactly one of the two fields is set."""
 
     bpe_size: int | None = None
     directory: Path | None = None
@@ -46,7 +46,7 @@ class TokenizerSpec:
         return cls(directory=path)
 
     def fingerprint(self) -> str:
-        """The same for the same tokenizer: `bpe:SIZE`, or the SHA-256 of the directory's tokenizer files."""
+        """Return what is the same for the same tokenizer: `bpe:SIZE`, or the SHA-256 of the directory's files."""
         if self.directory is None:
             return f"bpe:{self.bpe_size}"
         digest = hashlib.sha256()
@@ -57,7 +57,7 @@ class TokenizerSpec:
 
 
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE as GPT-2's, trained on `texts`; `<|endoftext|>` (id 0) is its eos, bos and unk.
+    """Train a byte-level BPE as GPT-2's on `texts`; `<|endoftext|>` (id 0) is its eos, bos and unk.
 
     Every text can be encoded and decoded back exactly, since the 256 bytes are in the vocabulary. A small corpus can
     give fewer than `size` tokens.
@@ -86,7 +86,11 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a Hugging Face directory. UserError: can't be read, not a fast one, or without an eos token."""
+    """Load the tokenizer of a Hugging Face directory.
+
+    Raises:
+        UserError: it can't be read, is not a fast one, or has no eos token.
+    """
     from transformers import AutoTokenizer
 
     try:
@@ -101,7 +105,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
-    """The tokenizer directory of a run: `given`, else `tokenizer/` beside the corpus `prefix`; None when there is none.
+    """Return a run's tokenizer directory: `given`, else `tokenizer/` beside the corpus `prefix`, else None.
 
     Raises:
         UserError: `given` is not a directory.
@@ -115,15 +119,20 @@ def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
 
 
 def special_tokens(directory: Path) -> tuple[int, dict[str, int]]:
-    """(vocabulary size, {`bos_token_id`, `eos_token_id`, `pad_token_id`: id} of those that the tokenizer has)."""
+    """Return the vocabulary size, and the ids of those of bos, eos and pad that the tokenizer has.
+
+    The keys are `bos_token_id`, `eos_token_id`, `pad_token_id`.
+    """
     tokenizer = load_tokenizer(directory)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
 
 def check_same_tokens(data: Path, model: Path) -> None:
-    """Whether a model's weights mean the same by each token id as the corpus does. Either may have ids that the other
-    lacks, such as added tokens; a directory without tokenizer.json or vocab.json is not compared.
+    """Check that a model's weights mean the same by each token id as the corpus does.
+
+    Either may have ids that the other lacks, such as added tokens; a directory without tokenizer.json or vocab.json is
+    not compared.
 
     Args:
         data: the tokenizer's directory that the corpus was prepared with.
@@ -142,7 +151,7 @@ def check_same_tokens(data: Path, model: Path) -> None:
 
 
 def _tokens(directory: Path) -> dict[int, str]:
-    """Token by id; empty where the directory does not say."""
+    """Return each token by its id; empty where the directory does not say."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
@@ -156,7 +165,7 @@ def _tokens(directory: Path) -> dict[int, str]:
 
 
 class DocumentEncoder:
-    """Turns documents into token ids, many at a time on all cores.
+    """An encoder turns documents into token ids, many at a time on all cores.
 
     A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
     document gives the eos token.
@@ -173,6 +182,6 @@ class DocumentEncoder:
         self.vocabulary_size = len(tokenizer)
 
     def encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
-        """Token ids of each text, eos at the end; int64 [tokens] each."""
+        """Return the token ids of each text, eos at the end; int64 [tokens] each."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array([*encoding.ids, self.eos], dtype=np.int64) for encoding in encodings]
