@@ -130,7 +130,7 @@ def abandoned_locks(root: Path, seconds: float = OTHER_MACHINE_SECONDS) -> Itera
 
 
 def _open_files() -> set[str]:
-    """Every file that some process of this machine holds open, as far as this user may look."""
+    """Return the files that processes of this machine hold open, as far as this user may look."""
     held: set[str] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it ended, or it is another user's

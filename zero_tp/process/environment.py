@@ -24,7 +24,7 @@ ACCELERATE_NAMES = ("accelerate", "accelerate-launch", "accelerate.commands.laun
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What deepspeed, torchrun, accelerate and srun say of one rank through environment variables.
+    """A rank's environment is what deepspeed, torchrun, accelerate and srun say of it through variables.
 
     Attributes:
         local_rank, local_world: None where the launcher doesn't say.
@@ -129,7 +129,7 @@ def _find(pid: int) -> psutil.Process | None:
 
 
 def _runs(process: psutil.Process, names: tuple[str, ...]) -> bool:
-    """Is one of `names` the script or `-m` module in the command line?"""
+    """Tell whether one of `names` is the script or `-m` module in the command line."""
     try:
         return any(Path(word).name in names for word in process.cmdline()[:4])
     except psutil.Error:  # gone, or another person's
@@ -137,7 +137,7 @@ def _runs(process: psutil.Process, names: tuple[str, ...]) -> bool:
 
 
 class Siblings:
-    """The ranks of this node: the children of the launcher, each named by `RANK` in its environment."""
+    """Siblings are the ranks of this node: the launcher's children, each named by `RANK` in its environment."""
 
     def __init__(self, environment: RankEnvironment) -> None:
         self.environment = environment
@@ -180,7 +180,7 @@ class Siblings:
 
 
 def _exit_status(process: psutil.Process) -> int | None:
-    """The status that a zombie keeps for its parent; psutil knows only that of our own children."""
+    """Return the status that a zombie keeps for its parent; psutil knows only that of our own children."""
     try:
         stat = Path(f"/proc/{process.pid}/stat").read_text()
     except OSError:  # reaped, or there is no /proc

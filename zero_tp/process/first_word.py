@@ -1,4 +1,4 @@
-"""The first word of a job about its end: of all ranks of a node, exactly one says why the run ends.
+"""Exactly one of all ranks of a node says why a run ends: whoever gets the first word.
 
 The ranks share two small files in the temporary directory, named after the launch: a lock, and a mark that the word
 has been said. They exist only once something went wrong, before any process group too.
@@ -21,7 +21,7 @@ KEPT_SECONDS = 24 * 3600.0
 
 
 class FirstWord:
-    """One job's right to the first word.
+    """A job has one first word on this node, and its ranks share the right to it.
 
     Args:
         job: names this launch on this machine; equal on all its ranks.
@@ -36,7 +36,7 @@ class FirstWord:
         self.since = since
 
     def said(self) -> bool:
-        """Has a rank of this job said why it ends?"""
+        """Tell whether a rank of this job has said why it ends."""
         try:
             return self.mark.stat().st_mtime >= self.since - START_SPREAD_SECONDS
         except OSError:  # there is no mark

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Requests:
-    """The flags of one rank, raised by its signal thread.
+    """Requests are the flags of one rank, raised by its signal thread.
 
     Attributes:
         accepted: whether training listens: flags raised now are acted on at the next step boundary.
