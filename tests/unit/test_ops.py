@@ -1,12 +1,15 @@
-"""Lock files of torch's extension builds: only those that nobody holds go."""
+"""What ranks do before they connect: lock files of torch's extension builds that nobody holds go, devices are taken."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from zero_tp.errors import UserError
 from zero_tp.process import connect
+from zero_tp.process.environment import RankEnvironment
 
 
 def lock_in(root: Path, op: str) -> Path:
@@ -45,3 +48,12 @@ def test_init_distributed_compiles_nothing() -> None:
     assert backend.build_shm_op() is None
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
     assert "__compatible_ops__" in inspect.getsource(backend.build_shm_op)
+
+
+def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    second = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2, parent=None, job="")
+    with pytest.raises(UserError, match="local rank 1 has no cuda device: this machine has 1"):
+        connect.connect(second, "cuda")

@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from zero_tp.errors import UserError, first_line
+from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
 from zero_tp.topology import Topology
@@ -52,11 +52,13 @@ def connect(
     environment.export()
     device = torch.device("cpu")
     if device_type != "cpu":
-        device = torch.device(device_type, environment.local_rank or 0)
-        try:
-            torch.get_device_module(device).set_device(device.index)
-        except (RuntimeError, AssertionError) as error:
-            raise UserError(f"local rank {device.index} has no {device_type} device ({first_line(error)})") from error
+        index, devices = environment.local_rank or 0, torch.get_device_module(device_type)
+        if index >= devices.device_count():
+            raise UserError(
+                f"local rank {index} has no {device_type} device: this machine has {devices.device_count()}"
+            )
+        devices.set_device(index)
+        device = torch.device(device_type, index)
     if join is not None:
         join()
     else:
