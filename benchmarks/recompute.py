@@ -79,7 +79,7 @@ def layer_of(options: argparse.Namespace, topology: Topology, mode: str, device:
     shape = (length, options.batch, options.hidden)
     stream = torch.randn(shape, dtype=dtype, device=device).requires_grad_()
     gradient = torch.randn(shape, dtype=dtype, device=device)
-    shared = model.transformer.shared(options.sequence, stream)
+    context = model.transformer.context(options.sequence, stream, sequence=topology.sequence)
 
     def now() -> float:
         if device.type == "cuda":
@@ -91,7 +91,7 @@ def layer_of(options: argparse.Namespace, topology: Topology, mode: str, device:
         model.zero_grad()
         stream.grad = None
         begin = now()
-        output: Tensor = layer(stream, shared, sequence=topology.sequence)
+        output: Tensor = layer(stream, context=context)
         middle = now()
         output.backward(gradient)
         return middle - begin, now() - middle

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.pool_rank import cached
-from zero_tp.parallel.collectives import Group, all_gather, own_piece
+from zero_tp.parallel.collectives import Group, all_gather
 from zero_tp.parallel.layout import Layout, Sharded, layout_of
 from zero_tp.parallel.parameter import Init, ParameterMaker
 from zero_tp.topology import Topology
@@ -59,7 +59,7 @@ def maker(topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Ten
 
 def piece_of(whole: Tensor, topology: Topology) -> Tensor:
     """What a rank holds of an activation [s, …]: its sequence shard under SP."""
-    return own_piece(whole, topology.tensor_group) if topology.sequence else whole
+    return whole.chunk(topology.tensor)[topology.tensor_rank] if topology.sequence else whole
 
 
 def leaf(tensor: Tensor) -> Tensor:

@@ -135,8 +135,8 @@ def both_ways(layer: Layer) -> dict[str, tuple[int, int]]:
     for core in CORES:
         model = model_of(layer, core, topology)
         stream = torch.randn(int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16)
-        shared = model.transformer.shared(layer.s, stream)
-        function = partial(model.transformer.layers[0], shared=shared, sequence=layer.sequence)
+        context = model.transformer.context(layer.s, stream, sequence=layer.sequence)
+        function = partial(model.transformer.layers[0], context=context)
         weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         counted = sum(storage.bytes for storage in kept_by_backward(function, stream))
         found[core] = (counted, saved_by_autograd(function, stream, weights))

@@ -1,5 +1,5 @@
-"""Every model_type split over ranks against transformers' own class in one process, for random small configs: plain
-backward with the gradient hooks, then DeepSpeed's ZeRO, then generation."""
+"""Every model_type split over ranks against transformers' own class in one process, for random small configs: a bare
+backward, then DeepSpeed's ZeRO, then generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.models.agreement import random_numbers_of_first
-from zero_tp.parallel.layout import GradientHooks, Replicated, audit, layout_of
+from zero_tp.parallel.layout import Replicated, audit, layout_of
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
 EACH_WORLD = pytest.mark.parametrize("world", [2, 4])
@@ -36,16 +36,15 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         topology = grid(world, sequence)
         model = parallel_model(reference, topology).train()
         audit(model, topology)
-        hooks = GradientHooks(model, topology.tensor_group)
         found = model(tokens, labels=tokens, return_logits=True)
         check_close({"logits": found.logits}, {"logits": expected.logits.detach()})
         assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
         found.loss.backward()
         ours = whole_gradients(model)
         check_close(ours, to_ours(model.config, gradients(reference)))
-        assert all(fired == 1 for fired in hooks.fired.values())
+        assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
         counts[f"gradients, SP {sequence}"] = len(ours)
-        counts[f"hooks, SP {sequence}"] = len(hooks.fired)
+        counts[f"hooks, SP {sequence}"] = len(model.gradient_hooks.fired)
         # The length that does not divide, which is computed without SP where no gradient is taken.
         with torch.no_grad():
             odd = tokens[:, : LENGTH - 3]

@@ -18,7 +18,6 @@ from tests.pools import Pools
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.batch import separated
 from zero_tp.errors import UserError
-from zero_tp.parallel.layout import GradientHooks
 from zero_tp.topology import Topology
 
 ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3
@@ -89,7 +88,6 @@ def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: 
     model = parallel_model(reference, topology).train()
     assert model.spec.attention == attention
     assert set(model.spec.windows) == {WINDOW if kind == "mistral" else None}
-    GradientHooks(model, topology.tensor_group)
     batch = separated(tokens, documents)
     assert int((batch.labels != IGNORE_INDEX).sum()) == count
     given_to_model: dict[str, Any] = {

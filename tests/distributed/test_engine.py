@@ -14,7 +14,6 @@ from tests.distributed.test_model import SIZES, batch, reference_model
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.models.wrapper import shifted
-from zero_tp.parallel.layout import GradientHooks
 from zero_tp.zero.clipping import clip_gradients, gradient_norm
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
@@ -110,7 +109,6 @@ def clipped(world: int, limit: float) -> tuple[float, float]:
     topology = grid(world, True)
     reference = reference_model()
     model = parallel_model(reference, topology).train()
-    GradientHooks(model, topology.tensor_group)
     inputs = batch(SIZES["vocab_size"], "")
     reference(**inputs).loss.backward()
     model(**inputs).loss.backward()

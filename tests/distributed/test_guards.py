@@ -64,17 +64,14 @@ def test_a_replica_that_drifts_is_named(ranks: Pools, stage: int, dtype: str) ->
 
 
 def without_a_hook() -> None:
-    from zero_tp.parallel import layout
+    from zero_tp.parallel import gradients
 
-    def drop(self: Any, model: Any, group: Any) -> None:
-        self.fired = dict.fromkeys(["transformer.embedding.position.weight"], 0)
-
-    original = layout.GradientHooks.__init__
-    layout.GradientHooks.__init__ = drop  # type: ignore[method-assign]
+    original = gradients._hooked
+    gradients._hooked = lambda parameter, group: gradients.GradientSum(group)
     try:
         train(build(1), 1)
     finally:
-        layout.GradientHooks.__init__ = original  # type: ignore[method-assign]
+        gradients._hooked = original
 
 
 def test_a_hook_that_does_not_fire_is_named(ranks: Pools) -> None:
@@ -82,16 +79,27 @@ def test_a_hook_that_does_not_fire_is_named(ranks: Pools) -> None:
         ranks(2).run(without_a_hook)
 
 
+def with_a_norm_that_does_not_sum() -> None:
+    engine = build(1)
+    engine.model.transformer.layers[0].mlp_norm.gradient_sum = None
+    train(engine, 1)
+
+
+def test_a_norm_that_does_not_sum_is_named(ranks: Pools) -> None:
+    with pytest.raises(RankError, match=r"layers\.0\.mlp_norm\.weight was not summed over tensor parallel ranks"):
+        ranks(2).run(with_a_norm_that_does_not_sum)
+
+
 def drifting(interval: int) -> int:
     """Trains with a norm whose gradient is not summed, checking as the loop does; the step that found it."""
     from zero_tp.errors import UserError
-    from zero_tp.models import norm
+    from zero_tp.parallel import gradients
     from zero_tp.parallel.collectives import Pending
     from zero_tp.training.guards import check_replicas
 
     engine = build(1)
-    summed = norm.start_all_reduce
-    norm.start_all_reduce = lambda tensor, group: Pending(tensor)
+    summed = gradients.start_all_reduce
+    gradients.start_all_reduce = lambda tensor, group: Pending(tensor)
     try:
         for step in range(1, 10):
             train(engine, 1)
@@ -100,7 +108,7 @@ def drifting(interval: int) -> int:
     except UserError:
         return step
     finally:
-        norm.start_all_reduce = summed
+        gradients.start_all_reduce = summed
     return 0
 
 

@@ -1,4 +1,4 @@
-"""ZeroTPForCausalLM against GPT2LMHeadModel in one process: plain backward with the gradient hooks, no DeepSpeed."""
+"""ZeroTPForCausalLM against GPT2LMHeadModel in one process: a bare backward, no DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.native import gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel.layout import GradientHooks, audit
+from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 
 LENGTH, BATCH = 16, 3
@@ -60,7 +60,6 @@ def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, 
     reference = reference_model(**changes)
     model = parallel_model(reference, topology).train()
     audit(model, topology)
-    hooks = GradientHooks(model, topology.tensor_group)
     inputs = batch(reference.config.vocab_size, padding)
     expected, found = reference(**inputs), model(**inputs, return_logits=True)
     # Positions that see no token have no defined output (padding on the left); all others must agree.
@@ -74,7 +73,8 @@ def same_as_native(world: int, sequence: bool, padding: str, changes: dict[str, 
 
     expected.loss.backward()
     found.loss.backward()
-    assert all(fired == 1 for fired in hooks.fired.values()) and bool(hooks.fired) == sequence
+    fired = model.gradient_hooks.fired
+    assert all(count == 1 for count in fired.values()) and bool(fired) == sequence
     found_gradients = whole_gradients(model)
     check_close(found_gradients, to_ours(model.config, gradients(reference)))
 

@@ -35,15 +35,15 @@ MUTANTS: dict[str, Mutant] = {
     "head-norm-gradients-not-summed": Mutant(
         "The norm of each head keeps the gradient of the rank's own heads.",
         "zero_tp/models/attention.py",
-        "self.query_norm(query, part=self.split_heads)",
-        "self.query_norm(query, part=False)",
+        "norm, own_heads = NORMS[spec.norm], make.topology.tensor > 1",
+        "norm, own_heads = NORMS[spec.norm], False",
         (FEWER,),
     ),
     "rms-norm-gradients-not-summed": Mutant(
         "Under SP every RMSNorm keeps the gradient of its own tokens.",
         "zero_tp/models/norm.py",
-        "reducing = start_all_reduce(weight_gradient, ctx.group)",
-        "reducing = start_all_reduce(weight_gradient, None)",
+        "reducing = ctx.total.start(weight_gradient)",
+        "reducing = GradientSum(None).start(weight_gradient)",
         (DECODERS + "test_each_family[grouped queries-2]",),
     ),
     "padding-token-learns": Mutant(
@@ -55,7 +55,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window-one-wider": Mutant(
         "A token sees one token more than its window holds.",
-        "zero_tp/models/visibility.py",
+        "zero_tp/models/attention_mask.py",
         "seen = seen & (key > query - self.window)",
         "seen = seen & (key >= query - self.window)",
         (FEWER,),
@@ -77,8 +77,8 @@ MUTANTS: dict[str, Mutant] = {
     "branches-in-sequence": Mutant(
         "The MLP of a parallel layer starts from the attention's output.",
         "zero_tp/models/transformer.py",
-        "return mlp(stream) + attention(stream) + stream",
-        "return sequential(stream, attention, mlp)",
+        "mlp = self.dropout(self.mlp(self.mlp_norm(x), context=context))",
+        "return SequentialLayer.forward(self, x, context=context)  # type: ignore[arg-type]",
         (PARALLEL,),
     ),
     "ranks-sample-by-themselves": Mutant(

@@ -32,7 +32,7 @@ MUTANTS: dict[str, Mutant] = {
         "A target with the greatest logit counts as the arg-max though a token before it has the same.",
         "zero_tp/parallel/scores.py",
         "(first_to_have & (choices == 1)).any(0)",
-        "owns.sum(0) == greatest",
+        "owns.sum(0) == softmax.greatest.unsqueeze(1)",
         (LOSS + "test_of_tied_tokens_the_first_is_the_choice",),
     ),
 }

@@ -20,15 +20,15 @@ MUTANTS: dict[str, Mutant] = {
     "norm-gradients-not-summed": Mutant(
         "Under SP every norm keeps the gradient of its own tokens, and the ranks' norms drift apart.",
         "zero_tp/models/norm.py",
-        "start_all_reduce(torch.stack((weight_part, bias_part)), ctx.group)",
-        "start_all_reduce(torch.stack((weight_part, bias_part)), None)",
+        "ctx.total.start(*of(False, True, True)[1:])",
+        "GradientSum(None).start(*of(False, True, True)[1:])",
         (GRADIENTS_SP,),
     ),
     "final-norm-forgotten": Mutant(
         "One norm, outside the layers, is not told that its input is a sequence shard.",
         "zero_tp/models/transformer.py",
-        "return self.final_norm(stream, part=sequence)",
-        "return self.final_norm(stream, part=False)",
+        'make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=make.topology.sequence',
+        'make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=False',
         (GRADIENTS_SP,),
     ),
     "position-gradient-not-summed": Mutant(
@@ -40,9 +40,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hook-returns-the-part": Mutant(
         "The gradient hook fires and is counted, but what it returns is the rank's own part.",
-        "zero_tp/parallel/layout.py",
-        "return all_reduce(gradient.contiguous().clone(), group)",
-        "return gradient",
+        "zero_tp/parallel/gradients.py",
+        "lambda gradient: made.start(gradient).wait()[0]",
+        "lambda gradient: (made.start(gradient).wait(), gradient)[1]",
         (GRADIENTS_SP,),
     ),
     "positions-start-at-zero": Mutant(

@@ -115,7 +115,7 @@ MUTANTS: dict[str, Mutant] = {
     # ---- packed documents ------------------------------------------------------------------------------------------
     "documents-see-each-other": Mutant(
         "Attention runs on over the documents of a row.",
-        "zero_tp/models/visibility.py",
+        "zero_tp/models/attention_mask.py",
         "seen = seen & (self.documents[:, None, :, None] == self.documents[:, None, None, :])",
         "pass",
         (DOCUMENTS + "[2-True-llama]",),

@@ -11,7 +11,7 @@ from transformers import GPT2Config
 
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.attention import CORES
-from zero_tp.models.visibility import Visibility
+from zero_tp.models.attention_mask import AttentionMask
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
@@ -41,8 +41,8 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
-    visibility = Visibility(LENGTH, LENGTH, padding=tokens)
-    output = core(*given.permute(2, 1, 3, 0, 4), core.mask(visibility, fused))
+    mask = core.mask(AttentionMask(LENGTH, LENGTH, padding=tokens), fused)
+    output = core(*given.permute(2, 1, 3, 0, 4), mask)
     output.backward(upstream)
 
     query, key, value = exact.permute(2, 1, 3, 0, 4)

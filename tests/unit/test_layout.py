@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config
 
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel.layout import GradientHooks, Replicated, Sharded, audit, layout_of, set_layout
+from zero_tp.parallel.gradients import GradientHooks
+from zero_tp.parallel.layout import Replicated, Sharded, audit, layout_of, set_layout
 from zero_tp.topology import Topology
 
 LAYERS, VOCABULARY, STD = 2, 301, 0.02
@@ -175,6 +176,11 @@ class Tampered:
         model.transformer.layers[1].mlp.up.weight.model_parallel = False
 
     @staticmethod
+    def swapped(model: Any) -> None:
+        layer = model.transformer.layers[1]
+        layer.mlp_norm.weight, layer.attention_norm.weight = layer.attention_norm.weight, layer.mlp_norm.weight
+
+    @staticmethod
     def marked(model: Any) -> None:
         model.transformer.layers[1].mlp_norm.weight.model_parallel = True
 
@@ -191,6 +197,7 @@ def copy_marks(old: Tensor, new: nn.Parameter) -> nn.Parameter:
         (Tampered.shape, r"transformer\.layers\.1\.mlp\.up\.weight: shape \(7, 72\).*gives \(144, 72\)"),
         (Tampered.unmarked, r"transformer\.layers\.1\.mlp\.up\.weight: .*tensor_model_parallel=False"),
         (Tampered.half_marked, r"transformer\.layers\.1\.mlp\.up\.weight: .*model_parallel=False"),
+        (Tampered.swapped, r"layers\.1\.attention_norm\.weight: its values are those of .*layers\.1\.mlp_norm\.weight"),
         (Tampered.marked, r"transformer\.layers\.1\.mlp_norm\.weight: .*model_parallel=True"),
     ],
 )
@@ -206,7 +213,7 @@ def test_audit_names_what_is_wrong(tamper: object, message: str) -> None:
 def test_audit_refuses_a_partial_gradient_without_tensor_parallelism() -> None:
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2))
-    set_layout(module.weight, Replicated("partial"), (2,), 1)
+    set_layout(module.weight, "weight", Replicated("partial"), (2,), 1)
     with pytest.raises(ValueError, match="weight: a partial gradient without tensor parallelism"):
         audit(module, Topology())
 
@@ -220,9 +227,9 @@ def test_partial_gradients_are_those_of_sequence_shards(sequence: bool) -> None:
         for name, _ in model.named_parameters()
         if "norm" in name or "position" in name or name.endswith(("attention.output.bias", "mlp.down.bias"))
     }
-    # Under SP norms and row-parallel biases sum their gradients themselves; the positions' are left to a hook.
-    partial = {"transformer.embedding.position.weight"}
-    assert set(GradientHooks(model, None).fired) == (partial if sequence else set())
+    # Under SP row-parallel biases take theirs from the whole output gradient.
+    partial = {name for name in replicated if "norm" in name or "position" in name}
+    assert set(model.gradient_hooks.fired) == (partial if sequence else set())
 
 
 def test_hooks_refuse_an_unclassified_parameter() -> None:

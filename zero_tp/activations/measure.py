@@ -85,6 +85,6 @@ def kept_by_layer(model: ZeroTPForCausalLM, number: int, length: int, batch: int
     topology, weight = model.topology, next(model.transformer.layers[number].parameters())
     shard = length // topology.tensor if topology.sequence else length
     stream = torch.randn(shard, batch, model.spec.hidden, dtype=weight.dtype, device=weight.device)
-    shared = model.transformer.shared(length, stream)
-    layer = partial(model.transformer.layers[number], shared=shared, sequence=topology.sequence)
+    context = model.transformer.context(length, stream, sequence=topology.sequence)
+    layer = partial(model.transformer.layers[number], context=context)
     return kept_by_backward(layer, stream)

@@ -1,4 +1,4 @@
-"""Applies a run's activation-memory settings to its model: who is recomputed, and where the checkpoints wait."""
+"""A run's activation-memory settings applied to its model: what is recomputed, and where the checkpoints wait."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_tp.activations.contiguous import Contiguous, ContiguousBuffer
 from zero_tp.activations.offload import Host
 from zero_tp.activations.partition import Partitioned
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.recompute import Recomputed, Remade
+from zero_tp.activations.recompute import Forward, Remade, recomputed
 from zero_tp.activations.store import InPlace, Store
-from zero_tp.models.regions import LayerRegions
-from zero_tp.models.transformer import TransformerLayer
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
+RECOMPUTED = {"layer": "", "attention_core": "attention.core"}
+"""Which module of a layer is run again from its inputs, by what the policy names."""
+
+REMADE = {
+    "mlp_activation": [("mlp.activation", "mlp.down")],
+    "norm": [("attention_norm", "attention"), ("mlp_norm", "mlp")],
+}
+"""Which module's output is made again, and the module after it whose backward wants it."""
+
 
 class ActivationMemory:
-    """What backward of this model keeps and recomputes.
+    """What backward of this model keeps and recomputes: it wraps the forward of modules by policy.
 
     Attributes:
         layers: numbers of the layers that the policy recomputes.
@@ -43,25 +51,35 @@ class ActivationMemory:
         self.policy = policy
         self.notes: list[str] = []
         self.layers = policy.recomputed_layers(model.spec.layers)
-        self._regions: list[tuple[LayerRegions, dict[str, Any]]] = []
-        store = self._store(settings, model.topology, device) if policy.mode == "full" else InPlace()
-        span, link = Recomputed(model.streams, store), Remade()
+        self._streams = model.streams
+        self._store = self._chosen_store(settings, model.topology, device) if policy.mode == "full" else InPlace()
+        self._forwards: list[tuple[nn.Module, Forward]] = []
         chosen = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
-        recompute = {name: span if name in ("layer", "attention_core") else link for name in chosen}
         for number in self.layers:
-            layer = model.transformer.layers[number]
-            assert isinstance(layer, TransformerLayer)
-            self._regions.append((layer.regions, recompute))
+            for name in chosen:
+                self._wrap(model.transformer.layers[number], name)
         self.begin_micro_batch(policy.keep_micro_batches)
 
     def begin_micro_batch(self, index: int) -> None:
-        """Says which micro-batch of a step comes next: the first `keep_micro_batches` keep all their activations."""
-        kept = LayerRegions()
-        for regions, recompute in self._regions:
-            for name, region in recompute.items():
-                setattr(regions, name, region if index >= self.policy.keep_micro_batches else getattr(kept, name))
+        """Say which micro-batch of a step comes next: the first `keep_micro_batches` keep all their activations."""
+        for module, forward in self._forwards:
+            # On the module itself, before its class's: neither its name nor its parameters' change.
+            if index >= self.policy.keep_micro_batches:
+                vars(module)["forward"] = forward
+            else:
+                vars(module).pop("forward", None)
 
-    def _store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
+    def _wrap(self, layer: nn.Module, name: str) -> None:
+        if name in RECOMPUTED:
+            module = layer.get_submodule(RECOMPUTED[name])
+            self._forwards.append((module, recomputed(module.forward, self._streams, self._store)))
+            return
+        for producer, consumer in REMADE[name]:
+            pair = layer.get_submodule(producer), layer.get_submodule(consumer)
+            remade = Remade(*pair)
+            self._forwards += zip(pair, (remade.produce, remade.consume), strict=True)
+
+    def _chosen_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
         to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"
         buffer = None
         if settings.get("contiguous_memory_optimization"):

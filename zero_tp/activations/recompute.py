@@ -1,38 +1,41 @@
-"""Recomputation: a region keeps its inputs and is run again in backward (arXiv 2205.05198, section 5).
+"""Recomputation: a module keeps its input and is run again in backward (arXiv 2205.05198, section 5).
 
-Two mechanisms, for the two kinds of region in models/regions.py:
+Two mechanisms, which wrap the `forward` of modules of a built model, so that no name changes:
 
-- `Recomputed` keeps the inputs of a span (a layer, an attention core) in a store and runs the span again.
-- `Remade` keeps everything but the output of an elementwise function, which is made again from its input when the
+- `recomputed` keeps the inputs of a module (a layer, an attention core) in a store and runs the module again.
+- `Remade` keeps everything but the output of an elementwise module, which is made again from its input when the
   gradient of the weight after it wants it. It costs one elementwise pass and no communication.
 
-Collectives inside a region happen again, on every rank at the same place.
+Collectives inside a module happen again, on every rank at the same place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_tp.activations.store import Store
 from zero_tp.parallel.random import RandomStreams
 
+Forward = Callable[..., Tensor]
+
 
 class _Run(torch.autograd.Function):
-    """Runs a span without a graph, and in backward again with one, whose gradients it takes at once.
+    """Runs a function without a graph, and in backward again with one, whose gradients it takes at once.
 
     The nested backward is what DeepSpeed's own checkpointing does: ZeRO-3 gathers and releases each parameter around
-    its module in both passes. torch's non-reentrant checkpoint would hold all gathered weights of the span until their
-    gradients are taken, because it keeps aliases of them.
+    its module in both passes. torch's non-reentrant checkpoint would hold all gathered weights until their gradients
+    are taken, because it keeps aliases of them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Tensor], streams: RandomStreams, store: Store, _: Tensor, *inputs: Tensor
+        ctx: Any, function: Forward, streams: RandomStreams, store: Store, _: Tensor, *inputs: Tensor
     ) -> Tensor:
         ctx.function, ctx.streams, ctx.store = function, streams, store
         ctx.states = streams.snapshot()
@@ -56,33 +59,47 @@ class _Run(torch.autograd.Function):
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
 
 
-class Recomputed:
-    """A Span: keeps the inputs in `store`, and replays the dropout of `streams`."""
+def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forward:
+    """Return a forward that keeps its inputs in `store` and replays the dropout of `streams` in backward.
 
-    def __init__(self, streams: RandomStreams, store: Store):
-        self.streams, self.store = streams, store
+    The inputs are its positional arguments, all tensors; what is given by keyword is kept as it is, without gradient.
+    """
 
-    def __call__(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def run(*inputs: Tensor, **shared: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return function(*inputs)
+            return forward(*inputs, **shared)
         # Parameters inside need gradients also where no input does (a frozen embedding).
         anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
-        output: Tensor = _Run.apply(function, self.streams, self.store, anchor, *inputs)
+        output: Tensor = _Run.apply(partial(forward, **shared), streams, store, anchor, *inputs)
         return output
+
+    return run
 
 
 class Remade:
-    """A Link: what `produce` gave is not kept for `consume`'s backward but made again from its source.
+    """The output of `producer` is not kept for the backward of `consumer`, which takes it next, but made again.
 
-    `produce` draws no random numbers, and its own backward keeps the source anyway.
+    The producer draws no random numbers, and its own backward keeps its input anyway.
     """
 
-    def __call__(
-        self, produce: Callable[[Tensor], Tensor], source: Tensor, consume: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        output = produce(source)
-        if not torch.is_grad_enabled():
-            return consume(output)
+    def __init__(self, producer: nn.Module, consumer: nn.Module):
+        self.producer = producer
+        self._produce, self._consume = producer.forward, consumer.forward
+        self._last: tuple[Tensor, Tensor] | None = None  # the producer's input and output, until the consumer takes it
+
+    def produce(self, source: Tensor) -> Tensor:
+        """The producer's forward."""
+        output: Tensor = self._produce(source)
+        if torch.is_grad_enabled():
+            self._last = source, output
+        return output
+
+    def consume(self, *inputs: Any, **options: Any) -> Tensor:
+        """The consumer's forward."""
+        last, self._last = self._last, None
+        if last is None:
+            return self._consume(*inputs, **options)
+        source, output = last
         dropped = output.untyped_storage()._cdata  # lives as long as `output`, so nothing else has it
         kept, needs_gradient = source.detach(), source.requires_grad
 
@@ -94,10 +111,12 @@ class Remade:
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            # With a graph, which is dropped at once: ZeRO-3 counts the inputs of a module that need gradients.
+            # Called as a module, so that ZeRO-3 gathers its weights. With a graph, which is dropped at once: ZeRO-3
+            # counts the inputs of a module that need gradients.
             with torch.enable_grad():
-                made = produce(kept.detach().requires_grad_(needs_gradient))
+                made: Tensor = self.producer(kept.detach().requires_grad_(needs_gradient))
+            self._last = None
             return made.detach().as_strided(*packed)
 
         with saved_tensors_hooks(pack, unpack):
-            return consume(output)
+            return self._consume(*inputs, **options)

@@ -6,27 +6,24 @@ s sequence, b batch, h hidden, a heads, d head size, t TP size.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
+from zero_tp.models.attention_mask import AttentionMask
+from zero_tp.models.context import ForwardContext
 from zero_tp.models.norm import NORMS
-from zero_tp.models.position import Rotation, rotate
+from zero_tp.models.position import rotate
 from zero_tp.models.projection import projection
-from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
-from zero_tp.models.visibility import Visibility
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
 
 
 def for_each_head(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated for the queries that they serve in turn. [b, k, s, d] → [b, heads, s, d]."""
+    """Repeat keys and values for the queries that they serve in turn. [b, k, s, d] → [b, heads, s, d]."""
     times = heads // key.shape[1]
     if times == 1:
         return key, value
@@ -45,14 +42,14 @@ class AttentionCore(nn.Module):
         self.p, self.streams = spec.dropouts.attention, streams
 
     @staticmethod
-    def mask(visibility: Visibility, like: Tensor) -> Tensor | None:
-        """What is added to the scores, [b or 1, 1, s, keys]: 0, or -∞ where nothing is seen. Made once for all layers
-        that see alike; None where the core needs no mask.
+    def mask(mask: AttentionMask, like: Tensor) -> Tensor | None:
+        """Return what is added to the scores, [b or 1, 1, s, keys]: 0, or -∞ where nothing is seen; None where the core
+        needs no mask. Layers that see alike share it.
 
         Args:
             like: of the dtype and on the device of the activations.
         """
-        seen = visibility.seen(like.device)
+        seen = mask.seen(like.device)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -63,8 +60,8 @@ class SDPACore(AttentionCore):
     """
 
     @staticmethod
-    def mask(visibility: Visibility, like: Tensor) -> Tensor | None:
-        return None if visibility.is_causal_alone else AttentionCore.mask(visibility, like)
+    def mask(mask: AttentionMask, like: Tensor) -> Tensor | None:
+        return None if mask.is_causal_alone else AttentionCore.mask(mask, like)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         causal = mask is None and query.shape[2] > 1  # a single query sees every key
@@ -101,21 +98,6 @@ class EagerCore(AttentionCore):
 CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What all layers of one forward share.
-
-    Attributes:
-        masks: by window, see AttentionCore.mask.
-        rotation: of rotary positions.
-        cache: keys and values of the tokens before, of this rank's KV heads; `update` adds the present ones.
-    """
-
-    masks: dict[int | None, Tensor | None]
-    rotation: Rotation | None = None
-    cache: Cache | None = None
-
-
 class Attention(nn.Module):
     """QKV by columns, attention over this rank's heads, output projection by rows.
 
@@ -125,11 +107,9 @@ class Attention(nn.Module):
         number: the layer's.
     """
 
-    def __init__(
-        self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, regions: LayerRegions, number: int
-    ):
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int):
         super().__init__()
-        self.number, self.window, self.regions = number, spec.windows[number], regions
+        self.number, self.window = number, spec.windows[number]
         self.qkv = projection(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(
@@ -139,22 +119,20 @@ class Attention(nn.Module):
             bias=spec.output_bias,
             init=Normal(spec.residual_std),
         )
-        self.split_heads = make.topology.tensor > 1
-        norm = NORMS[spec.norm]
-        self.query_norm = self.key_norm = None
+        self.query_norm: nn.Module = nn.Identity()
+        self.key_norm: nn.Module = nn.Identity()
         if spec.query_key_norm:
-            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon)
-            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon)
+            norm, own_heads = NORMS[spec.norm], make.topology.tensor > 1
+            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, part=own_heads)
+            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, part=own_heads)
 
-    def forward(self, tensor: Tensor, shared: Shared, *, sequence: bool) -> Tensor:
-        query, key, value = self.qkv(tensor, sequence=sequence)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query, part=self.split_heads), self.key_norm(key, part=self.split_heads)
-        if shared.rotation is not None:
-            query, key = rotate(query, shared.rotation), rotate(key, shared.rotation)
-        if shared.cache is not None:
-            key, value = shared.cache.update(key, value, self.number)
+    def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
+        query, key, value = self.qkv(tensor, sequence=context.sequence)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if context.rotation is not None:
+            query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+        if context.cache is not None:
+            key, value = context.cache.update(key, value, self.number)
         key, value = self.qkv.for_each_query(key), self.qkv.for_each_query(value)
-        core = partial(self.core, mask=shared.masks[self.window])
-        mixed = self.regions.attention_core(core, query, key, value)  # [b, a/t, s, d]
-        return self.output(mixed.permute(2, 0, 1, 3).flatten(2), sequence=sequence)
+        mixed = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
+        return self.output(mixed.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

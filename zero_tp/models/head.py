@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.collectives import gather_from_sequence_region
-from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.layout import split_vocabulary
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
@@ -32,7 +32,7 @@ class OutputLayer(nn.Module):
             else make.make(
                 "weight",
                 (spec.vocabulary, spec.hidden),
-                Sharded(0, (spec.vocabulary,), padded=True),
+                split_vocabulary(spec.vocabulary),
                 Normal(spec.init_std),
             )
         )

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from zero_tp.models.regions import LayerRegions
+from zero_tp.models.context import ForwardContext
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
+class Activation(nn.Module):
+    """An elementwise function. [*] → [*]."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return self.function(wide)
+
+
+class GatedActivation(Activation):
+    """activation(gate) · up of a tensor that holds both. [*, 2n] → [*, n]."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, -1)
+        return self.function(gate) * up
+
+
 class MLP(nn.Module):
     """h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, regions: LayerRegions):
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
-        self.activation, self.regions = spec.activation, regions
-        self.up = ColumnParallelLinear(
-            make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.mlp_bias, init=Normal(spec.init_std)
-        )
-        self.down = RowParallelLinear(
-            make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=Normal(spec.residual_std)
-        )
+        init, end = Normal(spec.init_std), Normal(spec.residual_std)
+        self.up = ColumnParallelLinear(make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.mlp_bias, init=init)
+        self.activation = Activation(spec.activation)
+        self.down = RowParallelLinear(make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=end)
 
-    def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
-        wide = self.up(tensor, sequence=sequence)
-        return self.regions.mlp_activation(self.activation, wide, partial(self.down, sequence=sequence))
+    def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
+        wide = self.up(tensor, sequence=context.sequence)
+        return self.down(self.activation(wide), sequence=context.sequence)
 
 
 class GatedMLP(nn.Module):
@@ -36,27 +52,16 @@ class GatedMLP(nn.Module):
     Gate and up are one weight with two parts.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, regions: LayerRegions):
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
-        self.activation, self.regions = spec.activation, regions
-        self.gate_up = ColumnParallelLinear(
-            make.child("gate_up"),
-            spec.hidden,
-            (spec.mlp_size, spec.mlp_size),
-            bias=spec.mlp_bias,
-            init=Normal(spec.init_std),
-        )
-        self.down = RowParallelLinear(
-            make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=Normal(spec.residual_std)
-        )
+        init, end, parts = Normal(spec.init_std), Normal(spec.residual_std), (spec.mlp_size, spec.mlp_size)
+        self.gate_up = ColumnParallelLinear(make.child("gate_up"), spec.hidden, parts, bias=spec.mlp_bias, init=init)
+        self.activation = GatedActivation(spec.activation)
+        self.down = RowParallelLinear(make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=end)
 
-    def _gated(self, wide: Tensor) -> Tensor:
-        gate, up = wide.chunk(2, -1)
-        return self.activation(gate) * up
-
-    def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
-        wide = self.gate_up(tensor, sequence=sequence)
-        return self.regions.mlp_activation(self._gated, wide, partial(self.down, sequence=sequence))
+    def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
+        wide = self.gate_up(tensor, sequence=context.sequence)
+        return self.down(self.activation(wide), sequence=context.sequence)
 
 
 MLPS: dict[str, type[MLP] | type[GatedMLP]] = {"mlp": MLP, "gated": GatedMLP}

@@ -5,20 +5,17 @@ s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from zero_tp.models.attention import CORES, Attention, Shared
+from zero_tp.models.attention import CORES, Attention
+from zero_tp.models.attention_mask import AttentionMask
+from zero_tp.models.context import ForwardContext
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS, rotation
-from zero_tp.models.regions import LayerRegions
 from zero_tp.models.spec import TransformerSpec
-from zero_tp.models.visibility import Visibility
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -51,54 +48,39 @@ class Embedding(nn.Module):
         return self.dropout(stream)
 
 
-Branch = Callable[[Tensor], Tensor]
-"""norm, attention or MLP, dropout: what is added to the residual stream."""
-
-
-def sequential(stream: Tensor, attention: Branch, mlp: Branch) -> Tensor:
-    """x + attention(x), then x + mlp(x): the pre-norm layer."""
-    stream = stream + attention(stream)
-    return stream + mlp(stream)
-
-
-def parallel(stream: Tensor, attention: Branch, mlp: Branch) -> Tensor:
-    """x + attention(x) + mlp(x): both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745, section 2.1)."""
-    return mlp(stream) + attention(stream) + stream
-
-
-LAYERS: dict[str, Callable[[Tensor, Branch, Branch], Tensor]] = {"sequential": sequential, "parallel": parallel}
-"""How a layer's two branches meet the residual stream."""
-
-
 class TransformerLayer(nn.Module):
-    """Two branches with a norm at the input of each. [s, b, h] → [s, b, h], shards under SP.
-
-    Attributes:
-        regions: what backward may compute again; a recompute policy changes them.
-    """
+    """The parts of a layer; a subclass says how they meet the residual stream. [s, b, h] → [s, b, h], shards under
+    SP."""
 
     def __init__(
         self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
     ):
         super().__init__()
-        self.regions = LayerRegions()
-        self.join = LAYERS[spec.layer]
-        norm = NORMS[spec.norm]
-        self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon)
-        self.attention = Attention(make.child("attention"), spec, streams, self.regions, number)
-        self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon)
-        self.mlp = MLPS[spec.mlp](make.child("mlp"), spec, self.regions)
+        norm, part = NORMS[spec.norm], make.topology.sequence
+        self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon, part=part)
+        self.attention = Attention(make.child("attention"), spec, streams, number)
+        self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, part=part)
+        self.mlp = MLPS[spec.mlp](make.child("mlp"), spec)
         self.dropout = dropout
 
-    def forward(self, stream: Tensor, shared: Shared, *, sequence: bool) -> Tensor:
-        attention = partial(
-            self._branch, self.attention_norm, partial(self.attention, shared=shared, sequence=sequence), sequence
-        )
-        mlp = partial(self._branch, self.mlp_norm, partial(self.mlp, sequence=sequence), sequence)
-        return self.regions.layer(lambda stream: self.join(stream, attention, mlp), stream)
 
-    def _branch(self, norm: nn.Module, transform: Branch, sequence: bool, stream: Tensor) -> Tensor:
-        return self.dropout(self.regions.norm(partial(norm, part=sequence), stream, transform))
+class SequentialLayer(TransformerLayer):
+    """The pre-norm layer: attention, then the MLP on what attention has added to."""
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), context=context))
+        return x + self.dropout(self.mlp(self.mlp_norm(x), context=context))
+
+
+class ParallelLayer(TransformerLayer):
+    """Attention and MLP both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745, section 2.1)."""
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        mlp = self.dropout(self.mlp(self.mlp_norm(x), context=context))
+        return mlp + self.dropout(self.attention(self.attention_norm(x), context=context)) + x
+
+
+LAYERS: dict[str, type[TransformerLayer]] = {"sequential": SequentialLayer, "parallel": ParallelLayer}
 
 
 class Transformer(nn.Module):
@@ -111,28 +93,31 @@ class Transformer(nn.Module):
         self.spec = spec
         self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
         self.layers = nn.ModuleList(
-            TransformerLayer(
+            LAYERS[spec.layer](
                 make.child(f"layers.{number}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream), number
             )
             for number in range(spec.layers)
         )
-        self.final_norm = NORMS[spec.norm](make.child("final_norm"), spec.hidden, spec.norm_epsilon)
+        self.final_norm = NORMS[spec.norm](
+            make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=make.topology.sequence
+        )
 
-    def shared(
+    def context(
         self,
         length: int,
         like: Tensor,
         *,
+        sequence: bool,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
-    ) -> Shared:
-        """What all layers need for a forward of `length` tokens.
+    ) -> ForwardContext:
+        """Return what all layers need for a forward of `length` tokens.
 
         Args:
             like: of the dtype and on the device of the activations.
-            positions: [b or 1, s]; by default those after the cached ones.
+            sequence, positions, padding, documents, cache: see `forward`.
         """
         past = int(cache.get_seq_length()) if cache is not None else 0
         mask = CORES[self.spec.attention].mask
@@ -140,14 +125,14 @@ class Transformer(nn.Module):
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                masks[window] = mask(Visibility(length, keys, past, first, padding, documents, window), like)
+                masks[window] = mask(AttentionMask(length, keys, past, first, padding, documents, window), like)
         rotary, turning = self.spec.rotary, None
         if rotary is not None:
             if positions is None:
                 positions = torch.arange(past, past + length, device=like.device)[None]
             until = int(positions.max()) + 1 if rotary.by_length else past + length
             turning = rotation(rotary, positions, until, like.dtype)
-        return Shared(masks, turning, cache)
+        return ForwardContext(sequence, masks, turning, cache)
 
     def forward(
         self,
@@ -163,6 +148,7 @@ class Transformer(nn.Module):
         Args:
             padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
             positions: [b or 1, s]; by default those after the cached ones.
+            sequence: run on sequence shards (SP).
             documents: [b, s], the number of each token's document, which it sees alone.
             cache: keys and values of the tokens before; gets the present ones.
         """
@@ -171,7 +157,15 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
         stream = self.embedding(tokens, positions.t(), sequence=sequence)
-        shared = self.shared(length, stream, positions=positions, padding=padding, documents=documents, cache=cache)
+        context = self.context(
+            length,
+            stream,
+            sequence=sequence,
+            positions=positions,
+            padding=padding,
+            documents=documents,
+            cache=cache,
+        )
         for layer in self.layers:
-            stream = layer(stream, shared, sequence=sequence)
-        return self.final_norm(stream, part=sequence)
+            stream = layer(stream, context=context)
+        return self.final_norm(stream)

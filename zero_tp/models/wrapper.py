@@ -23,6 +23,7 @@ from zero_tp.models.engines import refuse_data_parallel_wrapper, refuse_engine_w
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
+from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
@@ -57,13 +58,16 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         device: where the weights live; "meta" makes no data.
         spec: what is built, by default what the config's architecture says; another one may have fewer layers.
 
+    Attributes:
+        gradient_hooks: what sums partial gradients over TP, in any backward.
+
     Raises:
         UserError: an architecture, a field or a size that is not supported.
     """
 
     main_input_name = "input_ids"
     _supports_sdpa = True
-    _no_split_modules = ["TransformerLayer"]  # noqa: RUF012 - transformers' own declaration
+    _no_split_modules = ["SequentialLayer", "ParallelLayer"]  # noqa: RUF012 - transformers' own declaration
     _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
 
     def __init__(
@@ -88,6 +92,8 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         make = ParameterMaker(self.topology, source or Drawn(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
+        # Here, so that every backward is right, and before DeepSpeed makes an engine around the model.
+        self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.post_init()
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import group_size, reduce_from_tensor_region, reduce_scatter_to_sequence_region
-from zero_tp.parallel.layout import Sharded
+from zero_tp.parallel.layout import own_tokens, split_vocabulary
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
@@ -28,18 +28,17 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.group = make.topology.tensor_group
         init = replace(init, zero_row=padding_token)
-        self.weight = make.make("weight", (vocabulary, hidden), Sharded(0, (vocabulary,), padded=True), init)
-        self.rows = -(-vocabulary // make.topology.tensor)
-        self.first = make.topology.tensor_rank * self.rows
-        here = padding_token is not None and 0 <= padding_token - self.first < self.rows
-        self.padding_row = padding_token - self.first if here and padding_token is not None else None
+        self.weight = make.make("weight", (vocabulary, hidden), split_vocabulary(vocabulary), init)
+        self.first, self.count = own_tokens(vocabulary, make.topology.tensor_rank, make.topology.tensor)
+        row = -1 if padding_token is None else padding_token - self.first
+        self.padding_row = row if 0 <= row < self.count else None
 
     def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
         """Token ids [s, b] → [s, b, h], or this rank's [s/t, b, h] when `sequence`."""
         if group_size(self.group) == 1:
             return F.embedding(tokens, self.weight, self.padding_row)
         local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.rows)
+        elsewhere = (local < 0) | (local >= self.count)
         looked_up = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self.padding_row)
         looked_up = looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region

@@ -6,14 +6,13 @@ needs, import, export, resharding and counting bytes all read that one fact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from zero_tp.parallel.collectives import Group, all_reduce
 from zero_tp.topology import Topology
 
 
@@ -83,8 +82,8 @@ class Sharded:
 class Replicated:
     """The same weight on every TP rank.
 
-    `identical`: each rank computes the whole gradient. `partial`: each holds a part of it (the parameter is used on a
-    sequence shard), and a hook sums it over TP.
+    `identical`: each rank computes the whole gradient. `partial`: each computes a part of it (the parameter is used on
+    a sequence shard, or on the rank's own heads), and a GradientSum adds them up over TP.
     """
 
     gradient: Literal["identical", "partial"] = "identical"
@@ -104,15 +103,33 @@ class Replicated:
 
 Layout = Sharded | Replicated
 
+
+def split_vocabulary(size: int) -> Sharded:
+    """Return the layout of a weight with a row a token: each rank holds ⌈size / t⌉ rows, the surplus is zeros."""
+    return Sharded(0, (size,), padded=True)
+
+
+def own_tokens(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return (first, count) of the tokens whose rows one of `ranks` ranks holds; padding is not counted."""
+    ((first, last, _),) = split_vocabulary(size).ranges(rank, ranks)
+    return first, last - first
+
+
 # Either of these makes DeepSpeed's gradient norm count a parameter on every TP rank.
 MARKS = ("tensor_model_parallel", "model_parallel")
 
 
-def set_layout(parameter: nn.Parameter, layout: Layout, whole_shape: Sequence[int], tensor_size: int) -> None:
+def set_layout(
+    parameter: nn.Parameter, name: str, layout: Layout, whole_shape: Sequence[int], tensor_size: int
+) -> None:
     """Give the parameter its layout and the marks that DeepSpeed's gradient norm reads.
 
     An unmarked shard would be counted on TP rank 0 only, and clipping would silently change.
+
+    Args:
+        name: under which the parameter's values were drawn or read.
     """
+    parameter.filled_as = name  # type: ignore[attr-defined]
     parameter.tensor_layout = layout  # type: ignore[attr-defined]
     parameter.whole_shape = tuple(whole_shape)  # type: ignore[attr-defined]
     if isinstance(layout, Sharded) and tensor_size > 1:
@@ -121,7 +138,7 @@ def set_layout(parameter: nn.Parameter, layout: Layout, whole_shape: Sequence[in
 
 
 def layout_of(parameter: nn.Parameter) -> Layout:
-    """The parameter's layout.
+    """Return the parameter's layout.
 
     Raises:
         ValueError: it has none.
@@ -148,8 +165,8 @@ def audit(model: nn.Module, topology: Topology) -> None:
     """Check that every parameter is classified and marked as its layout says.
 
     Raises:
-        ValueError: names the first parameter that has no layout, another shape than its layout gives, a wrong mark
-            for DeepSpeed's norm, or a gradient kind that does not fit the topology.
+        ValueError: names the first parameter that has no layout, another name than it was filled under, another shape
+            than its layout gives, a wrong mark for DeepSpeed's norm, or a gradient kind that does not fit the topology.
     """
     for name, parameter in model.named_parameters():
         layout = getattr(parameter, "tensor_layout", None)
@@ -158,6 +175,8 @@ def audit(model: nn.Module, topology: Topology) -> None:
                 f"parameter {name} has no layout: nobody says how it lies over tensor parallel ranks. "
                 "Make it with ParameterMaker"
             )
+        if parameter.filled_as != name:
+            raise ValueError(f"parameter {name}: its values are those of {parameter.filled_as}")
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)
         if local_shape(parameter) != expected:
             raise ValueError(f"parameter {name}: shape {local_shape(parameter)}, its layout {layout} gives {expected}")
@@ -167,30 +186,3 @@ def audit(model: nn.Module, topology: Topology) -> None:
                 raise ValueError(f"parameter {name}: {layout} but {mark}={marked}")
         if isinstance(layout, Replicated) and layout.gradient == "partial" and topology.tensor == 1:
             raise ValueError(f"parameter {name}: a partial gradient without tensor parallelism")
-
-
-class GradientHooks:
-    """Sums partial gradients over TP, while backward runs.
-
-    DeepSpeed never sums them, and ZeRO-2/3 consume gradients during backward, so this has to happen in a hook that was
-    registered before `deepspeed.initialize`.
-
-    Attributes:
-        fired: how often each parameter's hook ran; the engine checks it after the first backward.
-    """
-
-    def __init__(self, model: nn.Module, group: Group):
-        self.fired: dict[str, int] = {}
-        for name, parameter in model.named_parameters():
-            layout = layout_of(parameter)
-            partial = isinstance(layout, Replicated) and layout.gradient == "partial"
-            if partial and parameter.requires_grad:
-                self.fired[name] = 0
-                parameter.register_hook(self._hook(name, group))
-
-    def _hook(self, name: str, group: Group) -> Callable[[Tensor], Tensor]:
-        def sum_over_tensor_group(gradient: Tensor) -> Tensor:
-            self.fired[name] += 1
-            return all_reduce(gradient.contiguous().clone(), group)
-
-        return sum_over_tensor_group

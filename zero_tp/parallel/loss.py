@@ -10,7 +10,7 @@ of the weight, 4·h·v/t bytes, lives from there until backward.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
+from zero_tp.parallel.layout import own_tokens
 
 CHUNK_ELEMENTS = 2**23
 """Logits of one chunk on one rank: 32 MiB in fp32."""
@@ -36,22 +37,49 @@ def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
     return logits
 
 
-def _log_probability_(logits: Tensor, target: Tensor, group: Group) -> Tensor:
-    """Log-probability of the target [n], over the whole vocabulary; `logits` become this rank's probabilities in place.
+class Softmax(NamedTuple):
+    """What a softmax over the whole vocabulary needs of all t ranks.
 
-    One all-gather of [3, n] over TP: maximum, sum and the target's logit. `target` [n] is this rank's row, -1 where
-    another rank holds it. The maximum is taken off before the logarithm of the sum: adding the two first would round
-    the loss to the maximum's last digit.
+    Attributes:
+        maxima: each rank's greatest logit, [t, n]. greatest: of all of them, [n].
+        total: sum of exp(logit - greatest) over the vocabulary, [n].
+        others: what else was exchanged, [t, m, n].
+    """
+
+    maxima: Tensor
+    greatest: Tensor
+    total: Tensor
+    others: Tensor
+
+
+def exchange_softmax_(logits: Tensor, maximum: Tensor, others: Tensor, group: Group) -> Softmax:
+    """Exchange maxima and sums over TP, so that every rank has the softmax of the whole vocabulary. One all-gather of
+    [2 + m, n].
+
+    Args:
+        logits: this rank's, [n, v/t]; they become exp(logit - maximum) in place.
+        maximum: of each row, [n].
+        others: m more numbers of each row, [m, n].
+    """
+    total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
+    parts = all_gather(torch.cat((torch.stack((maximum, total)), others)).unsqueeze(0), group)  # [t, 2 + m, n]
+    maxima, totals = parts[:, 0], parts[:, 1]
+    greatest = maxima.amax(0)
+    return Softmax(maxima, greatest, (totals * (maxima - greatest).exp()).sum(0), parts[:, 2:])
+
+
+def _log_probability_(logits: Tensor, target: Tensor, group: Group) -> Tensor:
+    """Return the log-probability of the target [n]; `logits` become this rank's probabilities in place.
+
+    `target` [n] is this rank's row, -1 where another rank holds it. The maximum is taken off before the logarithm of
+    the sum: adding the two first would round the loss to the maximum's last digit.
     """
     here = target >= 0
     at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
     maximum = logits.amax(1)
-    total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
-    parts = all_gather(torch.stack((maximum, total, at_target)).unsqueeze(0), group)  # [t, 3, n]
-    greatest = parts[:, 0].amax(0)
-    whole_total = (parts[:, 1] * (parts[:, 0] - greatest).exp()).sum(0)
-    logits.mul_(((maximum - greatest).exp() / whole_total).unsqueeze(1))
-    return parts[:, 2].sum(0) - greatest - whole_total.log()
+    softmax = exchange_softmax_(logits, maximum, at_target.unsqueeze(0), group)
+    logits.mul_(((maximum - softmax.greatest).exp() / softmax.total).unsqueeze(1))
+    return softmax.others[:, 0].sum(0) - softmax.greatest - softmax.total.log()
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -80,8 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden = all_gather(hidden, group)
         length, batch, _ = hidden.shape
         rows = weight.shape[0]
-        first = group_rank(group) * rows
-        valid = min(max(vocabulary - first, 0), rows)
+        first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
         needs_hidden, needs_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
         counted = labels != ignore
         count = counted.sum().float()

@@ -124,5 +124,5 @@ class ParameterMaker:
             if local.device.type != "meta":
                 self.source.fill(local, full_name, whole, layout, init, self.topology)
         parameter = nn.Parameter(local)
-        set_layout(parameter, layout, whole, self.topology.tensor)
+        set_layout(parameter, full_name, layout, whole, self.topology.tensor)
         return parameter

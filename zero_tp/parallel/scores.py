@@ -14,7 +14,8 @@ from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel import loss
-from zero_tp.parallel.collectives import Group, all_gather, group_rank
+from zero_tp.parallel.collectives import Group, group_rank, group_size
+from zero_tp.parallel.layout import own_tokens
 
 
 class TokenScores(NamedTuple):
@@ -45,8 +46,7 @@ def vocab_parallel_token_scores(
         Both of the shape of `labels`.
     """
     rows = weight.shape[0]
-    first = group_rank(group) * rows
-    valid = min(max(vocabulary - first, 0), rows)
+    first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
     flat_labels = labels.reshape(hidden.shape[0] * hidden.shape[1], -1)  # [s·b, k]
     flat_hidden = hidden.flatten(0, 1)
     nll = torch.zeros(flat_labels.shape, dtype=torch.float32, device=hidden.device)
@@ -80,13 +80,10 @@ def scores_of_logits(
     row, alternative = (here & (own == best.unsqueeze(1))).nonzero(as_tuple=True)
     chosen = torch.zeros_like(own)
     chosen[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(own.dtype)
-    total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
-    mine = torch.cat((best.unsqueeze(1), total.unsqueeze(1), own, chosen), 1)
-    parts = all_gather(mine.unsqueeze(0), group)  # [t, n, 2 + 2k]
-    bests, totals, owns, choices = parts.split((1, 1, labels.shape[1], labels.shape[1]), 2)
-    greatest = bests.amax(0)
-    whole = (totals * (bests - greatest).exp()).sum(0)
+    softmax = loss.exchange_softmax_(logits, best, torch.cat((own, chosen), 1).t(), group)
+    owns, choices = softmax.others.transpose(1, 2).chunk(2, 2)  # [t, n, k]
     # The first rank that has the greatest logit has the first token that has it.
-    has_it = bests == greatest
-    first_to_have = has_it & (has_it.cumsum(0) == 1)
-    return TokenScores(whole.log() - (owns.sum(0) - greatest), (first_to_have & (choices == 1)).any(0))
+    has_it = softmax.maxima == softmax.greatest
+    first_to_have = (has_it & (has_it.cumsum(0) == 1)).unsqueeze(2)
+    nll = softmax.total.log().unsqueeze(1) - (owns.sum(0) - softmax.greatest.unsqueeze(1))
+    return TokenScores(nll, (first_to_have & (choices == 1)).any(0))

@@ -26,7 +26,6 @@ from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.models.attention import SDPACore
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel.layout import GradientHooks
 from zero_tp.planning.memory import CATEGORIES, Point, held_bytes
 from zero_tp.planning.tracking import Allocation, Allocations
 from zero_tp.planning.zero import ZeroMemory
@@ -109,13 +108,11 @@ def dry_run(config: RunConfig, *, fused_attention: bool = False) -> DryRun:
             for module in model.modules():
                 if isinstance(module, SDPACore):
                     module.p = 0.0
-        hooks = GradientHooks(model, topology.tensor_group)
         settings = config.deepspeed_config().get("activation_checkpointing", {})
         ActivationMemory(model, block.recompute_policy, settings, torch.device("cpu"))
         tokens = torch.zeros(config.micro_batch, block.data.sequence_length, dtype=torch.long)
         apart = block.data.document_attention == "reset"
         moments = measure(model, Batch(tokens, tokens, *([tokens, tokens] if apart else [])))
-        del hooks
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return DryRun(moments, parameters, time.perf_counter() - start)
 

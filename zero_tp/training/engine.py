@@ -1,6 +1,6 @@
 """The one build order of a training run, and a step of it.
 
-seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3) → layouts audited, gradient hooks registered →
+seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
 recompute policy → `deepspeed.initialize(mpu=topology)` → checks.
 """
 
@@ -23,7 +23,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.layout import GradientHooks, audit, whole_shape
+from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
@@ -93,7 +93,6 @@ class TrainingEngine:
         with self._construction(settings):
             self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology)
-        self.hooks = GradientHooks(self.model, topology.tensor_group)
         self.activations = ActivationMemory(
             self.model,
             recompute or RecomputePolicy(mode="none"),
@@ -182,7 +181,7 @@ class TrainingEngine:
                 self._before_step()
             self.engine.step()
         if not self._hooks_checked:
-            check_hooks(self.hooks)
+            check_hooks(self.model.gradient_hooks)
             self._hooks_checked = True
         mean = all_reduce(total / len(batches), self.topology.data_group).item() / self.topology.data
         self._after_step()

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_tp.errors import UserError
-from zero_tp.parallel.layout import GradientHooks, Replicated, layout_of
+from zero_tp.parallel.gradients import GradientHooks
+from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.topology import Topology
 
 # On an accelerator, kernels that add in no fixed order may round one rank's gradient otherwise than another's. This is

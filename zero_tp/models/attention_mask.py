@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Visibility:
-    """
+class AttentionMask:
+    """The mask of one forward and window, before it is made a tensor.
+
     Attributes:
         queries, keys: s and k.
         first_query, first_key: their places in the whole sequence; a cache with a window has dropped the keys before.
@@ -32,14 +33,14 @@ class Visibility:
 
     @property
     def is_causal_alone(self) -> bool:
-        """Nothing more than "a token sees itself and all keys before it", and the keys end with the queries."""
+        """Whether each token sees itself and all keys before it, and the keys end with the queries."""
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
         ends = self.first_key + self.keys == self.first_query + self.queries
         aligned = self.queries in (1, self.keys)
         return self.padding is None and self.documents is None and not windowed and ends and aligned
 
     def seen(self, device: torch.device) -> Tensor:
-        """Boolean [b or 1, 1, s, k].
+        """Return the mask as booleans, [b or 1, 1, s, k].
 
         A token that sees none at all (padding on the left) sees itself, so that its softmax is defined; nobody reads
         its output.

@@ -1,0 +1,61 @@
+"""Gradients of which each tensor-parallel rank computes a part: they are summed over TP while backward runs.
+
+DeepSpeed never sums them, and ZeRO-2 and 3 consume gradients during backward, so an all-reduce after it is too late.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from zero_tp.parallel.collectives import Group, Pending, start_all_reduce
+from zero_tp.parallel.layout import Replicated, layout_of
+
+
+class GradientSum:
+    """The sum over TP of one layer's partial gradients.
+
+    A layer that has one as `gradient_sum` calls it in its own backward, where the all-reduce can overlap; for any other
+    a hook does.
+
+    Attributes:
+        fired: how often gradients have been summed.
+    """
+
+    def __init__(self, group: Group):
+        self.group, self.fired = group, 0
+
+    def start(self, *gradients: Tensor) -> Pending:
+        """One all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
+        self.fired += 1
+        return start_all_reduce(torch.stack(gradients), self.group)
+
+
+class GradientHooks:
+    """The sums of all partial gradients of a model, each registered as a hook or made by the layer itself.
+
+    ZeRO-2 and 3 see the summed gradient only if the hooks are there before `deepspeed.initialize`.
+
+    Attributes:
+        sums: what sums the gradient of each parameter.
+    """
+
+    def __init__(self, model: nn.Module, group: Group):
+        self.sums: dict[str, GradientSum] = {}
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                layout = layout_of(parameter)
+                if isinstance(layout, Replicated) and layout.gradient == "partial" and parameter.requires_grad:
+                    own = getattr(module, "gradient_sum", None)
+                    self.sums[name] = own or _hooked(parameter, group)
+
+    @property
+    def fired(self) -> dict[str, int]:
+        """How often each parameter's gradient was summed; the engine checks it after the first backward."""
+        return {name: one.fired for name, one in self.sums.items()}
+
+
+def _hooked(parameter: nn.Parameter, group: Group) -> GradientSum:
+    made = GradientSum(group)
+    parameter.register_hook(lambda gradient: made.start(gradient).wait()[0])
+    return made
