@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from tests.compare import check_close, grid, whole_gradients
 from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_for
@@ -17,6 +18,7 @@ from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.models.agreement import random_numbers_of_first
+from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -66,7 +68,8 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
     parts = layers * (2 + 2 * biases_of_keys(fields)) * replicated
     positions = model_type == "gpt2"
     assert counts[0]["gradients, SP True"] == counts[0]["gradients, SP False"] >= 6 * layers + 2
-    assert (counts[0]["hooks, SP False"], counts[0]["hooks, SP True"]) == (parts, parts + positions)
+    assert counts[0]["hooks, SP False"] == parts + partial_norms(fields, sequence=False)
+    assert counts[0]["hooks, SP True"] == parts + positions + partial_norms(fields, sequence=True)
 
 
 @EACH_WORLD
@@ -76,7 +79,16 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     fields = model_sizes(seed, family)
     counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
     assert counts == counts[:1] * world
-    assert counts[0]["hooks, SP False"] == (12 if family == "fewer KV heads than TP" else 0)
+    # Of 3 layers: keys, values and their biases, and the norms of queries and keys.
+    assert counts[0]["hooks, SP False"] == (3 * (4 + 2) if family == "fewer KV heads than TP" else 0)
+
+
+def partial_norms(fields: dict[str, Any], *, sequence: bool) -> int:
+    """Parameters of norms of which a rank sees a part of the rows: its own heads, or its sequence shard."""
+    config = AutoConfig.for_model(**fields)
+    spec = architecture_of(config).spec(config)
+    of_heads = 2 * spec.layers * spec.query_key_norm
+    return of_heads + sequence * (2 * spec.layers + 1) * (2 if spec.norm == "layer_norm" else 1)
 
 
 def biases_of_keys(fields: dict[str, Any]) -> bool:

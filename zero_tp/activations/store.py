@@ -1,13 +1,22 @@
-"""Where the inputs of recomputed spans wait for backward. A store's `put` gives a token, `take` the tensor again."""
+"""Where the inputs of recomputed modules wait for backward: in place, or split over the TP group (P_a).
+
+Host memory (offload.py) and one preallocated buffer (contiguous.py) are stores too.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Size, Tensor
+
+from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
 
 
 class Store(Protocol):
+    """A store's `put` gives a token, `take` the tensor again."""
+
     def put(self, tensor: Tensor) -> Any:
         """Keep a tensor. The caller does not change it afterwards. Returns a token; dropping it frees the space."""
 
@@ -23,3 +32,35 @@ class InPlace:
 
     def take(self, token: Tensor) -> Tensor:
         return token
+
+
+@dataclass(frozen=True)
+class _Piece:
+    token: Any
+    shape: Size
+
+
+class Partitioned:
+    """P_a: keeps one t-th of each tensor in another store and gathers the whole just before use (arXiv 1910.02054,
+    section 6.1).
+
+    Right only for tensors that are equal on all TP ranks: the residual stream without sequence parallelism. Under SP
+    each rank's checkpoint is its own, and this would mix them.
+    """
+
+    def __init__(self, group: Group, store: Store):
+        self.group, self.store = group, store
+
+    def put(self, tensor: Tensor) -> _Piece:
+        """No communication. A size that does not divide by t is padded: the piece has ⌈numel/t⌉ elements."""
+        size = group_size(self.group)
+        length = -(-tensor.numel() // size)
+        piece = tensor.flatten()[group_rank(self.group) * length :][:length]
+        # A view would keep the whole tensor.
+        piece = F.pad(piece, (0, length - piece.numel())) if piece.numel() < length else piece.clone()
+        return _Piece(self.store.put(piece), tensor.shape)
+
+    def take(self, token: _Piece) -> Tensor:
+        """All-gather over the TP group. [⌈numel/t⌉] → the tensor's shape."""
+        whole = all_gather(self.store.take(token.token), self.group)
+        return whole[: token.shape.numel()].view(token.shape)

@@ -27,11 +27,14 @@ from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
+from zero_tp.weights.export import save_pretrained
+from zero_tp.weights.load import load_pretrained
 
 
 @dataclass
 class ScoredOutput(CausalLMOutputWithPast):
-    """
+    """What a forward returns.
+
     Attributes:
         greedy: whether each label is the model's first choice, of the shape of `loss`; only of `reduction="none"`.
     """
@@ -40,7 +43,8 @@ class ScoredOutput(CausalLMOutputWithPast):
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Labels as Hugging Face gives them (`labels = input_ids`) → the token each position predicts. [b, s] → [b, s]."""
+    """Return the token that each position predicts, from labels as Hugging Face gives them (`labels = input_ids`).
+    [b, s] → [b, s]."""
     moved = torch.full_like(labels, IGNORE_INDEX)
     moved[:, :-1] = labels[:, 1:]
     return moved
@@ -98,10 +102,10 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: the layers' constructors have filled their parameters, the same for every TP size."""
+        """Do nothing: the layers' constructors have filled their parameters, the same for every TP size."""
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """As of any module.
+        """Register a hook as any module does.
 
         Raises:
             UserError: the hook is that of a DeepSpeed engine which does not know the model's topology.
@@ -111,7 +115,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
-        """Nothing. torch's DistributedDataParallel asks when it is made around a module.
+        """Name nothing; torch's DistributedDataParallel asks when it is made around a module.
 
         Raises:
             UserError: the model is split.
@@ -126,7 +130,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         return self.head
 
     def _runs_sequence_parallel(self, length: int) -> bool:
-        """SP for this forward. Without gradients a length that does not divide runs without SP."""
+        """Decide on SP for this forward: without gradients a length that does not divide runs without it."""
         topology = self.topology
         if not topology.sequence or length % topology.tensor == 0:
             return topology.sequence
@@ -167,7 +171,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: float | None = None,
     ) -> ScoredOutput:
-        """Loss and, when asked or when there are no labels, logits.
+        """Return the loss and, when asked or when there are no labels, logits.
 
         Args:
             input_ids: [b, s].
@@ -262,8 +266,8 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *arguments: Any, **options: Any) -> Any:
-        """transformers' own `generate`. Under TP it is collective over the TP group, and every rank returns the same:
-        ranks sample with the random numbers of the group's first, whose generators go on as in one process.
+        """Call transformers' own `generate`. Under TP it is collective over the TP group, and every rank returns the
+        same: ranks sample with the random numbers of the group's first, whose generators go on as in one process.
 
         Raises:
             UserError: the TP ranks were given different prompts.
@@ -286,7 +290,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(  # type: ignore[override]
         cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any
     ) -> Any:
-        """A model from a Hugging Face directory of safetensors; every rank reads its slices.
+        """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
 
         Args:
             options: `seed`, `dtype`, `device` of the constructor; `allow_pickle` to read pickled weights where there
@@ -295,8 +299,6 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             UserError: no such model there, an unsupported architecture, or weights that do not fit it.
         """
-        from zero_tp.weights.load import load_pretrained
-
         return load_pretrained(cls, directory, topology, **options)
 
     def save_pretrained(  # type: ignore[override]
@@ -307,6 +309,4 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             options: `dtype` of the written weights (default: the model's), `max_shard_size` such as "5GB".
         """
-        from zero_tp.weights.export import save_pretrained
-
         save_pretrained(self, directory, **options)
