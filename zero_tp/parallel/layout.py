@@ -175,8 +175,9 @@ def audit(model: nn.Module, topology: Topology) -> None:
                 f"parameter {name} has no layout: nobody says how it lies over tensor parallel ranks. "
                 "Make it with ParameterMaker"
             )
-        if parameter.filled_as != name:
-            raise ValueError(f"parameter {name}: its values are those of {parameter.filled_as}")
+        filled_as = getattr(parameter, "filled_as", None)
+        if filled_as != name:
+            raise ValueError(f"parameter {name}: its values are those of {filled_as}")
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)
         if local_shape(parameter) != expected:
             raise ValueError(f"parameter {name}: shape {local_shape(parameter)}, its layout {layout} gives {expected}")
