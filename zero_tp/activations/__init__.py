@@ -1,1 +1,1 @@
-"""What backward finds kept and what it computes again."""
+"""Policies and stores that decide what backward finds kept and what it computes again."""

@@ -1,4 +1,4 @@
-"""M_D: checkpoints in one preallocated buffer, against fragmentation (arXiv 1910.02054, section 6.3)."""
+"""M_D keeps checkpoints in one preallocated buffer, against fragmentation (arXiv 1910.02054, section 6.3)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Size, Tensor
 
 
 class _Slot:
-    """A place in the buffer that is free again when this object is dropped."""
+    """A slot is a place in the buffer that is free again when this object is dropped."""
 
     def __init__(self, index: int, shape: Size):
         self.index, self.shape = index, shape
 
 
 class ContiguousBuffer:
-    """Slots of equal size in one buffer, made at the first `put` and used again by every step.
+    """The buffer holds slots of equal size, made at the first `put` and used again by every step.
 
     Args:
         slots: tensors that wait at the same time (`number_checkpoints`).
@@ -31,7 +31,7 @@ class ContiguousBuffer:
         self._free: list[int] = []
 
     def place_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
-        """A free slot and its view, shaped like the tensor.
+        """Return a free slot and its view, shaped like the tensor.
 
         Raises:
             RuntimeError: more tensors wait than there are slots.
@@ -73,7 +73,7 @@ class ContiguousBuffer:
 
 
 class Contiguous:
-    """A store that copies tensors into a ContiguousBuffer."""
+    """The store copies tensors into a ContiguousBuffer."""
 
     def __init__(self, buffer: ContiguousBuffer):
         self.buffer = buffer
@@ -84,5 +84,5 @@ class Contiguous:
         return slot
 
     def take(self, token: Any) -> Tensor:
-        """A view: the slot stays taken while it is used, so hold the token as long."""
+        """Return a view: the slot stays taken while it is used, so hold the token as long."""
         return self.buffer.view(token)

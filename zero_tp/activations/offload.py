@@ -1,4 +1,4 @@
-"""P_a+cpu: checkpoints in host memory (arXiv 1910.02054, section 6.1).
+"""P_a+cpu keeps checkpoints in host memory (arXiv 1910.02054, section 6.1).
 
 On an accelerator the copies are asynchronous both ways, on streams of their own and through page-locked memory: out
 while the next layer runs forward, back one layer ahead of backward. On the CPU a checkpoint is in host memory already
@@ -17,7 +17,7 @@ from zero_tp.activations.contiguous import ContiguousBuffer
 
 
 class _InHostMemory:
-    """A tensor on its way out, in host memory, or on its way back."""
+    """The token stands for a tensor on its way out, in host memory, or on its way back."""
 
     def __init__(self, host: Tensor, slot: Any, device: torch.device, before: _InHostMemory | None):
         self.host, self.slot, self.device = host, slot, device
@@ -28,7 +28,7 @@ class _InHostMemory:
 
 
 class Host:
-    """A store in host memory for tensors of an accelerator.
+    """The store keeps tensors of an accelerator in host memory.
 
     Args:
         buffer: preallocated host memory; without one each tensor gets page-locked memory from torch's pool.

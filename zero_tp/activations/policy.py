@@ -1,4 +1,4 @@
-"""What a run asks backward to compute again: `zero_tp.recompute` of the config file."""
+"""The recomputation that a run asks for: `zero_tp.recompute` of the config file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]
 
 
 class RecomputePolicy(BaseModel):
-    """Which layers, or which parts of a layer, backward computes again (arXiv 2205.05198, section 5)."""
+    """The policy says which layers, or parts of a layer, backward computes again (arXiv 2205.05198, section 5)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -52,11 +52,11 @@ class RecomputePolicy(BaseModel):
 
     @property
     def chosen_modules(self) -> tuple[RecomputeModule, ...]:
-        """The parts of a layer that `selective` recomputes."""
+        """Return the parts of a layer that `selective` recomputes."""
         return tuple(self.modules or ("attention_core",))
 
     def recomputed_layers(self, layers: int) -> range:
-        """Numbers of the layers that this recomputes, of `layers` in all."""
+        """Return the numbers of the layers that this recomputes, of `layers` in all."""
         if self.mode == "none":
             return range(0)
         if self.every is not None:

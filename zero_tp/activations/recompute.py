@@ -26,7 +26,7 @@ Forward = Callable[..., Tensor]
 
 
 class _Run(torch.autograd.Function):
-    """Runs a function without a graph, and in backward again with one, whose gradients it takes at once.
+    """Run a function without a graph, and in backward again with one, whose gradients it takes at once.
 
     The nested backward is what DeepSpeed's own checkpointing does: ZeRO-3 gathers and releases each parameter around
     its module in both passes. torch's non-reentrant checkpoint would hold all gathered weights until their gradients
@@ -77,7 +77,7 @@ def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forwar
 
 
 class Remade:
-    """The output of `producer` is not kept for the backward of `consumer`, which takes it next, but made again.
+    """The output of `producer` is not kept for the backward of `consumer`, which is called next, but made again.
 
     The producer draws no random numbers, and its own backward keeps its input anyway.
     """
@@ -88,14 +88,14 @@ class Remade:
         self._last: tuple[Tensor, Tensor] | None = None  # the producer's input and output, until the consumer takes it
 
     def produce(self, source: Tensor) -> Tensor:
-        """The producer's forward."""
+        """Run the producer's forward, and remember its input."""
         output: Tensor = self._produce(source)
         if torch.is_grad_enabled():
             self._last = source, output
         return output
 
     def consume(self, *inputs: Any, **options: Any) -> Tensor:
-        """The consumer's forward."""
+        """Run the consumer's forward, whose backward will find the output made again."""
         last, self._last = self._last, None
         if last is None:
             return self._consume(*inputs, **options)

@@ -15,17 +15,17 @@ from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_si
 
 
 class Store(Protocol):
-    """A store's `put` gives a token, `take` the tensor again."""
+    """A store gives a token for a tensor, and later the tensor for the token."""
 
     def put(self, tensor: Tensor) -> Any:
-        """Keep a tensor. The caller does not change it afterwards. Returns a token; dropping it frees the space."""
+        """Keep a tensor, which the caller does not change afterwards. Return a token; dropping it frees the space."""
 
     def take(self, token: Any) -> Tensor:
-        """The tensor of a token, bit for bit, on the device where it was."""
+        """Return the tensor of a token, bit for bit, on the device where it was."""
 
 
 class InPlace:
-    """Keeps the tensor where it is."""
+    """This store keeps the tensor where it is."""
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -41,7 +41,7 @@ class _Piece:
 
 
 class Partitioned:
-    """P_a: keeps one t-th of each tensor in another store and gathers the whole just before use (arXiv 1910.02054,
+    """P_a keeps one t-th of each tensor in another store and gathers the whole just before use (arXiv 1910.02054,
     section 6.1).
 
     Right only for tensors that are equal on all TP ranks: the residual stream without sequence parallelism. Under SP
@@ -52,7 +52,7 @@ class Partitioned:
         self.group, self.store = group, store
 
     def put(self, tensor: Tensor) -> _Piece:
-        """No communication. A size that does not divide by t is padded: the piece has ⌈numel/t⌉ elements."""
+        """Keep this rank's piece of ⌈numel/t⌉ elements, padded where t does not divide. No communication."""
         size = group_size(self.group)
         length = -(-tensor.numel() // size)
         piece = tensor.flatten()[group_rank(self.group) * length :][:length]
@@ -61,6 +61,6 @@ class Partitioned:
         return _Piece(self.store.put(piece), tensor.shape)
 
     def take(self, token: _Piece) -> Tensor:
-        """All-gather over the TP group. [⌈numel/t⌉] → the tensor's shape."""
+        """Gather the pieces over the TP group. [⌈numel/t⌉] → the tensor's shape."""
         whole = all_gather(self.store.take(token.token), self.group)
         return whole[: token.shape.numel()].view(token.shape)

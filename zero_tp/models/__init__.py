@@ -1,1 +1,1 @@
-"""What is computed."""
+"""The models: what is computed."""

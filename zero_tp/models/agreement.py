@@ -1,4 +1,4 @@
-"""Tensor parallel ranks that generate together: the same random numbers, the same tokens."""
+"""Agreement of tensor parallel ranks that generate together: the same numbers drawn, the same tokens at the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_si
 
 
 def agree_on_tokens(tokens: Tensor, group: Group) -> bool:
-    """Whether all ranks of the group hold the same tokens. All-gather of one number."""
+    """Return whether all ranks of the group hold the same tokens. All-gather of one number."""
     if group_size(group) == 1:
         return True
     digest = hashlib.sha256(repr(tuple(tokens.shape)).encode() + tokens.detach().cpu().contiguous().numpy().tobytes())
@@ -30,7 +30,7 @@ def _from_first(state: Tensor, group: Group, device: torch.device) -> Tensor:
 
 @contextmanager
 def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
-    """torch's default generators draw on every rank what they would on the group's first rank.
+    """Let torch's default generators draw on every rank what they would on the group's first rank.
 
     Afterwards those of the first rank have gone on, the others' are as they were. Broadcast of the generators' states.
     """

@@ -31,8 +31,10 @@ def for_each_head(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tenso
 
 
 class AttentionCore(nn.Module):
-    """softmax(QKᵀ/√d)V with dropout on the softmax. Q [b, a/t, s, d], K and V of as many heads or of a divisor of
-    them, each serving as many queries in turn → [b, a/t, s, d].
+    """The core computes softmax(QKᵀ/√d)V with dropout on the softmax.
+
+    Q [b, a/t, s, d], K and V of as many heads or of a divisor of them, each serving as many queries in turn →
+    [b, a/t, s, d].
 
     Dropout draws from the per-rank stream: heads differ over TP.
     """
@@ -54,7 +56,7 @@ class AttentionCore(nn.Module):
 
 
 class SDPACore(AttentionCore):
-    """Through `scaled_dot_product_attention`, which needs no mask where nothing is padded.
+    """This core calls `scaled_dot_product_attention`, which needs no mask where nothing is padded.
 
     It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward.
     """
@@ -74,7 +76,7 @@ class SDPACore(AttentionCore):
 
 
 class EagerCore(AttentionCore):
-    """The same in separate operations: scores, softmax, dropout, attention over V.
+    """This core computes in separate operations: scores, softmax, dropout, attention over V.
 
     Backward keeps what the papers count and no more: Q, K, V, the softmax's output, a dropout mask of one byte an
     element and the dropout's output. Scale and mask are part of the product that makes the scores, so they keep

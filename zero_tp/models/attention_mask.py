@@ -1,4 +1,4 @@
-"""Which token sees which: causal, past a cache, within a window, within a document, not padding.
+"""The attention mask: which token sees which. Causal, past a cache, within a window, within a document, not padding.
 
 s queries, k keys, b batch. Keys are the tokens that a cache still holds and the queries themselves.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of one forward and window, before it is made a tensor.
+    """One mask of a forward, as facts; `seen` makes it a tensor.
 
     Attributes:
         queries, keys: s and k.
@@ -33,7 +33,7 @@ class AttentionMask:
 
     @property
     def is_causal_alone(self) -> bool:
-        """Whether each token sees itself and all keys before it, and the keys end with the queries."""
+        """Return whether each token sees itself and all keys before it, and the keys end with the queries."""
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
         ends = self.first_key + self.keys == self.first_query + self.queries
         aligned = self.queries in (1, self.keys)

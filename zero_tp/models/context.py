@@ -1,4 +1,4 @@
-"""What all layers of one forward share."""
+"""The context of a forward: masks, rotation, cache, and whether it runs on sequence shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_tp.models.position import Rotation
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all layers of one forward share.
+    """The context holds what all layers of one forward share.
 
     Attributes:
         sequence: between the linear layers a rank holds its sequence shard (SP).

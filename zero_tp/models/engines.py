@@ -1,4 +1,4 @@
-"""Engines that are made around a model by someone else."""
+"""Refusals of engines that others build around a split model without knowing its topology."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from zero_tp.topology import Topology
 
 
 def refuse_engine_without_topology(hook: Any, topology: Topology) -> None:
-    """DeepSpeed's engine registers a forward hook on the module that it is made around; see whose it is.
+    """Refuse the forward hook of a DeepSpeed engine that knows another topology than the model.
 
-    `Accelerator.prepare` and `Trainer` call `deepspeed.initialize` without an mpu. Its data-parallel group is then the
-    whole world, and it averages the gradients of different tensor parallel shards, without an error.
+    DeepSpeed's engine registers a hook on the module that it is made around. `Accelerator.prepare` and `Trainer` call
+    `deepspeed.initialize` without an mpu. Its data-parallel group is then the whole world, and it averages the
+    gradients of different tensor parallel shards, without an error.
 
     Raises:
         UserError: the hook is that of an engine which knows another topology than the model, and the model is split.
@@ -27,7 +28,7 @@ def refuse_engine_without_topology(hook: Any, topology: Topology) -> None:
 
 
 def refuse_data_parallel_wrapper(topology: Topology) -> None:
-    """torch's DistributedDataParallel averages gradients over the whole world, unless it is told otherwise.
+    """Refuse torch's DistributedDataParallel, which averages gradients over the whole world.
 
     Raises:
         UserError: the model is split.

@@ -1,4 +1,4 @@
-"""The output layer: hidden states to a loss, to scores of labels, or to logits.
+"""The output layer turns hidden states into a loss, scores of labels, or logits.
 
 s sequence, b batch, h hidden, v vocabulary, t TP size.
 """
@@ -17,7 +17,7 @@ from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
 
 
 class OutputLayer(nn.Module):
-    """Hidden states to a loss, token losses or logits; its weight [⌈v/t⌉, h] is the word embedding when tied.
+    """The output layer; its weight [⌈v/t⌉, h] is the word embedding when tied.
 
     A tied weight is a parameter of this module too: ZeRO-3 gathers a parameter around the modules that own it.
     """
@@ -47,9 +47,11 @@ class OutputLayer(nn.Module):
         divisor: float | None = None,
         keep: int | Tensor = 0,
     ) -> Tensor | TokenScores:
-        """[s, b, h] (a shard when `sequence`) → scalar loss against labels [s, b], its sum over `divisor` if that is
-        given; scores of each label when `each_token`; without labels logits [s, b, v], of the last `keep` positions, or
-        of those it lists; 0: all."""
+        """Return the loss, scores or logits of [s, b, h], a shard when `sequence`.
+
+        With labels [s, b] the scalar loss, its sum over `divisor` if that is given, or with `each_token` the scores of
+        each label; without labels the logits [s, b, v] of the last `keep` positions, or of those it lists; 0: all.
+        """
         if labels is not None and not each_token:
             return vocab_parallel_cross_entropy(
                 hidden,

@@ -1,4 +1,4 @@
-"""The MLP: first weight split by columns, activation local, second split by rows (arXiv 1909.08053, section 3)."""
+"""The MLP: its first weight is split by columns, its second by rows (arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from zero_tp.parallel.parameter import Constant, ParameterMaker
 
 
 class Norm(nn.Module):
-    """A norm with a weight.
+    """A norm has a weight, and says what sums its gradient.
 
     Args:
         part: a rank sees a part of the rows.

@@ -1,4 +1,4 @@
-"""Positions: what is added to the embedding, and how queries and keys turn.
+"""Positions are added to the embedding, or turn queries and keys.
 
 s sequence, b batch, d head size, r features of a head that turn.
 """
@@ -15,7 +15,7 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class LearnedPosition(nn.Module):
-    """A learned vector a position, replicated. Under SP each rank looks up its own positions: partial gradients."""
+    """A vector is learned for each position. Under SP each rank looks up its own positions: partial gradients."""
 
     def __init__(self, make: ParameterMaker, positions: int, hidden: int, *, init: Normal):
         super().__init__()
@@ -23,7 +23,7 @@ class LearnedPosition(nn.Module):
         self.weight = make.make("weight", (positions, hidden), layout, init)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """[s, b or 1] → [s, b or 1, h]."""
+        """Look up the vectors. [s, b or 1] → [s, b or 1, h]."""
         return F.embedding(positions, self.weight)
 
 
@@ -35,7 +35,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype) -> Rotation:
-    """Cosine and sine for `positions` [b or 1, s], computed in fp32 whatever the model's dtype.
+    """Return cosine and sine for `positions` [b or 1, s], computed in fp32 whatever the model's dtype.
 
     Args:
         length: of the sequence so far, positions that are cached included.

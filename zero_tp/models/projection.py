@@ -17,7 +17,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class FusedProjection(ColumnParallelLinear):
-    """As many KV heads as heads: one weight of Q | K | V blocks, each split by heads."""
+    """The projection of as many KV heads as heads has one weight of Q | K | V blocks, each split by heads."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         width = spec.heads * spec.head_size
@@ -25,19 +25,19 @@ class FusedProjection(ColumnParallelLinear):
         self.head_size = spec.head_size
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:  # type: ignore[override]
-        """[s, b, h], a sequence shard when `sequence` → heads of the whole sequence."""
+        """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
         fused = super().forward(tensor, sequence=sequence)  # [s, b, 3·a·d/t]
         length, batch, _ = fused.shape
         query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)
         return query, key, value
 
     def for_each_query(self, kept: Tensor) -> Tensor:
-        """Keys or values as the core takes them: there is one for each query already."""
+        """Return keys or values as the core takes them: there is one for each query already."""
         return kept
 
 
 class GroupedProjection(nn.Module):
-    """Fewer KV heads than heads (arXiv 2305.13245): query, key and value weights of their own.
+    """The projection of fewer KV heads (arXiv 2305.13245) has query, key and value weights of their own.
 
     Where k does not divide by t, keys and values are replicated: a rank computes those heads that its queries need, so
     its gradients are parts, which a hook sums over TP. The parameters' names are the same on every topology.
@@ -72,7 +72,7 @@ class GroupedProjection(nn.Module):
         self.serving = None if len(set(uses)) == 1 else [head - first for head in serving]
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
-        """[s, b, h], a sequence shard when `sequence` → heads of the whole sequence."""
+        """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         rows = (None, self.rows, self.rows)
         found = column_parallel_linear(tensor, weights, biases, self.group, sequence=sequence, rows=rows)
@@ -80,10 +80,10 @@ class GroupedProjection(nn.Module):
         return query, key, value
 
     def for_each_query(self, kept: Tensor) -> Tensor:
-        """Keys or values [b, KV heads, s, d] as the core takes them: evenly many queries for each."""
+        """Return keys or values [b, KV heads, s, d] as the core takes them: evenly many queries for each."""
         return kept if self.serving is None else kept[:, self.serving]
 
 
 def projection(make: ParameterMaker, spec: TransformerSpec) -> FusedProjection | GroupedProjection:
-    """The projection of the spec's heads."""
+    """Return the projection of the spec's heads."""
     return (FusedProjection if spec.kv_heads == spec.heads else GroupedProjection)(make, spec)

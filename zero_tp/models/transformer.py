@@ -22,8 +22,8 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 
 
 class Embedding(nn.Module):
-    """Words plus learned positions, if there are any, then dropout. Token ids [s, b] → [s, b, h], [s/t, b, h] under
-    SP."""
+    """The embedding adds words and learned positions, if there are any, then drops out. Token ids [s, b] → [s, b, h],
+    [s/t, b, h] under SP."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
         super().__init__()
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         self.dropout = dropout
 
     def forward(self, tokens: Tensor, positions: Tensor, *, sequence: bool) -> Tensor:
-        """`positions` [s, b or 1], whole also under SP."""
+        """Embed `tokens`; they and `positions` [s, b or 1] are whole also under SP."""
         stream = self.word(tokens, sequence=sequence)
         if self.position is not None:
             length = stream.shape[0]
@@ -49,7 +49,7 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """The parts of a layer; a subclass says how they meet the residual stream. [s, b, h] → [s, b, h], shards under
+    """A layer has these parts; its class says how they meet the residual stream. [s, b, h] → [s, b, h], shards under
     SP."""
 
     def __init__(
@@ -65,7 +65,7 @@ class TransformerLayer(nn.Module):
 
 
 class SequentialLayer(TransformerLayer):
-    """The pre-norm layer: attention, then the MLP on what attention has added to."""
+    """The pre-norm layer: the MLP sees what attention has added."""
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), context=context))
@@ -144,7 +144,8 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         sequence: bool,
     ) -> Tensor:
-        """
+        """Return the hidden states after the final norm.
+
         Args:
             padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
             positions: [b or 1, s]; by default those after the cached ones.

@@ -1,1 +1,1 @@
-"""What crosses ranks inside a layer."""
+"""The parallel layers: what crosses ranks inside a layer."""

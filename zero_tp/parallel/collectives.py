@@ -27,12 +27,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def group_size(group: Group) -> int:
-    """Ranks in the group; 1 when there is none."""
+    """Return the number of ranks in the group; 1 when there is none."""
     return dist.get_world_size(group) if group is not None else 1
 
 
 def group_rank(group: Group) -> int:
-    """This rank's place in the group; 0 when there is none."""
+    """Return this rank's number in the group; 0 when there is none."""
     return dist.get_rank(group) if group is not None else 0
 
 
@@ -85,7 +85,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group) -> Pending:
 
 
 def _sum_pieces(received: Tensor, size: int) -> Tensor:
-    """Sum of the ranks' pieces, in rank order. [t·n, *] → [n, *]."""
+    """Add the ranks' pieces up, in rank order. [t·n, *] → [n, *]."""
     pieces = received.view(size, received.shape[0] // size, *received.shape[1:])
     if received.dtype != torch.float32:
         return pieces.sum(0)  # adds 16-bit numbers up in fp32

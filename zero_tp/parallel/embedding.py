@@ -1,4 +1,4 @@
-"""Embedding split over the vocabulary (arXiv 1909.08053, section 3).
+"""The embedding is split over the vocabulary (arXiv 1909.08053, section 3).
 
 v vocabulary, h hidden, t TP size. Each rank holds ⌈v/t⌉ rows; the rows past v are zeros that nobody looks up.
 """
@@ -16,7 +16,7 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Looks up this rank's rows and sums over TP: all-reduce (f̄) forward, or reduce-scatter (ḡ) under SP.
+    """Each rank looks up its own rows, then all sum over TP: all-reduce (f̄) forward, reduce-scatter (ḡ) under SP.
 
     Args:
         padding_token: whose row starts as zeros and gets no gradient, as in torch's Embedding.
@@ -34,7 +34,7 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_row = row if 0 <= row < self.count else None
 
     def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
-        """Token ids [s, b] → [s, b, h], or this rank's [s/t, b, h] when `sequence`."""
+        """Look up token ids [s, b] → [s, b, h], or this rank's [s/t, b, h] when `sequence`."""
         if group_size(self.group) == 1:
             return F.embedding(tokens, self.weight, self.padding_row)
         local = tokens - self.first

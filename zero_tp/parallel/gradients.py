@@ -1,4 +1,4 @@
-"""Gradients of which each tensor-parallel rank computes a part: they are summed over TP while backward runs.
+"""Gradients of which each tensor-parallel rank computes a part are summed over TP while backward runs.
 
 DeepSpeed never sums them, and ZeRO-2 and 3 consume gradients during backward, so an all-reduce after it is too late.
 """
@@ -13,7 +13,7 @@ from zero_tp.parallel.layout import Replicated, layout_of
 
 
 class GradientSum:
-    """The sum over TP of one layer's partial gradients.
+    """It sums one layer's partial gradients over TP, and counts how often.
 
     A layer that has one as `gradient_sum` calls it in its own backward, where the all-reduce can overlap; for any other
     a hook does.
@@ -26,13 +26,13 @@ class GradientSum:
         self.group, self.fired = group, 0
 
     def start(self, *gradients: Tensor) -> Pending:
-        """One all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
+        """Start one all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
         self.fired += 1
         return start_all_reduce(torch.stack(gradients), self.group)
 
 
 class GradientHooks:
-    """The sums of all partial gradients of a model, each registered as a hook or made by the layer itself.
+    """The hooks of a model see to it that every partial gradient is summed, by its layer or by a hook.
 
     ZeRO-2 and 3 see the summed gradient only if the hooks are there before `deepspeed.initialize`.
 
@@ -51,7 +51,7 @@ class GradientHooks:
 
     @property
     def fired(self) -> dict[str, int]:
-        """How often each parameter's gradient was summed; the engine checks it after the first backward."""
+        """Return how often each parameter's gradient was summed; the engine checks it after the first backward."""
         return {name: one.fired for name, one in self.sums.items()}
 
 

@@ -1,4 +1,4 @@
-"""How one parameter lies over the TP group.
+"""A layout says how one parameter lies over the TP group.
 
 The layer that makes a parameter gives it a layout; initialisation, gradient hooks, the marks that DeepSpeed's norm
 needs, import, export, resharding and counting bytes all read that one fact.
@@ -18,7 +18,8 @@ from zero_tp.topology import Topology
 
 @dataclass(frozen=True)
 class Sharded:
-    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each split by itself.
+    """The parameter is split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each
+    split by itself.
 
     `padded` parts need not divide by the TP size: each rank holds ⌈part / t⌉, and the surplus is zeros that no one
     but the last ranks see (the vocabulary). Other parts must divide.
@@ -29,7 +30,7 @@ class Sharded:
     padded: bool = False
 
     def piece_sizes(self, size: int) -> tuple[int, ...]:
-        """Length of each part on one of `size` ranks.
+        """Return the length of each part on one of `size` ranks.
 
         Raises:
             ValueError: a part that may not be padded does not divide.
@@ -40,7 +41,7 @@ class Sharded:
         return tuple(-(-part // size) for part in self.parts)
 
     def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """For each part (start, stop, padding): this rank's rows of the whole tensor, and zero rows after them."""
+        """Yield for each part (start, stop, padding): this rank's rows of the whole, and zero rows after them."""
         offset = 0
         for part, length in zip(self.parts, self.piece_sizes(size), strict=True):
             start, stop = (min(r * length, part) for r in (rank, rank + 1))
@@ -48,7 +49,7 @@ class Sharded:
             offset += part
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's piece of the whole tensor, zero-padded where `padded`."""
+        """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
         if whole.shape[self.dim] != sum(self.parts):
             raise ValueError(f"dimension {self.dim} is {whole.shape[self.dim]}, the layout's parts sum to {self.parts}")
         pieces = []
@@ -61,7 +62,7 @@ class Sharded:
         return torch.cat(pieces, self.dim)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor from every rank's piece in TP order; padding is dropped."""
+        """Return the whole tensor from every rank's piece in TP order; padding is dropped."""
         lengths = self.piece_sizes(len(shards))
         split = [shard.split(list(lengths), self.dim) for shard in shards]
         pieces = []
@@ -80,7 +81,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Replicated:
-    """The same weight on every TP rank.
+    """The parameter is the same on every TP rank.
 
     `identical`: each rank computes the whole gradient. `partial`: each computes a part of it (the parameter is used on
     a sequence shard, or on the rank's own heads), and a GradientSum adds them up over TP.
@@ -151,13 +152,13 @@ def layout_of(parameter: nn.Parameter) -> Layout:
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of the whole parameter, without vocabulary padding."""
+    """Return the shape of the whole parameter, without vocabulary padding."""
     shape: tuple[int, ...] = parameter.whole_shape  # type: ignore[attr-defined]
     return shape
 
 
 def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of this rank's TP shard, also while ZeRO-3 has the parameter partitioned."""
+    """Return the shape of this rank's TP shard, also while ZeRO-3 has the parameter partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

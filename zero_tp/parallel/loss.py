@@ -1,4 +1,4 @@
-"""The output layer fused with the cross entropy, split over the vocabulary, in chunks of the sequence.
+"""The output layer is fused with the cross entropy, split over the vocabulary, in chunks of the sequence.
 
 Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3), and the logits of one chunk at a
 time are all that exists. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a chunk.
@@ -25,12 +25,12 @@ CHUNK_ELEMENTS = 2**23
 
 
 def _chunk_rows(sequence: int, batch: int, vocabulary_shard: int) -> int:
-    """Sequence positions of one chunk; at least one."""
+    """Return the sequence positions of one chunk; at least one."""
     return max(1, min(sequence, CHUNK_ELEMENTS // max(1, batch * vocabulary_shard)))
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
-    """[n, h] × [v/t, h] → fp32 [n, v/t]; padded rows (from `valid` on) get no probability."""
+    """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get no probability."""
     logits = (hidden @ weight.t()).float()
     if valid < weight.shape[0]:
         logits[:, valid:] = torch.finfo(torch.float32).min
@@ -38,7 +38,7 @@ def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
 
 
 class Softmax(NamedTuple):
-    """What a softmax over the whole vocabulary needs of all t ranks.
+    """The numbers of all t ranks that a softmax over the whole vocabulary needs.
 
     Attributes:
         maxima: each rank's greatest logit, [t, n]. greatest: of all of them, [n].
@@ -83,7 +83,10 @@ def _log_probability_(logits: Tensor, target: Tensor, group: Group) -> Tensor:
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """tensor · scale, rounded once to `dtype`. A scale rounded to bf16 first would bias every gradient by 0.4 %."""
+    """Return tensor · scale, rounded once to `dtype`.
+
+    A scale rounded to bf16 first would bias every gradient by 0.4 %.
+    """
     if tensor is None:
         return None
     # A scale of one dimension keeps the product in fp32; one of none would take the tensor's dtype.
@@ -172,7 +175,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     divisor: float | None = None,
 ) -> Tensor:
-    """Mean cross entropy of `hidden` Wᵀ against `labels`, over the tokens that are not ignored.
+    """Return the mean cross entropy of `hidden` Wᵀ against `labels`, over the tokens that are not ignored.
 
     Forward over TP: all-gather of the hidden states under SP, one all-gather of 3 numbers a token, and all-reduce
     (reduce-scatter under SP) of the hidden gradient when one is needed. Backward: none.
@@ -194,7 +197,7 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_parallel_logits(hidden: Tensor, weight: Tensor, *, vocabulary: int, group: Group) -> Tensor:
-    """The whole logits on every TP rank. [s, b, h] → [s, b, v]; all-gather over TP, no gradient through it."""
+    """Return the whole logits on every TP rank. [s, b, h] → [s, b, v]; all-gather over TP, no gradient through it."""
     local = F.linear(hidden, weight).detach()
     if group_size(group) == 1:
         return local[..., :vocabulary]

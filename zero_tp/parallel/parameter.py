@@ -1,4 +1,4 @@
-"""Making parameters: named, sharded, filled, and given their layout, in one place.
+"""Parameters are named, sharded, filled, and given their layout, in one place.
 
 Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks of rows along the
 dimension that is split; every block has a generator of its own, seeded by (run seed, parameter name, block). A rank
@@ -40,7 +40,7 @@ Init = Normal | Constant
 
 
 class WeightSource(Protocol):
-    """Where the values of new parameters come from."""
+    """A source gives new parameters their values."""
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -50,12 +50,12 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Weights drawn from the run's seed."""
+    """This source draws weights from the run's seed."""
 
     seed: int
 
     def _rows(self, name: str, first: int, last: int, total: int, width: int, init: Normal) -> Iterator[Tensor]:
-        """Rows [first, last) of the [total, width] matrix called `name`, block by block, fp32."""
+        """Yield rows [first, last) of the [total, width] matrix called `name`, block by block, fp32."""
         for block in range(first // BLOCK_ROWS, -(-last // BLOCK_ROWS)):
             start = block * BLOCK_ROWS
             stop = min(start + BLOCK_ROWS, total)
@@ -92,7 +92,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ParameterMaker:
-    """Makes the parameters of one module.
+    """The maker makes the parameters of one module.
 
     Under `zero.Init` a module's parameters are partitioned as soon as its constructor returns, so they are filled
     there; the maker travels down the constructors, and `child` extends the name.
@@ -105,11 +105,11 @@ class ParameterMaker:
     prefix: str = ""
 
     def child(self, name: str) -> ParameterMaker:
-        """The maker for the submodule `name`."""
+        """Return the maker for the submodule `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def make(self, name: str, whole: Sequence[int], layout: Layout, init: Init) -> nn.Parameter:
-        """This rank's shard of the parameter `name` whose whole shape is `whole`.
+        """Make this rank's shard of the parameter `name` whose whole shape is `whole`.
 
         Raises:
             ValueError: a dimension that is split does not divide by the TP size.

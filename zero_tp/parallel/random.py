@@ -1,4 +1,4 @@
-"""The two random streams of dropout.
+"""Dropout draws from two random streams.
 
 Tensor-parallel ranks repeat some regions (residual dropout without SP) and must drop the same elements there; they
 split others (attention; everything under SP) and must drop different ones (arXiv 1909.08053, section 3).
@@ -19,7 +19,7 @@ SHARED, PER_RANK = "shared", "per_rank"
 
 
 class RandomStreams:
-    """Two generator states of one device, of which one is active inside `use`.
+    """The streams are two generator states of one device, of which one is active inside `use`.
 
     torch's dropout and attention draw from the device's default generator only, so a stream is a state that is swapped
     into it and back.
@@ -59,7 +59,7 @@ class RandomStreams:
             self._set(outside)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """The states now, for `replaying`. They are replaced by each use and never changed, so nothing is copied."""
+        """Return the states now, for `replaying`. A use replaces them and never changes them, so nothing is copied."""
         return dict(self._states)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What each target token costs and whether it is the model's first choice, with the vocabulary split over TP.
+"""Scores say what each target token costs and whether it is the model's first choice; the vocabulary is split over TP.
 
 For evaluation, without gradients. Only the positions that have a target get logits, and the logits of one chunk at a
 time are all that exists. Ranks exchange 2 + 2k numbers a position and never logits. v vocabulary, t TP size, h hidden,
@@ -19,7 +19,7 @@ from zero_tp.parallel.layout import own_tokens
 
 
 class TokenScores(NamedTuple):
-    """Of every target: its negative log-likelihood (fp32, nats) and whether it has the greatest logit (bool).
+    """The scores of every target: its negative log-likelihood (fp32, nats), and whether its logit is greatest (bool).
 
     Of tokens that share the greatest logit the one with the lowest id is the first choice, as for torch's argmax. Where
     nothing is scored they are 0 and False.
@@ -33,7 +33,7 @@ class TokenScores(NamedTuple):
 def vocab_parallel_token_scores(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, group: Group, ignore_index: int = IGNORE_INDEX
 ) -> TokenScores:
-    """Scores of `labels` under softmax(`hidden` Wᵀ); equal on all TP ranks.
+    """Return the scores of `labels` under softmax(`hidden` Wᵀ); equal on all TP ranks.
 
     One all-gather over TP of 2 + 2k numbers for each position with a target, in fp32.
 
@@ -65,8 +65,8 @@ def vocab_parallel_token_scores(
 def scores_of_logits(
     logits: Tensor, labels: Tensor, *, first: int = 0, valid: int | None = None, group: Group = None
 ) -> TokenScores:
-    """Scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which are lost; meaningless for labels
-    below 0.
+    """Return the scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which are lost; meaningless
+    for labels below 0.
 
     Args:
         first: the token of the first column.
