@@ -7,3 +7,6 @@ GIB = 2**30
 
 IGNORE_INDEX = -100
 """A label that is not scored, as in torch's cross entropy and in Hugging Face's models."""
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The dtypes of a model, by the names of DeepSpeed's blocks: their names in torch and in Hugging Face's configs."""

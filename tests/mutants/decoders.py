@@ -70,8 +70,8 @@ MUTANTS: dict[str, Mutant] = {
     "heads-not-interleaved": Mutant(
         "GPT-NeoX's Q, K and V of each head are taken for blocks.",
         "zero_tp/models/architectures/table.py",
-        "yield Run(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)",
-        "yield Run(self.names[0], (part * self.heads + head) * size, (part * self.heads + head) * size, size)",
+        "yield RowRange(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)",
+        "yield RowRange(self.names[0], (part * self.heads + head) * size, (part * self.heads + head) * size, size)",
         (PARALLEL,),
     ),
     "branches-in-sequence": Mutant(

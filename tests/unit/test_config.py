@@ -18,8 +18,8 @@ from zero_tp.checkpoint.save import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
 from zero_tp.config.batch import resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP
-from zero_tp.config.validation import nested_names, validate
 from zero_tp.topology import data_parallel_size
+from zero_tp.validation import nested_names, validate
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from deepspeed.runtime import lr_schedules
 
 from zero_tp.config import RunConfig, optimizer
 from zero_tp.config import deepspeed as keys
-from zero_tp.config.schema import Block
+from zero_tp.validation import Block
 
 PRESETS = Path(__file__).parents[2] / "ds_configs"
 WORLD_SIZES = {
@@ -91,7 +91,7 @@ def test_keys_within_the_checkpoint_block(name: str, model: type[Block]) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), [("optimizer", optimizer.OptimizerBlock), ("scheduler", optimizer.SchedulerBlock)]
+    ("name", "model"), [("optimizer", optimizer.OptimizerBlock), ("scheduler", optimizer.TypedBlock)]
 )
 def test_keys_of_optimizer_and_scheduler(name: str, model: type[Block]) -> None:
     block = Recorder({"type": "none"})
@@ -119,7 +119,7 @@ def test_all_optimizers_of_deepspeed_are_known() -> None:
 def test_parameters_of_schedulers(name: str) -> None:
     parameters = set(inspect.signature(getattr(lr_schedules, name).__init__).parameters)
     by_the_engine = {"self", "optimizer", "last_batch_iteration"}
-    assert parameters - by_the_engine == set(optimizer.SCHEDULERS[name].model_fields)
+    assert parameters - by_the_engine == set(optimizer.scheduler_params(name).model_fields)
 
 
 def test_all_schedulers_of_deepspeed_are_known() -> None:
@@ -133,22 +133,24 @@ NOT_FOR_TRAINING = {"capturable", "differentiable", "decoupled_weight_decay"}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "left_out"),
+    ("name", "torch_adam", "offload", "theirs", "left_out"),
     [
-        (optimizer.TorchAdam, torch.optim.Adam, NOT_FOR_TRAINING),
-        (optimizer.TorchAdam, torch.optim.AdamW, NOT_FOR_TRAINING),
-        (optimizer.FusedAdam, FusedAdam, NOT_AMSGRAD),
-        (optimizer.CpuAdam, DeepSpeedCPUAdam, NOT_AMSGRAD),
-        (optimizer.TorchAdagrad, torch.optim.Adagrad, NOT_FOR_TRAINING),
-        (optimizer.CpuAdagrad, DeepSpeedCPUAdagrad, NOT_AMSGRAD),
-        (optimizer.FusedLion, FusedLion, set()),
-        (optimizer.CpuLion, DeepSpeedCPULion, set()),
-        (optimizer.TorchSgd, torch.optim.SGD, NOT_FOR_TRAINING),
+        ("adam", True, False, torch.optim.Adam, NOT_FOR_TRAINING),
+        ("adamw", True, True, torch.optim.AdamW, NOT_FOR_TRAINING),
+        ("adamw", False, False, FusedAdam, NOT_AMSGRAD),
+        ("adam", False, True, DeepSpeedCPUAdam, NOT_AMSGRAD),
+        ("adagrad", False, False, torch.optim.Adagrad, NOT_FOR_TRAINING),
+        ("adagrad", False, True, DeepSpeedCPUAdagrad, NOT_AMSGRAD),
+        ("lion", False, False, FusedLion, set()),
+        ("lion", False, True, DeepSpeedCPULion, set()),
+        ("sgd", False, True, torch.optim.SGD, NOT_FOR_TRAINING),
     ],
 )
-def test_parameters_of_optimizers(ours: type[Block], theirs: Any, left_out: set[str]) -> None:
+def test_parameters_of_optimizers(name: str, torch_adam: bool, offload: bool, theirs: Any, left_out: set[str]) -> None:
     parameters = set(inspect.signature(theirs.__init__).parameters)
-    assert parameters - GIVEN_BY_DEEPSPEED - left_out == set(ours.model_fields) - POPPED
+    ours = optimizer.optimizer_params(name, torch_adam, offload).model_fields
+    assert parameters - GIVEN_BY_DEEPSPEED - left_out == set(ours) - POPPED
+    assert ours["lr"].is_required()
 
 
 def test_every_preset_has_a_world_size_here() -> None:

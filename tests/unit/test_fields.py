@@ -25,10 +25,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.compare import check_close
 from tests.native import Native, gradients, to_ours
-from zero_tp.config.model import pretrained_config
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import ARCHITECTURES, Architecture
-from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.models.architectures.configs import pretrained_config
+from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 EACH_TABLE = pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.native import to_theirs
-from zero_tp.config.model import pretrained_config
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology

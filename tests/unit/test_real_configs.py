@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero_tp.config.model import pretrained_config
 from zero_tp.errors import UserError
+from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 PYTHIA = {

@@ -13,9 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.unit.test_fields import tiny
 from zero_tp.config import ConfigError
-from zero_tp.config.model import written_config
 from zero_tp.models.architectures import ARCHITECTURES, architecture_of
-from zero_tp.models.architectures.common import ROPE_KEYS
+from zero_tp.models.architectures.configs import written_config
+from zero_tp.models.architectures.rotary import ROPE_KEYS
 from zero_tp.models.position import rotation
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]

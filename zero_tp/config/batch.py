@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from zero_tp.errors import ConfigError
 
+BATCH_FIELDS = {
+    "train_batch_size": "total",
+    "train_micro_batch_size_per_gpu": "micro",
+    "gradient_accumulation_steps": "accumulation",
+}
+"""DeepSpeed's keys, and what they are called here."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """Samples of one optimizer step. What depends on a world size that isn't known is None."""
 
     data_parallel: int | None
@@ -18,8 +26,8 @@ class Batch:
     total: int | None
 
 
-def resolve_batch(config: dict[str, Any], data: int | None) -> Batch:
-    """The three batch sizes from those that the file gives; an accumulation that nothing determines is 1.
+def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
+    """Return the three batch sizes from those that the file gives; an accumulation that nothing determines is 1.
 
     Args:
         config: the file's object, types checked.
@@ -28,16 +36,13 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> Batch:
     Raises:
         ConfigError: neither a global nor a micro batch is given, or no whole numbers satisfy the sum.
     """
-    total: int | None = config.get("train_batch_size")
-    micro: int | None = config.get("train_micro_batch_size_per_gpu")
-    accumulation: int | None = config.get("gradient_accumulation_steps")
-    total, micro, accumulation = (None if size is None else int(size) for size in (total, micro, accumulation))
+    total, micro, accumulation = (None if (size := config.get(key)) is None else int(size) for key in BATCH_FIELDS)
     if total is None:
         if micro is None:
             key = "train_micro_batch_size_per_gpu"
             raise ConfigError(key, "required, but not given", "give it, or train_batch_size")
         accumulation = accumulation or 1
-        return Batch(data, micro, accumulation, None if data is None else micro * accumulation * data)
+        return BatchSizes(data, micro, accumulation, None if data is None else micro * accumulation * data)
     if micro is not None and accumulation is not None:
         if data is None:
             _whole(total, {"micro": micro, "accumulation": accumulation}, "data")
@@ -52,15 +57,13 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> Batch:
         accumulation = accumulation or 1
         quotient = _whole(total, {"accumulation": accumulation, "data": data}, "micro")
         micro = None if data is None else quotient
-    return Batch(data, micro, accumulation, total)
+    return BatchSizes(data, micro, accumulation, total)
 
 
 def _whole(total: int, factors: dict[str, int | None], missing: str) -> int:
-    """total / the known factors, which has to be whole."""
+    """Return total / the known factors, which has to be whole."""
     known = {name: size for name, size in factors.items() if size is not None}
-    product = 1
-    for size in known.values():
-        product *= size
+    product = math.prod(known.values())
     if total % product:
         listed = " × ".join(f"{name} {size}" for name, size in known.items())
         sums = f"{total} ≠ {listed} × {missing} {total / product:.4g}"

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from zero_tp.config.optimizer import check_optimizer, check_scheduler
-from zero_tp.config.schema import Block, ZeroTP
-from zero_tp.config.validation import nested_names, validate
+from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError, did_you_mean, shown
+from zero_tp.validation import Block, nested_names, validate
 
 Positive = Annotated[int, Field(gt=0)]
 Dtype = Literal["fp32", "fp16", "bf16"]

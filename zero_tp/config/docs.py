@@ -17,15 +17,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from zero_tp.config.auto import AUTO, BATCH_KEYS
+from zero_tp.config.batch import BATCH_FIELDS
 from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, ZeroTP
-from zero_tp.config.validation import fields_by_name
+from zero_tp.config.source import AUTO
 from zero_tp.errors import shown
 from zero_tp.models.architectures import ARCHITECTURES
-from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG, ROPE_KEYS
+from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.models.architectures.rotary import ROPE_KEYS
+from zero_tp.validation import fields_by_name
 
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
 ANCHORS = {
@@ -88,7 +90,7 @@ def page() -> str:
             "",
             '### `"auto"`',
             "",
-            f"The batch sizes ({_listed(BATCH_KEYS)}) are worked out from each other. Besides:",
+            f"The batch sizes ({_listed(BATCH_FIELDS)}) are worked out from each other. Besides:",
             "",
             *_table(("key", "means"), ((f"`{key}`", meaning) for key, (meaning, _) in AUTO.items())),
             "",

@@ -1,103 +1,34 @@
 """DeepSpeed's `optimizer` and `scheduler` blocks, whose `params` DeepSpeed hands to a constructor unread.
 
-Each class holds the keyword arguments of one constructor (or of the part that DeepSpeed lets through), so that a
-mistyped one is named here instead of ending as a TypeError on every rank, or as nothing at all.
+The constructors' signatures say which there are, so that a mistyped one is named here instead of ending as a TypeError
+on every rank, or as nothing at all.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
-from zero_tp.config.schema import Block
-from zero_tp.config.validation import validate
 from zero_tp.errors import ConfigError, did_you_mean, shown
+from zero_tp.validation import Block, validate
 
 Rate = Annotated[float, Field(ge=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Steps = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
 
 
-class OptimizerBlock(Block):
+class TypedBlock(Block):
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
+
+
+class OptimizerBlock(TypedBlock):
     legacy_fusion: bool = False
-
-
-class SchedulerBlock(Block):
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
-
-
-class _Lr(Block):
-    lr: Rate
-    weight_decay: Rate = 0.0
-
-
-class _Adam(_Lr):
-    betas: tuple[Below1, Below1] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    torch_adam: bool = False
-    adam_w_mode: bool = True
-
-
-class TorchAdam(_Adam):
-    """torch.optim.Adam and AdamW (`torch_adam: true`)."""
-
-    amsgrad: bool = False
-    maximize: bool = False
-    foreach: bool | None = None
-    fused: bool | None = None
-
-
-class FusedAdam(_Adam):
-    """deepspeed.ops.adam.FusedAdam. Its `amsgrad` raises."""
-
-    bias_correction: bool = True
-    set_grad_none: bool = True
-
-
-class CpuAdam(_Adam):
-    """deepspeed.ops.adam.DeepSpeedCPUAdam, used with optimizer offload. It ignores `amsgrad`."""
-
-    bias_correction: bool = True
-    fp32_optimizer_states: bool = True
-
-
-class TorchAdagrad(_Lr):
-    lr_decay: Rate = 0.0
-    initial_accumulator_value: Rate = 0.0
-    eps: Rate = 1e-10
-    foreach: bool | None = None
-    maximize: bool = False
-    fused: bool | None = None
-
-
-class CpuAdagrad(_Lr):
-    """deepspeed.ops.adagrad.DeepSpeedCPUAdagrad. It ignores `amsgrad`."""
-
-    eps: Rate = 1e-10
-    fp32_optimizer_states: bool = True
-
-
-class FusedLion(_Lr):
-    betas: tuple[Below1, Below1] = (0.9, 0.999)
-    set_grad_none: bool = True
-
-
-class CpuLion(_Lr):
-    betas: tuple[Below1, Below1] = (0.9, 0.999)
-    fp32_optimizer_states: bool = True
-
-
-class TorchSgd(_Lr):
-    momentum: Rate = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    maximize: bool = False
-    foreach: bool | None = None
-    fused: bool | None = None
 
 
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
@@ -115,60 +46,89 @@ REFUSED_OPTIMIZERS = {
     "OneBitLamb": "DeepSpeed removed the 1-bit optimizers",
 }
 
+SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
-class LRRangeTest(Block):
-    lr_range_test_min_lr: Rate = 1e-3
-    lr_range_test_step_size: Steps = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
-
-
-class OneCycle(Block):
-    cycle_min_lr: Rate
-    cycle_max_lr: Rate
-    decay_lr_rate: Rate = 0.0
-    cycle_first_step_size: Steps = 2000
-    cycle_second_step_size: Steps | None = None
-    cycle_first_stair_count: Annotated[int, Field(ge=0)] = 0
-    cycle_second_stair_count: Annotated[int, Field(ge=0)] | None = None
-    decay_step_size: Annotated[int, Field(ge=0)] = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Below1 = 0.8
-    cycle_max_mom: Below1 = 0.9
-    decay_mom_rate: Rate = 0.0
-
-
-class _Warmup(Block):
-    warmup_num_steps: Steps = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupLR(_Warmup):
-    warmup_min_lr: Rate = 0.0
-    warmup_max_lr: Rate | None = None
-
-
-class WarmupDecayLR(_Warmup):
-    """`warmup_max_lr` is required here: DeepSpeed's default is 0.001, whatever `optimizer.params.lr` says."""
-
-    total_num_steps: Steps
-    warmup_min_lr: Rate = 0.0
-    warmup_max_lr: Rate
-
-
-class WarmupCosineLR(_Warmup):
-    total_num_steps: Steps
-    warmup_min_ratio: Below1 = 0.0
-    cos_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0001
-
-
-SCHEDULERS: dict[str, type[Block]] = {
-    scheduler.__name__: scheduler for scheduler in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value"), Rate),
+    "betas": tuple[Below1, Below1],
+    **dict.fromkeys(("foreach", "fused"), bool | None),
+    **dict.fromkeys(("lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "decay_mom_rate"), Rate),
+    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), Rate),
+    **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size"), Steps),
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Steps),
+    "cycle_second_step_size": Steps | None,
+    **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), Count),
+    "cycle_second_stair_count": Count | None,
+    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "warmup_min_ratio"), Below1),
+    "cos_min_ratio": Annotated[float, Field(ge=0, le=1)],
+    "warmup_type": Literal["log", "linear"],
 }
+"""The ranges of arguments. The others are as their defaults: true or false, or a number."""
+
+LEFT_OUT = {
+    "torch": {"capturable", "differentiable", "decoupled_weight_decay"},
+    "deepspeed": {"amsgrad"},  # raises in FusedAdam, and DeepSpeed's CPU optimizers ignore it
+}
+"""Arguments that can't be given, by the library that has the constructor."""
+
+BY_THE_ENGINE = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
+"""Arguments that DeepSpeed gives itself."""
+
+
+def _params(constructor: Callable[..., Any], required: str, **more: Any) -> type[BaseModel]:
+    """Return the model of what `params` may hold for a constructor, `required` among them whatever the default."""
+    left_out = BY_THE_ENGINE | LEFT_OUT[constructor.__module__.partition(".")[0]]
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(constructor).parameters.items():
+        if name not in left_out:
+            needed = name == required or parameter.default is parameter.empty
+            usual = bool if isinstance(parameter.default, bool) else float
+            fields[name] = (TYPES.get(name, usual), ... if needed else parameter.default)
+    return create_model("Params", __base__=Block, **{**fields, **more})
+
+
+@functools.cache
+def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[BaseModel]:
+    """Return the arguments of the class that DeepSpeed builds (`DeepSpeedEngine._configure_basic_optimizer`).
+
+    Args:
+        name: in lower case, one of OPTIMIZERS.
+        torch_adam: of the block's `params`.
+        offload: see `check_optimizer`.
+    """
+    import torch.optim
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+    if name in ("adam", "adamw"):
+        adam: Any = torch.optim.AdamW if torch_adam else DeepSpeedCPUAdam if offload else FusedAdam
+        return _params(adam, "lr", torch_adam=(bool, False), adam_w_mode=(bool, True))
+    plain: dict[str, tuple[Any, Any]] = {
+        "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+        "lion": (FusedLion, DeepSpeedCPULion),
+        "sgd": (torch.optim.SGD, torch.optim.SGD),
+    }
+    return _params(plain[name][offload], "lr")
+
+
+@functools.cache
+def scheduler_params(name: str) -> type[BaseModel]:
+    """Return the arguments of a scheduler of DeepSpeed."""
+    from deepspeed.runtime import lr_schedules
+
+    # WarmupDecayLR's own maximum is 0.001, whatever `optimizer.params.lr` says; WarmupLR's is that rate.
+    optional = name == "WarmupLR"
+    more = {"warmup_max_lr": (Rate | None, None)} if optional else {}
+    required = "" if optional else "warmup_max_lr"
+    return _params(getattr(lr_schedules, name), required, **more)
 
 
 def check_optimizer(raw: Any, offload: bool) -> None:
-    """Check the `optimizer` block. `offload`: the optimizer's states live on the CPU, which selects other classes.
+    """Check the `optimizer` block.
+
+    Args:
+        offload: the optimizer's states live on the CPU, which selects other classes.
 
     Raises:
         ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
@@ -182,21 +142,10 @@ def check_optimizer(raw: Any, offload: bool) -> None:
         raise ConfigError("optimizer.type", f"{shown(block.type)} is refused: {refused[lower]}", use)
     if lower not in accepted or (lower == "sgd" and block.type != "SGD"):
         raise ConfigError("optimizer.type", f"{shown(block.type)} is unknown", did_you_mean(block.type, OPTIMIZERS))
-    validate(_params_class(lower, bool(block.params.get("torch_adam")), offload), block.params, "optimizer.params")
+    validate(optimizer_params(lower, bool(block.params.get("torch_adam")), offload), block.params, "optimizer.params")
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
         raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
-
-
-def _params_class(name: str, torch_adam: bool, offload: bool) -> type[BaseModel]:
-    """The class that DeepSpeed 0.19 builds (`DeepSpeedEngine._configure_basic_optimizer`)."""
-    if name in ("adam", "adamw"):
-        return TorchAdam if torch_adam else CpuAdam if offload else FusedAdam
-    if name == "adagrad":
-        return CpuAdagrad if offload else TorchAdagrad
-    if name == "lion":
-        return CpuLion if offload else FusedLion
-    return TorchSgd
 
 
 def check_scheduler(raw: Any) -> None:
@@ -205,10 +154,10 @@ def check_scheduler(raw: Any) -> None:
     Raises:
         ConfigError: see `validate`; an unknown type; fewer steps in total than in the warm-up.
     """
-    block = validate(SchedulerBlock, raw, "scheduler")
+    block = validate(TypedBlock, raw, "scheduler")
     if block.type not in SCHEDULERS:
         raise ConfigError("scheduler.type", f"{shown(block.type)} is unknown", did_you_mean(block.type, SCHEDULERS))
-    params = validate(SCHEDULERS[block.type], block.params, "scheduler.params")
+    params = validate(scheduler_params(block.type), block.params, "scheduler.params")
     total, warmup = getattr(params, "total_num_steps", None), getattr(params, "warmup_num_steps", None)
     if total is not None and warmup is not None and total < warmup:
         problem = f"{total} steps in total, but warmup_num_steps is {warmup}"

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from zero_tp.config.auto import look_up
 from zero_tp.config.schema import ZeroTP
+from zero_tp.config.source import dtype_name, look_up
 from zero_tp.errors import ConfigError, shown
 
 
@@ -78,7 +78,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "data_types.param_dtype",
         "when it is not the dtype of bf16 or fp16",
-        lambda view: view.get("data_types.param_dtype", dtype(view.config)) != dtype(view.config),
+        lambda view: view.get("data_types.param_dtype", dtype_name(view.config)) != dtype_name(view.config),
         "the model is built in one dtype",
         "leave it out",
     ),
@@ -114,7 +114,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "data_types.grad_accum_dtype",
         "at stage 0 when it is not the dtype of bf16 or fp16",
         lambda view: (
-            view.stage == 0 and view.get("data_types.grad_accum_dtype", dtype(view.config)) != dtype(view.config)
+            view.stage == 0
+            and view.get("data_types.grad_accum_dtype", dtype_name(view.config)) != dtype_name(view.config)
         ),
         "DeepSpeed has no optimizer for that mix",
         "leave it out, or use ZeRO",
@@ -310,11 +311,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 """Keys that are known but can't take another value yet: the values that they can take."""
 
 
-def dtype(config: dict[str, Any]) -> str:
-    """ "fp32", "bf16" or "fp16", as DeepSpeed's blocks say."""
-    return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
-
-
 def check_refusals(config: dict[str, Any], zero_tp: ZeroTP) -> None:
     """Raises ConfigError for the first refused combination, then for the first value that is not built yet."""
     view = View(config, zero_tp)
@@ -341,7 +337,7 @@ def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -
     Raises:
         ConfigError: it doesn't.
     """
-    name = dtype(config)
+    name = dtype_name(config)
     if name != "fp32" and not supports(name):
         others = " or ".join(other for other in ("bf16", "fp16") if other != name and supports(other))
         raise ConfigError(f"{name}.enabled", f"this accelerator does not support {name}", f"use {others or 'fp32'}")

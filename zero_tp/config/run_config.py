@@ -8,22 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.auto import BATCH_KEYS, resolve_auto
-from zero_tp.config.batch import Batch, resolve_batch
+from zero_tp.config.batch import BATCH_FIELDS, BatchSizes, resolve_batch
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
-from zero_tp.config.model import FROM, check_model
-from zero_tp.config.recompute import check_recompute
-from zero_tp.config.refusals import check_refusals, dtype
+from zero_tp.config.model import FROM, check_model, check_recompute
+from zero_tp.config.refusals import check_refusals
 from zero_tp.config.schema import ZeroTP
-from zero_tp.config.source import apply_overrides, read_json
-from zero_tp.config.validation import validate
+from zero_tp.config.source import apply_overrides, dtype_name, resolve_auto
 from zero_tp.errors import ConfigError
+from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size
+from zero_tp.validation import validate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-BATCH_FIELDS = dict(zip(BATCH_KEYS, ("total", "micro", "accumulation"), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,7 @@ class RunConfig:
     path: Path
     zero_tp: ZeroTP
     world_size: int | None
-    batch: Batch
+    batch: BatchSizes
     _deepspeed: dict[str, Any] = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
 
@@ -127,7 +124,7 @@ class RunConfig:
     @property
     def dtype(self) -> str:
         """ "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
-        return dtype(self._deepspeed)
+        return dtype_name(self._deepspeed)
 
     def deepspeed_config(self) -> dict[str, Any]:
         """A new dict for `deepspeed.initialize`: no `zero_tp` block, no "auto", all batch sizes. Needs a world size."""
@@ -153,3 +150,38 @@ class RunConfig:
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
+
+
+def describe(config: RunConfig) -> str:
+    """Return what `pretrain.py --check` prints about a config that is right."""
+    block, batch, raw = config.zero_tp, config.batch, config.resolved()
+    tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
+    model = config.hf_config()
+    sequence = ", sequence parallel" if block.parallel.sequence else ""
+    if config.world_size is None:
+        ranks = f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
+    else:
+        ranks = f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
+    factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
+    product = " × ".join(f"{name} {_number(size)}" for name, size in factors)
+    params = raw["optimizer"].get("params", {})
+    scheduler = raw.get("scheduler", {}).get("type", "none")
+    tokens = "?" if batch.total is None else f"{batch.total * length:,}"
+    total = "?" if batch.total is None else f"{batch.total * length * steps:,}"
+    kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
+    weights = f" from {config.pretrained}" if config.pretrained else ""
+    lines = (
+        ("config", f"{config.path} is right"),
+        ("model", f"{kind}, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}{weights}"),
+        ("ranks", ranks),
+        ("ZeRO", f"stage {config.zero_stage}, {config.dtype}"),
+        ("batch", f"{_number(batch.total)} samples = {product}"),
+        ("optimizer", f"{raw['optimizer']['type']}, lr {params['lr']:g}, clip {raw['gradient_clipping']:g}"),
+        ("schedule", scheduler),
+        ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
+    )
+    return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)

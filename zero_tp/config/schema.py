@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
+from zero_tp.validation import Block
 
 Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
-
-
-class Block(BaseModel):
-    """A JSON object that refuses unknown keys and can't be changed after it was read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def _as_weights(value: Any) -> Any:

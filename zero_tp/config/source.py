@@ -1,55 +1,16 @@
-"""The JSON file and its `--set KEY=VALUE` overrides, before anything is known about the keys."""
+"""What a run's file says before its values are checked: `--set KEY=VALUE`, and "auto", Hugging Face's word for a value
+that the run decides. DeepSpeed itself doesn't know it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from zero_tp.config.batch import BATCH_FIELDS
 from zero_tp.errors import ConfigError, shown
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: the file is missing or unreadable, is not JSON (with line and column), holds a key twice, holds
-            NaN or Infinity, or is not an object.
-    """
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise ConfigError(str(path), f'the key "{key}" appears twice in one object', "keep one of them")
-            seen[key] = value
-        return seen
-
-    def finite(text: str) -> float:
-        if not math.isfinite(float(text)):
-            raise ConfigError(str(path), f"{text} is not a finite number", "write a finite number")
-        return float(text)
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            str(path), "no such file", "give the path of a JSON config, as those in ds_configs/"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"can't be read ({error})", "give the path of a JSON config") from None
-    try:
-        value = json.loads(text, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite)
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise ConfigError(str(path), f"not valid JSON: {error.msg} at {where}", "mend the file there") from None
-    except RecursionError:
-        raise ConfigError(str(path), "not valid JSON: nested too deeply", "mend the file") from None
-    if not isinstance(value, dict):
-        raise ConfigError(str(path), f"holds {shown(value)}, not an object", "one file is one JSON object {...}")
-    return value
 
 
 def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -82,3 +43,80 @@ def _value(text: str) -> Any:
         return json.loads(text, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError):
         return text
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
+
+    config: dict[str, Any]
+    steps: int
+    hidden_size: int
+
+
+def look_up(config: Any, path: str) -> Any:
+    """Return the value at a dotted path, or None where the path leads nowhere."""
+    for part in path.split("."):
+        if not isinstance(config, dict) or part not in config:
+            return None
+        config = config[part]
+    return config
+
+
+def dtype_name(config: dict[str, Any]) -> str:
+    """Return "fp32", "bf16" or "fp16", as DeepSpeed's blocks say."""
+    return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
+
+
+AUTO: dict[str, tuple[str, Callable[[Known], Any]]] = {
+    "gradient_clipping": ("1.0", lambda known: 1.0),
+    "fp16.enabled": ("false", lambda known: False),
+    "bf16.enabled": ("true unless fp16 is enabled", lambda known: look_up(known.config, "fp16.enabled") is not True),
+    "optimizer.params.betas": ("[0.9, 0.999]", lambda known: [0.9, 0.999]),
+    "optimizer.params.eps": ("1e-8", lambda known: 1e-8),
+    "optimizer.params.weight_decay": ("0.0", lambda known: 0.0),
+    "scheduler.params.total_num_steps": ("`zero_tp.training.steps` of the first start", lambda known: known.steps),
+    "scheduler.params.warmup_num_steps": (
+        "1 % of `total_num_steps`, at least 1, as of the first start",
+        lambda known: max(
+            1, int(_number(look_up(known.config, "scheduler.params.total_num_steps"), known.steps)) // 100
+        ),
+    ),
+    "scheduler.params.warmup_min_lr": ("0.0", lambda known: 0.0),
+    "scheduler.params.warmup_max_lr": (
+        "`optimizer.params.lr`",
+        lambda known: look_up(known.config, "optimizer.params.lr"),
+    ),
+    "zero_optimization.reduce_bucket_size": ("hidden²", lambda known: known.hidden_size**2),
+    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 × hidden²", lambda known: known.hidden_size**2 * 9 // 10),
+    "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda known: 10 * known.hidden_size),
+}
+"""Keys that may be "auto" beside the three batch sizes: what it means, and how it is worked out, in this order."""
+
+FROZEN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+"""Decided at the run's first start, so that a longer run doesn't bend the schedule that it is in."""
+
+
+def resolve_auto(config: dict[str, Any], steps: int, hidden_size: int, frozen: dict[str, Any] | None = None) -> None:
+    """Replace each "auto" of AUTO in `config`; an "auto" batch size is dropped, to be worked out from the others.
+
+    Args:
+        config: the file's object; changed in place.
+        steps: `zero_tp.training.steps`.
+        hidden_size: of the model.
+        frozen: the resolved config of the run's first start, if this is a later one.
+    """
+    for key in BATCH_FIELDS:
+        if config.get(key) == "auto":
+            del config[key]
+    known = Known(config, steps, hidden_size)
+    for path, (_, value) in AUTO.items():
+        *blocks, name = path.split(".")
+        block = look_up(config, ".".join(blocks)) if blocks else config
+        if isinstance(block, dict) and block.get(name) == "auto":
+            earlier = look_up(frozen, path) if path in FROZEN else None
+            block[name] = value(known) if earlier is None else earlier
+
+
+def _number(value: Any, otherwise: int) -> float:
+    return value if isinstance(value, (int, float)) else otherwise

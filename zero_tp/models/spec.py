@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from zero_tp.errors import UserError
+from zero_tp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,16 @@ class TransformerSpec:
     attention: Literal["sdpa", "eager"] = "sdpa"
 
     def check(self, tensor: int) -> None:
-        """
+        """Check that TP can split the model. KV heads need not divide: see `models/projection.py`.
+
         Raises:
-            UserError: a size that TP has to split does not divide. KV heads need not: see `models/projection.py`.
+            ConfigError: a size that TP has to split does not divide.
         """
-        for what, size in (("attention heads", self.heads), ("MLP features", self.mlp_size)):
+        for what, name, size in (
+            ("attention heads", "heads", self.heads),
+            ("MLP features", "MLP width", self.mlp_size),
+        ):
             if size % tensor:
-                raise UserError(
-                    f"zero_tp.parallel.tensor: {size} {what} do not divide by tensor {tensor}; "
-                    f"choose a tensor size that divides {size}"
-                )
+                sums = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
+                problem = f"{size} {what} do not divide by tensor {tensor}: {sums}"
+                raise ConfigError("zero_tp.parallel.tensor", problem, f"use a tensor degree that divides {size}")

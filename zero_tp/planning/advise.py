@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zero_tp.config.source import apply_overrides, read_json
+from zero_tp.config.source import apply_overrides
 from zero_tp.errors import UserError
+from zero_tp.files import read_json
 from zero_tp.planning.dryrun_result import Comparison
 from zero_tp.planning.plan import Plan, as_on_the_cpu
 from zero_tp.planning.search import Candidate, Found, accepted, changed, refuse_if_nothing_fits, search, write

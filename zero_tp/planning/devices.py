@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_tp.config.source import read_json
-from zero_tp.config.validation import validate
 from zero_tp.devices import Device, named_device
+from zero_tp.files import read_json
+from zero_tp.validation import validate
 
 
 def device(name: str, ranks: int = 1) -> Device:

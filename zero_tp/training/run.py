@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.config import RunConfig
-from zero_tp.config.model import check_unchanged, fields_of
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
 from zero_tp.errors import UserError
+from zero_tp.models.architectures.configs import check_unchanged, fields_of
 from zero_tp.weights.load import PretrainedSource
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from zero_tp.config.model import pretrained_config
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import Architecture, Weight, architecture_of
+from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.parallel.layout import Layout, Sharded
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import gpt2, gpt_neox, llama, mistral, qwen2, qwen3, starcoder2
-from zero_tp.models.architectures.table import Architecture, Fields, Weight
+from zero_tp.models.architectures.fields import Fields
+from zero_tp.models.architectures.table import Architecture, Weight
 
+_MODULES = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
 ARCHITECTURES: dict[str, Architecture] = {
-    module.__name__.rpartition(".")[2]: module.ARCHITECTURE
-    for module in (gpt2, gpt_neox, llama, mistral, qwen2, qwen3, starcoder2)
+    module.__name__.rpartition(".")[2]: module.ARCHITECTURE for module in _MODULES if hasattr(module, "ARCHITECTURE")
 }
 """By model_type, which is the name of the table's file."""
 
@@ -18,7 +21,8 @@ __all__ = ["ARCHITECTURES", "Architecture", "Fields", "Weight", "architecture_of
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:
-    """
+    """Return the table of a config.
+
     Raises:
         UserError: no table for the config's model_type; names those there are.
     """

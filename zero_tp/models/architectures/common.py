@@ -1,19 +1,24 @@
-"""What several architecture tables share: activations, rotary positions, and the fields that every config has."""
+"""What several architecture tables share.
+
+The usual decoder is a descendant of Llama: RMSNorm, rotary positions, gated MLP, grouped queries, and their names in
+Hugging Face's files. Fields are read by the general names, which every config class knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zero_tp.errors import UserError
-from zero_tp.models.spec import Rotary
+from zero_tp.errors import ConfigError
+from zero_tp.models.architectures.fields import KEY, TOKENS, Fields
+from zero_tp.models.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
+from zero_tp.models.architectures.table import Architecture, Weight
+from zero_tp.models.spec import Dropouts, TransformerSpec
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
@@ -27,213 +32,192 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
 }
 
-GENERATION = ("use_cache", "bos_token_id", "eos_token_id")
-"""Declared by every config here: generation reads them, training does not."""
-
-OF_A_HEAD = "of a head that is not trained"
-
-TOKENS = dict.fromkeys(GENERATION, "generation reads it")
-
-OF_EVERY_CONFIG = {
-    "model_type": "it chose the table",
-    "_commit_hash": "where the file came from",
-    "attn_implementation": "zero_tp.attention decides",
-    "_attn_implementation_autoset": "zero_tp.attention decides",
-    "gradient_checkpointing": "zero_tp.recompute decides",
-    "tie_last_hidden_states": "what is returned besides",
-    "architectures": "the class that an export opens as is that of model_type",
-    "transformers_version": "who wrote the file",
-    "_name_or_path": "where the file came from",
-    "name_or_path": "where the file came from",
-    "_model_name_or_path": "where the file came from",
-    "dtype": "of the stored weights; the run's JSON decides",
-    "torch_dtype": "the old name of dtype",
-    "return_dict": "how outputs are wrapped",
-    "output_hidden_states": "what is returned besides",
-    "output_attentions": "what is returned besides",
-    "chunk_size_feed_forward": "no decoder reads it",
-    "id2label": OF_A_HEAD,
-    "label2id": OF_A_HEAD,
-    "num_labels": OF_A_HEAD,
-    "problem_type": OF_A_HEAD,
-    "task_specific_params": "generation reads it",
-    "is_decoder": "the model is a causal decoder whatever it says",
-    "finetuning_task": "a note of who wrote the file",
-    "prefix": "generation reads it",
-    "tokenizer_class": "the tokenizer's own file decides",
-    "sep_token_id": "the tokenizer's own file decides",
-    "unk_token_id": "the tokenizer's own file decides",
-    "decoder_start_token_id": "of encoder-decoders",
-    "torchscript": "of an export that is gone",
-    "use_bfloat16": "of TensorFlow models",
-    "tf_legacy_loss": "of TensorFlow models",
-    "cross_attention_hidden_size": "of encoder-decoders",
-    "tie_encoder_decoder": "of encoder-decoders",
-    "transformers.js_config": "of another library",
-    "ignore_keys_at_rope_validation": "what transformers does not warn of",
-}
-"""Fields that `config.json` may have whatever the model_type, and why they change nothing."""
-
-FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
-    "is_encoder_decoder": (False, "the model is a decoder alone"),
-    "add_cross_attention": (False, "the model is a decoder alone"),
-    "pruned_heads": ({}, "every head is computed"),
-    "is_causal": (True, "the model is a causal decoder"),
-    "use_bidirectional_attention": (False, "the model is a causal decoder"),
-    "attention_chunk_size": (None, "attention in chunks is not computed"),
-    "per_layer_config": (None, "all layers have the same sizes"),
-    "quantization_config": (None, "quantized weights are not trained; give whole ones"),
-    "auto_map": (None, "code that comes with a model is never run"),
-}
-
-ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-}
-"""Each rope_type that is computed and the keys of `rope_parameters` that it reads."""
-
-ROPE_UNDECLARED: dict[str, Any] = {
-    "rope_theta": float,
-    "rope_scaling": dict[str, Any] | None,
-    "partial_rotary_factor": float,
-}
-"""Older names of what `rope_parameters` holds."""
-
-ROPE = ("rope_parameters", *ROPE_UNDECLARED)
-
-_OLD_ROPE_NAMES = {
-    "rope_theta": "rope_theta",
-    "rotary_emb_base": "rope_theta",
-    "partial_rotary_factor": "partial_rotary_factor",
-    "rotary_pct": "partial_rotary_factor",
-}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def activation(name: str, field: str) -> Callable[[Tensor], Tensor]:
-    """
-    Raises:
-        UserError: no such function is computed here.
-    """
-    if name not in ACTIVATIONS:
-        raise UserError(f"zero_tp.model.{field}: {name!r} is not supported; one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]
-
-
-def whole_head_size(config: PretrainedConfig) -> int:
-    """h/a, of an architecture whose heads are as wide as the stream.
-
-    Raises:
-        UserError: it is not whole.
-    """
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if hidden % heads:
-        name = config.attribute_map.get("hidden_size", "hidden_size")
-        raise UserError(
-            f"zero_tp.model.{name}: hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}; "
-            "give a hidden size that is a multiple of the heads"
-        )
-    return int(hidden // heads)
-
-
-def dropout_of(config: PretrainedConfig, field: str) -> float:
-    return float(getattr(config, field) or 0.0)
-
-
-def attention_of(config: PretrainedConfig) -> Any:
-    return "eager" if config._attn_implementation == "eager" else "sdpa"
-
-
-def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) -> Rotary:
-    """Rotary positions from the config's `rope_parameters`, computed by transformers' own functions.
+def fields(
+    *,
+    sizes: tuple[str, ...] = ("num_key_value_heads",),
+    epsilon: str = "rms_norm_eps",
+    dropouts: tuple[str, ...] = (),
+    choices: Mapping[str, tuple[str, ...]] | None = None,
+    read: tuple[str, ...] = ("pad_token_id",),
+    fixed: Mapping[str, tuple[Any, str]] | None = None,
+    irrelevant: Mapping[str, str] | None = None,
+    undeclared: Mapping[str, Any] | None = None,
+) -> Fields:
+    """Return the fields that every decoder with rotary positions has, and those that one adds.
 
     Args:
-        partly: the architecture may turn a part of each head (`partial_rotary_factor`).
+        epsilon: the norms' field. The others: see Fields.
+    """
+    return Fields(
+        sizes=(
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+            *sizes,
+        ),
+        positive=("initializer_range", epsilon),
+        dropouts=("attention_dropout", *dropouts),
+        choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
+        read=("tie_word_embeddings", *ROPE, *read),
+        fixed=fixed or {},
+        irrelevant={**TOKENS, **(irrelevant or {})},
+        undeclared={**ROPE_UNDECLARED, **(undeclared or {})},
+    )
 
-    Dynamic scaling looks at the length of this forward alone; transformers' module keeps the frequencies of the longest
-    sequence that it has seen, until one below `max_position_embeddings` comes.
+
+def spec(config: PretrainedConfig, *, partly: bool = False, **given: Any) -> TransformerSpec:
+    """Return the spec of a config.
+
+    Args:
+        partly: the architecture may turn a part of each head.
+        given: arguments of TransformerSpec that are not as in Llama.
 
     Raises:
-        UserError: a type, a key or a value of it that is not computed.
+        ConfigError: a field whose value is not computed.
     """
-    parameters = dict(config.rope_parameters)
-    kind, key = parameters.get("rope_type", "default"), "zero_tp.model.rope_parameters"
-    if kind not in ROPE_KEYS:
-        raise UserError(f"{key}.rope_type: {kind!r} is not supported; one of {', '.join(ROPE_KEYS)}")
-    if parameters.get("type", kind) != kind:
-        raise UserError(f"{key}.type: {parameters['type']!r} is another than rope_type, {kind!r}; keep one of them")
-    share = parameters.get("partial_rotary_factor", 1.0)
-    if not _positive(share) or share > 1:
-        raise UserError(f"{key}.partial_rotary_factor: {share!r} is not a share above 0 and up to 1")
-    if share != 1.0 and not partly:
-        raise UserError(f"{key}.partial_rotary_factor: {share} is refused: {config.model_type} turns whole heads")
-    read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
-    for name in parameters:
-        if name not in read:
-            raise UserError(f"{key}.{name}: rope_type {kind!r} does not read it; remove it")
-    for name in ROPE_KEYS[kind]:
-        value = parameters.get(name)
-        needed = name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if needed and not _positive(value):
-            raise UserError(f"{key}.{name}: {value!r} is not a positive number, which {kind!r} needs")
-        if name == "truncate" and not isinstance(value, bool | None):
-            raise UserError(f"{key}.{name}: {value!r} is neither true nor false")
-        if not needed and name != "truncate" and value is not None and not _positive(value):
-            raise UserError(f"{key}.{name}: {value!r} is not a positive number; leave it out for the usual one")
-    if not _positive(parameters.get("rope_theta")):
-        raise UserError(f"{key}.rope_theta: {parameters.get('rope_theta')!r} is not a positive number")
-    turning = int(head_size * share)
-    if not 0 < turning <= head_size:
-        raise UserError(f"{key}.partial_rotary_factor: {share} of a head of {head_size} features turns {turning}")
-    if kind == "dynamic" and turning <= 2:
-        raise UserError(f"{key}.rope_type: 'dynamic' is not defined for heads of which {turning} features turn")
-    if turning % 2 and turning == head_size:
-        raise UserError(f"{key}: heads of {head_size} features cannot turn in pairs; give an even head size")
-
-    def frequencies(length: int) -> tuple[Tensor, float]:
-        if kind == "default":
-            base = parameters["rope_theta"]
-            return 1.0 / (base ** (torch.arange(0, turning, 2, dtype=torch.float) / turning)), 1.0
-        # A tensor, as transformers gives it: the same rounding.
-        longer = torch.tensor(length) if length > config.max_position_embeddings else None
-        found, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=longer)
-        return found, float(scale)
-
-    try:
-        frequencies(1)
-    except (ArithmeticError, ValueError, RuntimeError) as error:
-        raise UserError(f"{key}: {kind!r} has no frequencies with these values ({error})") from error
-    return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")
+    layers, std = config.num_hidden_layers, config.initializer_range
+    heads, kv_heads, head_size = grouped_heads(config)
+    if given.get("position") != "learned":
+        given = {"position": "rotary", "rotary": rotary(config, head_size, partly=partly), **given}
+    usual: dict[str, Any] = {
+        "hidden": config.hidden_size,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "mlp_size": getattr(config, "intermediate_size", None),
+        "vocabulary": config.vocab_size,
+        "positions": config.max_position_embeddings,
+        "norm": "rms_norm",
+        "norm_epsilon": getattr(config, "rms_norm_eps", None),
+        "mlp": "gated",
+        "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "tied": config.tie_word_embeddings,
+        "padding_token": config.pad_token_id,
+        "init_std": std,
+        "residual_std": std,
+        "dropouts": dropouts(config, attention="attention_dropout"),
+        "windows": (None,) * layers,
+        "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
+    }
+    return TransformerSpec(**{**usual, **given})
 
 
-def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
-    """Whether each of the names under which a file gives rotary parameters has arrived in `rope_parameters`.
+def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
+    """Return the probabilities by the config's fields for them; None is 0."""
+    return Dropouts(**{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()})
+
+
+def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Return heads, KV heads and head size.
 
     Raises:
-        UserError: transformers took another one, or none.
+        ConfigError: the KV heads do not divide the heads, or the heads the hidden size where no head size is given.
     """
-    for name, value in written.items():
-        given = {_OLD_ROPE_NAMES[name]: value} if name in _OLD_ROPE_NAMES else value if name in ROPE else None
-        for part, wanted in (given or {}).items():
-            found = config.rope_parameters.get(part)
-            if found != wanted:
-                shown = name if name in _OLD_ROPE_NAMES else f"{name}.{part}"
-                raise UserError(
-                    f"zero_tp.model.{shown}: {wanted!r}, but {type(config).__name__} takes {part} {found!r}; "
-                    f"give it as rope_parameters.{part} alone"
-                )
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        sums = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
+        raise ConfigError(f"{KEY}.num_key_value_heads", sums, "give a divisor of num_attention_heads")
+    head_size = getattr(config, "head_dim", None)
+    if not head_size and hidden % heads:
+        sums = f"hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}"
+        key = f"{KEY}.{config.attribute_map.get('hidden_size', 'hidden_size')}"
+        raise ConfigError(key, sums, "give a hidden size that is a multiple of the heads")
+    return heads, kv_heads, head_size or hidden // heads
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return each layer's window, from `layer_types`.
+
+    Raises:
+        ConfigError: too few types or too many, a sliding layer without a window.
+    """
+    types, key = list(config.layer_types), f"{KEY}.layer_types"
+    if len(types) != config.num_hidden_layers:
+        raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")
+    if SLIDING in types and config.sliding_window is None:
+        raise ConfigError(key, f"{SLIDING} needs sliding_window, and use_sliding_window: true")
+    return tuple(config.sliding_window if kind == SLIDING else None for kind in types)
+
+
+OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
+
+
+def both_names(
+    ours: str, *theirs: str, bias: bool = True, transposed: bool = False, heads: int | None = None
+) -> Iterator[Weight]:
+    """Yield the weight, and the bias if there is one, of a norm or a linear layer; several of theirs are one of ours.
+
+    Args:
+        transposed, heads: see Weight.
+    """
+    for name in ("weight", "bias") if bias else ("weight",):
+        names = tuple(f"{each}.{name}" for each in theirs)
+        yield Weight(f"{ours}.{name}", names, transposed=transposed and name == "weight", heads=heads)
+
+
+def layer_weights(ours: str, *theirs: str, bias: bool) -> Iterator[Weight]:
+    """Yield the same of every layer, by the names within one."""
+    yield from both_names(OURS + ours, *(THEIRS + each for each in theirs), bias=bias)
+
+
+EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
+HEAD = Weight("head.weight", "lm_head.weight")
+
+
+def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
+    """Yield the weights of `self_attn` in every layer."""
+    queries, keys, values = (f"self_attn.{letter}_proj" for letter in "qkv")
+    if spec.kv_heads == spec.heads:
+        yield from layer_weights("attention.qkv", queries, keys, values, bias=spec.qkv_bias)
+    else:
+        for ours, theirs in (("query", queries), ("key", keys), ("value", values)):
+            yield Weight(f"{OURS}attention.qkv.{ours}", f"{THEIRS}{theirs}.weight")
+            if spec.qkv_bias:
+                yield Weight(f"{OURS}attention.qkv.{ours}_bias", f"{THEIRS}{theirs}.bias")
+    if spec.query_key_norm:
+        yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
+        yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
+    yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
+
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Return every parameter of a model of this spec."""
+    return (
+        EMBEDDING,
+        *layer_weights("attention_norm", "input_layernorm", bias=False),
+        *attention_weights(spec),
+        *layer_weights("mlp_norm", "post_attention_layernorm", bias=False),
+        *layer_weights("mlp.gate_up", "mlp.gate_proj", "mlp.up_proj", bias=spec.mlp_bias),
+        *layer_weights("mlp.down", "mlp.down_proj", bias=spec.mlp_bias),
+        Weight("transformer.final_norm.weight", "model.norm.weight"),
+        HEAD,
+    )
+
+
+def architecture(
+    fields: Fields,
+    spec: Callable[[PretrainedConfig], TransformerSpec],
+    native_class: str,
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
+) -> Architecture:
+    """Return the table of one: its own fields and spec, and the names that all have, or its own."""
+    return Architecture(
+        fields=fields,
+        translate=spec,
+        weights=weights,
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        native_class=native_class,
+        base_prefix="model.",
+        old=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),  # the frequencies, computed from the config
+    )

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.models.architectures.common import (
-    ACTIVATIONS,
-    OF_A_HEAD,
-    TOKENS,
-    activation,
-    attention_of,
-    dropout_of,
-    whole_head_size,
-)
-from zero_tp.models.architectures.table import Architecture, Fields, Weight
-from zero_tp.models.spec import Dropouts, TransformerSpec
+from zero_tp.models.architectures import common
+from zero_tp.models.architectures.fields import OF_A_HEAD, TOKENS, Fields
+from zero_tp.models.architectures.table import Architecture, Weight
+from zero_tp.models.spec import TransformerSpec
 
 FIELDS = Fields(
     sizes=("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),
     positive=("layer_norm_epsilon", "initializer_range"),
     dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    choices={"activation_function": tuple(ACTIVATIONS)},
+    choices={"activation_function": tuple(common.ACTIVATIONS)},
     read=("tie_word_embeddings",),
     fixed={
         "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
@@ -46,63 +39,40 @@ FIELDS = Fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """
-    Raises:
-        UserError: a field whose value is not computed.
-    """
-    return TransformerSpec(
-        hidden=config.n_embd,
-        layers=config.n_layer,
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        head_size=whole_head_size(config),
+    """Return the spec: what is not as in Llama."""
+    return common.spec(
+        config,
         mlp_size=config.n_inner or 4 * config.n_embd,
-        vocabulary=config.vocab_size,
-        positions=config.n_positions,
         norm="layer_norm",
         norm_epsilon=config.layer_norm_epsilon,
         position="learned",
         mlp="mlp",
-        activation=activation(config.activation_function, "activation_function"),
+        activation=common.ACTIVATIONS[config.activation_function],
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        tied=config.tie_word_embeddings,
-        init_std=config.initializer_range,
+        padding_token=None,
         residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
-        dropouts=Dropouts(
-            dropout_of(config, "embd_pdrop"), dropout_of(config, "resid_pdrop"), dropout_of(config, "attn_pdrop")
-        ),
-        windows=(None,) * config.n_layer,
-        attention=attention_of(config),
+        dropouts=common.dropouts(config, embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"),
     )
-
-
-_LAYER = "transformer.layers.{layer}."
-_THEIRS = "transformer.h.{layer}."
 
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
-    """Every parameter: it has them all, whatever its config."""
-    return (
+    """Return every parameter: it has them all, whatever its config."""
+    found = [
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
-        Weight(_LAYER + "attention_norm.weight", _THEIRS + "ln_1.weight"),
-        Weight(_LAYER + "attention_norm.bias", _THEIRS + "ln_1.bias"),
-        Weight(_LAYER + "attention.qkv.weight", _THEIRS + "attn.c_attn.weight", transposed=True),
-        Weight(_LAYER + "attention.qkv.bias", _THEIRS + "attn.c_attn.bias"),
-        Weight(_LAYER + "attention.output.weight", _THEIRS + "attn.c_proj.weight", transposed=True),
-        Weight(_LAYER + "attention.output.bias", _THEIRS + "attn.c_proj.bias"),
-        Weight(_LAYER + "mlp_norm.weight", _THEIRS + "ln_2.weight"),
-        Weight(_LAYER + "mlp_norm.bias", _THEIRS + "ln_2.bias"),
-        Weight(_LAYER + "mlp.up.weight", _THEIRS + "mlp.c_fc.weight", transposed=True),
-        Weight(_LAYER + "mlp.up.bias", _THEIRS + "mlp.c_fc.bias"),
-        Weight(_LAYER + "mlp.down.weight", _THEIRS + "mlp.c_proj.weight", transposed=True),
-        Weight(_LAYER + "mlp.down.bias", _THEIRS + "mlp.c_proj.bias"),
-        Weight("transformer.final_norm.weight", "transformer.ln_f.weight"),
-        Weight("transformer.final_norm.bias", "transformer.ln_f.bias"),
-        Weight("head.weight", "lm_head.weight"),
-    )
+    ]
+    for ours, theirs, transposed in (
+        ("attention_norm", "ln_1", False),
+        ("attention.qkv", "attn.c_attn", True),
+        ("attention.output", "attn.c_proj", True),
+        ("mlp_norm", "ln_2", False),
+        ("mlp.up", "mlp.c_fc", True),
+        ("mlp.down", "mlp.c_proj", True),
+    ):
+        found += common.both_names(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
+    return (*found, *common.both_names("transformer.final_norm", "transformer.ln_f"), common.HEAD)
 
 
 ARCHITECTURE = Architecture(

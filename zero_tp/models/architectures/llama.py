@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.models.architectures import llama_like
+from zero_tp.models.architectures import common
 from zero_tp.models.spec import TransformerSpec
 
-FIELDS = llama_like.fields(
-    sizes=("head_dim",),
-    read=("attention_bias", "mlp_bias"),
+FIELDS = common.fields(
+    sizes=("num_key_value_heads", "head_dim"),
+    read=("pad_token_id", "attention_bias", "mlp_bias"),
     fixed={"rope_interleaved": (False, "features turn with those half a head away, as the class does")},
     irrelevant={
         "pretraining_tp": "transformers computes the same whatever it says",
@@ -19,12 +19,9 @@ FIELDS = llama_like.fields(
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """
-    Raises:
-        UserError: a field whose value is not computed.
-    """
+    """Return the spec, with biases where the config has them."""
     bias = config.attention_bias
-    return llama_like.spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)
+    return common.spec(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)
 
 
-ARCHITECTURE = llama_like.architecture(FIELDS, spec, "LlamaForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, spec, "LlamaForCausalLM")

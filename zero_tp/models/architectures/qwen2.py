@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.models.architectures import llama_like
+from zero_tp.models.architectures import common
 from zero_tp.models.spec import TransformerSpec
 
-FIELDS = llama_like.fields(
-    sizes=("sliding_window", "head_dim"),
-    choices={"layer_types": (llama_like.FULL, llama_like.SLIDING)},
-    read=("use_sliding_window", "max_window_layers"),
+FIELDS = common.fields(
+    sizes=("num_key_value_heads", "sliding_window", "head_dim"),
+    choices={"layer_types": (common.FULL, common.SLIDING)},
+    read=("pad_token_id", "use_sliding_window", "max_window_layers"),
     fixed={"use_mrope": (False, "of models that see images")},
     undeclared={"head_dim": int},
 )
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """
-    Raises:
-        UserError: a field whose value is not computed.
-    """
-    return llama_like.spec(config, qkv_bias=True, windows=llama_like.windows_by_layer(config))
+    """Return the spec, with each layer's window."""
+    return common.spec(config, qkv_bias=True, windows=common.windows_by_layer(config))
 
 
-ARCHITECTURE = llama_like.architecture(FIELDS, spec, "Qwen2ForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen2ForCausalLM")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.models.architectures import llama_like
+from zero_tp.models.architectures import common
 from zero_tp.models.spec import TransformerSpec
 
-FIELDS = llama_like.fields(
-    sizes=("head_dim", "sliding_window"),
-    choices={"layer_types": (llama_like.FULL, llama_like.SLIDING)},
-    read=("attention_bias", "use_sliding_window", "max_window_layers"),
+FIELDS = common.fields(
+    sizes=("num_key_value_heads", "head_dim", "sliding_window"),
+    choices={"layer_types": (common.FULL, common.SLIDING)},
+    read=("pad_token_id", "attention_bias", "use_sliding_window", "max_window_layers"),
 )
 
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
-    """
-    Raises:
-        UserError: a field whose value is not computed.
-    """
-    bias, windows = config.attention_bias, llama_like.windows_by_layer(config)
-    return llama_like.spec(config, qkv_bias=bias, output_bias=bias, query_key_norm=True, windows=windows)
+    """Return the spec, with each layer's window and the norms of Q and K."""
+    bias, windows = config.attention_bias, common.windows_by_layer(config)
+    return common.spec(config, qkv_bias=bias, output_bias=bias, query_key_norm=True, windows=windows)
 
 
-ARCHITECTURE = llama_like.architecture(FIELDS, spec, "Qwen3ForCausalLM")
+ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3ForCausalLM")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.errors import UserError
-from zero_tp.models.architectures.common import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.models.architectures.fields import Fields
 from zero_tp.models.spec import TransformerSpec
-
-_NO_DEFAULT = object()
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRange:
     """Rows [ours, ours + length) of our parameter are rows [start, start + length) of their tensor."""
 
     theirs: str
@@ -52,17 +48,17 @@ class Weight:
         theirs = tuple(name.format(layer=number) for name in self.names)
         return replace(self, ours=self.ours.format(layer=number), theirs=theirs)
 
-    def runs(self, rows: int) -> Iterator[Run]:
+    def runs(self, rows: int) -> Iterator[RowRange]:
         """Where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
         if self.heads is not None:
             size = rows // (3 * self.heads)
             for part in range(3):
                 for head in range(self.heads):
-                    yield Run(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
+                    yield RowRange(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
             return
         each = rows // len(self.names)
         for index, name in enumerate(self.names):
-            yield Run(name, index * each, 0, each)
+            yield RowRange(name, index * each, 0, each)
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """The shapes of their tensors, from that of our whole parameter."""
@@ -90,39 +86,6 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Fields:
-    """What becomes of the fields that the Hugging Face config of a model_type declares.
-
-    Every field is in exactly one of these, or in OF_EVERY_CONFIG or FIXED_IN_EVERY_CONFIG; one of `config.json` or of a
-    config object that is in none is refused.
-
-    Attributes:
-        sizes: that the spec reads, positive integers, or None where the config allows it.
-        positive: that the spec reads, numbers above 0.
-        dropouts: that the spec reads, probabilities below 1.
-        choices: that the spec reads → the values that are computed, of the field or of each entry of a list.
-        read: that the spec reads, anything else.
-        fixed: field → the only value that is computed, and why. It may be one that only files have.
-        irrelevant: field → why it changes nothing here. It may be one that only files have.
-        undeclared: those of the above that transformers obeys without declaring them → their type.
-    """
-
-    sizes: tuple[str, ...]
-    positive: tuple[str, ...]
-    dropouts: tuple[str, ...]
-    choices: Mapping[str, tuple[str, ...]]
-    read: tuple[str, ...] = ()
-    fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    irrelevant: Mapping[str, str] = field(default_factory=dict)
-    undeclared: Mapping[str, Any] = field(default_factory=dict)
-
-    def known(self) -> list[str]:
-        """All of them, each as often as it is listed."""
-        listed = (self.sizes, self.positive, self.dropouts, self.choices, self.read, self.fixed, self.irrelevant)
-        return [name for part in listed for name in part]
-
-
-@dataclass(frozen=True)
 class Architecture:
     """
     Attributes:
@@ -147,33 +110,13 @@ class Architecture:
     stored: Mapping[str, str] = field(default_factory=dict)
 
     def spec(self, config: PretrainedConfig) -> TransformerSpec:
-        """
+        """Return what the model of a config is made of.
+
         Raises:
-            UserError: a field whose value is not computed exactly.
+            ConfigError: a field whose value is not computed exactly.
         """
-        self._check_attributes(config)
+        self.fields.check_object(config)
         return self.translate(config)
-
-    def _check_attributes(self, config: PretrainedConfig) -> None:
-        """UserError: an attribute that nobody knows, or a value that is not the fixed one.
-
-        transformers' code reads attributes that no config class declares (`is_causal` makes any decoder look ahead).
-        """
-        if config.is_heterogeneous:
-            raise UserError(f"zero_tp.model.per_layer_config: refused: {FIXED_IN_EVERY_CONFIG['per_layer_config'][1]}")
-        fixed = {**FIXED_IN_EVERY_CONFIG, **self.fields.fixed}
-        known = {*self.fields.known(), *OF_EVERY_CONFIG}
-        for name, value in vars(config).items():
-            if name in fixed:
-                only, reason = fixed[name]
-                if value != only:
-                    raise UserError(f"zero_tp.model.{name}: {value!r} is refused: {reason}")
-            # One that the class declares and no table knows is of a newer transformers: its default changes nothing.
-            elif not name.startswith("_") and name not in known and value != getattr(type(config), name, _NO_DEFAULT):
-                raise UserError(
-                    f"zero_tp.model.{name}: {value!r} is not known to the table of {config.model_type}; delete the "
-                    "attribute if it changes nothing"
-                )
 
     def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Every parameter of a model of this spec, with its layer's number filled in."""

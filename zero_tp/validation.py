@@ -1,4 +1,4 @@
-"""One JSON block through one pydantic model, with every error as one line: zero_tp's own models and DeepSpeed's."""
+"""One JSON block through one pydantic model, with every error as one line: our own models, DeepSpeed's, and others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
@@ -27,8 +27,14 @@ EXPECTED = {
 }
 
 
+class Block(BaseModel):
+    """A JSON object that refuses unknown keys and can't be changed after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
 def validate(model: type[Model], raw: Any, path: str) -> Model:
-    """`raw`, the JSON value at `path`, as an instance of `model`.
+    """Return `raw`, the JSON value at `path`, as an instance of `model`.
 
     Numbers may be written 5e8 for an integer, as DeepSpeed's documentation does; strings are not numbers, and
     true is not 1.
