@@ -20,14 +20,16 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 import importlib.metadata
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests.pools import Pools
+from tests.waits import patience
 
+COLLECTED = pytest.StashKey[list[str]]()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 hypothesis.settings.register_profile(
@@ -38,6 +40,24 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("zero_tp")
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Return an id for bytes, which may hold a time or be long (as gzip's): the argument's name, numbered by pytest."""
+    return argname if isinstance(val, bytes) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    session.stash[COLLECTED] = [item.nodeid for item in items]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's own
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give a test more than pytest-timeout's seconds on a loaded machine, if it has no limit of its own."""
+    if item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(patience(float(item.config.getini("timeout")))))
+    return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.waits import patience
 from zero_tp.training.report import METRICS_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,8 +36,10 @@ def environment() -> dict[str, str]:
 
 
 def run(command: Sequence[str], directory: Path, limit: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run a command of the project in `directory`."""
-    return subprocess.run(command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=limit)
+    """Run a command of the project in `directory`. `limit`: seconds of an idle machine."""
+    return subprocess.run(
+        command, cwd=directory, env=environment(), capture_output=True, text=True, timeout=patience(limit)
+    )
 
 
 def launch(world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py") -> list[str]:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import torch
 
 from tests.pool_rank import pack, rank_main, unpack
+from tests.waits import patience
 
 T = TypeVar("T")
 
@@ -83,8 +84,8 @@ class Pool:
         """Calls `function(*args, **kwargs)` on every rank and returns the results by rank, tensors as copies.
 
         The function is sent by its name, so it stands at the top level of a module (a test module will do).
-        Raises RankError with the traceback of the rank that failed first, or, after `timeout` seconds, with the stacks
-        of the ranks that didn't answer.
+        Raises RankError with the traceback of the rank that failed first, or, after `timeout` seconds of an idle
+        machine (tests/waits.py), with the stacks of the ranks that didn't answer.
         """
         name = _reference(function)
         if not self._processes:
@@ -147,6 +148,7 @@ class Pool:
     def _exchange(self, order: bytes, timeout: float, what: str) -> list[Any]:
         """Sends an order, gathers the replies by rank; None for a rank still silent `GRACE` after the first failure."""
         replies: list[Any] = [None] * self.world
+        timeout = patience(timeout)
         deadline = time.monotonic() + timeout
         failing = False
         for rank, ours in enumerate(self._connections):
@@ -170,11 +172,11 @@ class Pool:
                         self._died(rank, what)
                 if replies[rank] is not None and replies[rank][0] == "error" and not failing:
                     failing = True
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + patience(GRACE))
         return replies
 
     def _died(self, rank: int, what: str) -> None:
-        self._processes[rank].join(5)
+        self._processes[rank].join(patience(5))
         text = f"rank {rank} of {self.world} died in {what} with exit status {self._processes[rank].exitcode}"
         text += self._output(rank)
         self.kill()
@@ -183,8 +185,8 @@ class Pool:
     def _timed_out(self, silent: list[int], timeout: float, what: str) -> None:
         for rank in silent:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.5)  # faulthandler answers even where Python doesn't: inside a collective
-        text = f"no answer from ranks {silent} of {self.world} in {what} after {timeout} s"
+        time.sleep(patience(0.5))  # faulthandler answers even where Python doesn't: inside a collective
+        text = f"no answer from ranks {silent} of {self.world} in {what} after {timeout:.0f} s"
         for rank in silent:
             text += f"\n--- stack of rank {rank}\n{self._file(rank, 'stack').read_text()}{self._output(rank)}"
         self.kill()

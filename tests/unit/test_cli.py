@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import default_interrupts
+from tests.waits import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +53,7 @@ def test_interrupt() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=patience(30))
     assert (process.returncode, error) == (130, "interrupted\n")
 
 
@@ -64,5 +65,5 @@ def test_reader_gone(lines: int) -> None:
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    _, error = process.communicate("go\n", timeout=30)
+    _, error = process.communicate("go\n", timeout=patience(30))
     assert (process.returncode, error) == (141, "")
