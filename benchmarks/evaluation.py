@@ -16,6 +16,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,12 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from zero_tp import cli
-from zero_tp.evaluation.harness import Harness
+from zero_tp.evaluation.harness import Harness, isolated
 from zero_tp.evaluation.perplexity import sliding_windows
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.scoring import Evaluator, ParallelScorer, unreported
-from zero_tp.evaluation.sources import wikitext_split
-from zero_tp.evaluation.surroundings import hushed
-from zero_tp.evaluation.tasks import Subject
-from zero_tp.evaluation.wikitext import OVERLAP, detokenised
+from zero_tp.evaluation.scoring import ParallelScorer
+from zero_tp.evaluation.subject import Subject, unreported
+from zero_tp.evaluation.wikitext import OVERLAP, detokenised, wikitext_split
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 Contenders = dict[str, Callable[[], object]]
@@ -70,14 +69,9 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
 
 def subjects(directory: Path, batch_size: int, positions: int) -> dict[str, Subject]:
     """The two ways to score, on one process."""
-    opened = open_directory(directory)
-    native = opened.load("float32", "cpu")
+    native = open_directory(directory).load("float32", "cpu", batch_size=batch_size, sequence_length=positions)
     own = ZeroTPForCausalLM.from_pretrained(directory).eval()
-    scorers = {"transformers' class": (native.scorer, native.module), "zero_tp's": (ParallelScorer(own), own)}
-    return {
-        name: Subject(Evaluator(scorer, batch_size=batch_size), opened.tokenizer, opened.config, module, positions)
-        for name, (scorer, module) in scorers.items()
-    }
+    return {"transformers' class": native, "zero_tp's": replace(native, scorer=ParallelScorer(own), module=own)}
 
 
 def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, Any]:
@@ -93,7 +87,7 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, A
         loaded = manager.load([task])
 
         def run(lm: Any, loaded: Any = loaded) -> None:
-            with hushed():
+            with isolated():
                 lm_evaluator.evaluate(lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False)
 
         found[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]
@@ -104,9 +98,8 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, A
 def of_wikitext(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, Any]:
     """Of the first windows of the text, all of the same length."""
     subject = ours["transformers' class"]
-    encoder = subject.encoder
-    ids = encoder.plain(detokenised(wikitext_split(asked.wikitext, "text").value[:400_000]))
-    tokens = np.concatenate(([encoder.prefix_token], ids))
+    ids = subject.encode(detokenised(wikitext_split(asked.wikitext, "text")[0][:400_000]))
+    tokens = np.concatenate(([subject.prefix_token], ids))
     rows = list(sliding_windows(tokens, asked.positions, OVERLAP))[1 : 1 + asked.windows]  # the first scores them all
     batches = [
         torch.from_numpy(np.stack([row.tokens[:-1] for row in rows[start : start + asked.batch_size]]))
@@ -122,7 +115,7 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str
     for name, each in ours.items():
         contenders: Contenders = {
             "plain forwards": partial(plain, each.module),
-            "wikitext103": partial(each.evaluator.score, rows),
+            "wikitext103": partial(each.score, rows),
         }
         found = results[name] = in_turns(contenders, asked.rounds)
         for of_one in found.values():

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zero_tp import cli
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.quiet import quiet_libraries
-
-if TYPE_CHECKING:
-    from zero_tp.topology import Topology
 
 EPILOG = """\
 examples:
@@ -98,41 +95,12 @@ def main(environment: RankEnvironment) -> None:
         print(report.comparison(*options.compare))
         return
 
-    from zero_tp.evaluation import tasks, zero_shot
+    from zero_tp.evaluation.registry import parse_data, parse_tasks
+    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
-    names = tasks.parse_tasks(options.tasks)
-    settings = zero_shot.EvaluationSettings(
-        batch_size=options.batch_size,
-        sequence_length=options.sequence_length,
-        dtype=options.dtype,
-        device=options.device,
-        tensor_parallel=options.tensor_parallel,
-        tokenizer=options.tokenizer,
-        allow_pickle=options.allow_pickle,
-        tasks=tasks.TaskOptions(
-            text_key=options.text_key,
-            overlap=options.overlap,
-            limit=options.limit,
-            num_fewshot=options.num_fewshot,
-            include_path=options.include_path,
-        ),
-    )
-
-    def connect() -> tuple[str, Topology]:
-        from zero_tp.evaluation import ranks
-
-        environment.export()
-        return ranks.connect(settings.tensor_parallel, settings.device, environment.local_rank or 0)
-
-    data = tasks.parse_data(options.data, names)
-    found = zero_shot.evaluate(
-        options.model,
-        names,
-        data,
-        settings,
-        world=environment.world,
-        connect=connect if environment.world > 1 else None,
-    )
+    names = parse_tasks(options.tasks)
+    settings = EvaluationSettings(**{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)})
+    found = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
     if environment.rank == 0:
         print(report.table(found))
         if options.output:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.lm_eval_tasks import answers
 from zero_tp.evaluation.harness import Harness
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.scoring import Evaluator, ParallelScorer, unreported
-from zero_tp.evaluation.tasks import Subject
+from zero_tp.evaluation.scoring import ParallelScorer
+from zero_tp.evaluation.subject import Subject, unreported
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -51,24 +50,22 @@ def _evaluated(lm: Any, tasks: Path, names: list[str], limit: int | None) -> Res
 
 def native_subject(directory: Path, batch_size: int = 4) -> Subject:
     """transformers' own class, as the command has it in one process."""
-    opened = open_directory(directory)
-    loaded = opened.load("float32", "cpu")
-    evaluator = Evaluator(loaded.scorer, batch_size=batch_size)
-    return Subject(evaluator, opened.tokenizer, opened.config, loaded.module, opened.sequence_length(None))
+    return open_directory(directory).load("float32", "cpu", batch_size=batch_size)
 
 
 def parallel_subject(directory: Path, topology: Topology, batch_size: int = 4) -> Subject:
     """zero_tp's own class on a grid, one process included."""
     opened = open_directory(directory)
     model = ZeroTPForCausalLM.from_pretrained(directory, topology).eval()
-    evaluator = Evaluator(ParallelScorer(model), batch_size=batch_size, topology=topology)
-    return Subject(evaluator, opened.tokenizer, opened.config, model, opened.sequence_length(None))
-
-
-def with_scorer(subject: Subject, scorer: Any) -> Subject:
-    """The same with another scorer."""
-    evaluator = subject.evaluator
-    return replace(subject, evaluator=Evaluator(scorer, batch_size=evaluator.batch_size, topology=evaluator.topology))
+    return Subject(
+        ParallelScorer(model),
+        model,
+        opened.tokenizer,
+        opened.config,
+        opened.sequence_length(None),
+        batch_size=batch_size,
+        topology=topology,
+    )
 
 
 def assert_same(found: Results, expected: Results) -> int:

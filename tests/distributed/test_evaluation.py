@@ -18,8 +18,10 @@ from tests.pool_rank import cached
 from tests.pools import Pools
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.scoring import Evaluator, ParallelScorer
-from zero_tp.evaluation.tasks import Subject, Task, TaskOptions, make_tasks
+from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.scoring import ParallelScorer
+from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology
 
@@ -64,9 +66,7 @@ def test_lm_evals_tasks_equal_its_own_adapter(
 def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
     """By transformers' own class on each data-parallel rank, by zero_tp's, or by its live ZeRO-3 model."""
     if by == "transformers":
-        subject = native_subject(directory, BATCH)
-        evaluator = Evaluator(subject.evaluator.scorer, batch_size=BATCH, topology=grid(1))
-        subject = replace(subject, evaluator=evaluator)
+        subject = replace(native_subject(directory, BATCH), topology=grid(1))
     else:
         subject = parallel_subject(directory, grid(tensor), BATCH)
         if by == "zero-3":
@@ -153,8 +153,17 @@ def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any
     topology = grid(tensor)
     engine = TrainingEngine(opened.config, topology, config, seed=1, source=PretrainedSource(directory, opened.config))
     engine.engine.eval()
-    evaluator = Evaluator(scorer(engine), batch_size=BATCH, topology=topology)
-    return Subject(evaluator, opened.tokenizer, opened.config, engine.model, 64, lock_step=True, quiet=True)
+    return Subject(
+        scorer(engine),
+        engine.model,
+        opened.tokenizer,
+        opened.config,
+        64,
+        batch_size=BATCH,
+        topology=topology,
+        lock_step=True,
+        quiet=True,
+    )
 
 
 def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tuple[list[dict[str, Any]], int]:

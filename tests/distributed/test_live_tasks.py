@@ -15,7 +15,7 @@ from tests.pool_rank import cached
 from tests.pools import Pools
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.live import LiveTasks
-from zero_tp.evaluation.tasks import TaskOptions
+from zero_tp.evaluation.task import TaskOptions
 from zero_tp.topology import Topology
 
 LETTERS = """\

@@ -17,7 +17,6 @@ from tests.harness import Results, assert_same, native_subject, ours, parallel_s
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.pools import Pools
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.scoring import Evaluator
 from zero_tp.topology import Topology
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(4 * 3600)]
@@ -48,8 +47,7 @@ def answers(directory: Path, tasks: Path, tensor: int, native: bool) -> Results:
     """On this grid, by transformers' own class or by zero_tp's."""
     topology = Topology(tensor)
     subject = native_subject(directory, BATCH) if native else parallel_subject(directory, topology, BATCH)
-    evaluator = Evaluator(subject.evaluator.scorer, batch_size=BATCH, topology=topology)
-    subject = replace(subject, evaluator=evaluator, positions=POSITIONS)
+    subject = replace(subject, topology=topology, positions=POSITIONS)
     return ours(subject, tasks, list(CHOSEN), LIMIT) | ours(subject, tasks, ["wikitext_local"], ARTICLES)
 
 

@@ -22,8 +22,8 @@ from tests.smollm2 import with_heads
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.perplexity import perplexity
-from zero_tp.evaluation.scoring import Evaluator, ParallelScorer
-from zero_tp.evaluation.tasks import TaskOptions
+from zero_tp.evaluation.scoring import ParallelScorer
+from zero_tp.evaluation.subject import Subject
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -116,15 +116,10 @@ def parallel_perplexity(directory: Path, tensor: int, texts: list[str], length: 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     topology = grid(tensor, True)
     model = ZeroTPForCausalLM.from_pretrained(directory, topology).eval()
-    found = perplexity(
-        texts,
-        lambda text: tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True),
-        Evaluator(ParallelScorer(model), batch_size=4, topology=topology),
-        prefix_token=tokenizer.bos_token_id,
-        sequence_length=length,
-        overlap=overlap,
+    subject = Subject(
+        ParallelScorer(model), model, tokenizer, model.config, positions=length, batch_size=4, topology=topology
     )
-    return found.perplexity
+    return perplexity(texts, subject, overlap=overlap).perplexity
 
 
 def plain_perplexity(directory: Path, texts: list[str], length: int, overlap: int) -> float:
@@ -154,7 +149,7 @@ def same_perplexity(
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     found = ranks(3).run(parallel_perplexity, directory, 3, texts, length, overlap)
     assert len(set(found)) == 1
-    settings = zero_shot.EvaluationSettings(sequence_length=length, device="cpu", tasks=TaskOptions(overlap=overlap))
+    settings = zero_shot.EvaluationSettings(sequence_length=length, device="cpu", overlap=overlap)
     report = zero_shot.evaluate(directory, ["perplexity"], {"perplexity": folder / "texts.jsonl"}, settings)
     return found[0], plain_perplexity(directory, texts, length, overlap), report["tasks"]["perplexity"]["perplexity"]
 

@@ -24,8 +24,8 @@ MUTANTS: dict[str, Mutant] = {
     "first-answer-for-all": Mutant(
         "Answers that share a forward all get the first one's score.",
         "zero_tp/evaluation/harness.py",
-        "places.append((at, choices.index(token)))",
-        "places.append((at, 0))",
+        "answered_by.append((key, choices.index(token)))",
+        "answered_by.append((key, 0))",
         ("tests/unit/test_harness.py::test_one_token_answers_share_a_forward",),
     ),
     "every-tie-is-first": Mutant(

@@ -13,7 +13,6 @@ from tests.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.errors import UserError
 from zero_tp.evaluation.report import comparison, read_report, table, write_report
-from zero_tp.evaluation.tasks import TaskOptions
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
@@ -67,7 +66,7 @@ def test_reports_side_by_side(tokenizer: Path, data: dict[str, Path], tmp_path: 
     shown = table(report).splitlines()
     assert [line.split()[0] for line in shown if line] == ["task", "perplexity", "task", "lambada"]
     data["lambada"].write_text("some words of a text\n")
-    limited = EvaluationSettings(device="cpu", batch_size=3, tasks=TaskOptions(limit=1))
+    limited = EvaluationSettings(device="cpu", batch_size=3, limit=1)
     write_report(second, evaluate(tokenizer, ["lambada"], {"lambada": data["lambada"]}, limited))
     text = comparison(first, second).splitlines()
     assert text[0].split() == ["task", "figure", str(first), str(second), "difference"]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.harness import assert_same, native_subject, ours, parallel_subject, reference, with_scorer
+from tests.harness import assert_same, native_subject, ours, parallel_subject, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.harness import shared
+from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.scoring import Row
-from zero_tp.evaluation.tasks import TaskOptions, make_tasks
+from zero_tp.evaluation.task import TaskOptions
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology
 
@@ -49,9 +51,9 @@ def test_one_token_answers_share_a_forward(model: Path, tasks: Path) -> None:
 
     def counting(input_ids: torch.Tensor, labels: torch.Tensor) -> TokenScores:
         rows.append(len(input_ids))
-        return subject.evaluator.scorer(input_ids, labels)
+        return subject.scorer(input_ids, labels)
 
-    found = ours(with_scorer(subject, counting), tasks, ["letters_local"], LIMIT)
+    found = ours(replace(subject, scorer=counting), tasks, ["letters_local"], LIMIT)
     assert sum(rows) == LIMIT
     assert assert_same(found, reference(model, tasks, ["letters_local"], LIMIT)) == 2 * LIMIT
 
@@ -119,8 +121,6 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
-    from dataclasses import replace
-
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
     subject = native_subject(model)
     with pytest.raises(UserError, match="object can't generate text"):

@@ -18,10 +18,10 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
+from zero_tp.evaluation.registry import parse_data, parse_tasks
 from zero_tp.evaluation.report import table, write_report
-from zero_tp.evaluation.scoring import Evaluator, HuggingFaceScorer
-from zero_tp.evaluation.tasks import TaskOptions, parse_data, parse_tasks
-from zero_tp.evaluation.text import TextEncoder
+from zero_tp.evaluation.scoring import HuggingFaceScorer
+from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -81,16 +81,10 @@ def test_equals_brute_force(model_directory: Path, s: int, o: int, batch_size: i
     model = GPT2LMHeadModel.from_pretrained(str(model_directory)).eval()
     tokenizer = train_bpe(iter(DOCUMENTS), 280)
 
-    encoder = TextEncoder(tokenizer)
-    result = perplexity(
-        [*DOCUMENTS, ""],
-        encoder.plain,
-        # Room for two rows' logits: batches of three are split.
-        Evaluator(HuggingFaceScorer(model, logits_bytes=2 * s * 288 * 4), batch_size=batch_size),
-        prefix_token=encoder.prefix_token,
-        sequence_length=s,
-        overlap=o,
-    )
+    # Room for two rows' logits: batches of three are split.
+    scorer = HuggingFaceScorer(model, logits_bytes=2 * s * 288 * 4)
+    subject = Subject(scorer, model, tokenizer, model.config, positions=s, batch_size=batch_size)
+    result = perplexity([*DOCUMENTS, ""], subject, overlap=o)
     ids = [tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) for text in DOCUMENTS]
     with torch.no_grad():
         expected = sum(reference(model, [0, *each], s, o) for each in ids)
@@ -161,11 +155,11 @@ def test_tasks_and_data_arguments(text_file: Path) -> None:
     ("options", "message"),
     [
         ({"sequence_length": 17}, "the model has 16 positions"),
-        ({"tasks": TaskOptions(overlap=17)}, "--overlap 17: from 1 to the window's 16"),
-        ({"tasks": TaskOptions(overlap=0)}, "--overlap 0: at least 1"),
-        ({"tasks": TaskOptions(limit=0)}, "--limit 0: at least 1"),
-        ({"tasks": TaskOptions(num_fewshot=-1)}, "--num-fewshot -1: at least 0"),
-        ({"tasks": TaskOptions(num_fewshot=1)}, "for tasks of lm-eval only"),
+        ({"overlap": 17}, "--overlap 17: from 1 to the window's 16"),
+        ({"overlap": 0}, "--overlap 0: at least 1"),
+        ({"limit": 0}, "--limit 0: at least 1"),
+        ({"num_fewshot": -1}, "--num-fewshot -1: at least 0"),
+        ({"num_fewshot": 1}, "for tasks of lm-eval only"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2: it must divide the 1 rank;"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"dtype": "int8"}, "--dtype int8"),

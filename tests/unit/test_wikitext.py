@@ -16,9 +16,10 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation import sources
-from zero_tp.evaluation.tasks import TaskOptions, make_tasks
-from zero_tp.evaluation.wikitext import original_tokens
+from zero_tp.evaluation import wikitext
+from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.task import TaskOptions
+from zero_tp.evaluation.wikitext import original_tokens, wikitext_split
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 POSITIONS = 48
@@ -62,7 +63,7 @@ def test_equals_one_window_at_a_time(model: Path, text: str, tmp_path: Path, s: 
         model,
         ["wikitext103"],
         {"wikitext103": tmp_path / "wiki.txt"},
-        EvaluationSettings(device="cpu", batch_size=batch_size, sequence_length=s, tasks=TaskOptions(overlap=o)),
+        EvaluationSettings(device="cpu", batch_size=batch_size, sequence_length=s, overlap=o),
     )
     result = report["tasks"]["wikitext103"]
     nll, tokens = brute_force(model, piece, s, o)
@@ -88,10 +89,10 @@ def test_the_divisions(model: Path, tmp_path: Path) -> None:
 
 
 def test_tokens_of_the_validation_split(shared_file: Callable[[str], Path], text: str) -> None:
-    found = sources.wikitext_split(shared_file("data/wikitext-103-validation.txt.gz"), "text")
-    assert found.value == text
-    assert original_tokens(found.value) == 217_642
-    assert len(found.origin["sha256"]) == 64
+    found, origin = wikitext_split(shared_file("data/wikitext-103-validation.txt.gz"), "text")
+    assert found == text
+    assert original_tokens(found) == 217_642
+    assert len(origin["sha256"]) == 64
 
 
 def test_the_hubs_lines_are_the_file(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -100,11 +101,11 @@ def test_the_hubs_lines_are_the_file(monkeypatch: pytest.MonkeyPatch, text: str)
 
     rows = [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    monkeypatch.setattr(sources, "TEST_TOKENS", 217_642)
-    assert sources.wikitext_split(None, "text").value == text
-    monkeypatch.setattr(sources, "TEST_TOKENS", 217_641)
+    monkeypatch.setattr(wikitext, "TEST_TOKENS", 217_642)
+    assert wikitext_split(None, "text")[0] == text
+    monkeypatch.setattr(wikitext, "TEST_TOKENS", 217_641)
     with pytest.raises(UserError, match=r"217,642 tokens, not the 217,641 .* give that with --data wikitext103=FILE"):
-        sources.wikitext_split(None, "text")
+        wikitext_split(None, "text")
 
 
 def test_mistakes(tmp_path: Path) -> None:

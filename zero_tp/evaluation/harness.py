@@ -1,4 +1,4 @@
-"""How a model of zero_tp answers lm-eval's requests.
+"""The bridge to lm-eval: its tasks as tasks here, and a model of ours that answers its requests.
 
 `Harness` is lm-eval's own Hugging Face adapter, from which it takes how text is cut into tokens and how generated text
 is finished; what it computes, and on which rank, is ours. lm-eval sees one process everywhere: every rank builds all
@@ -7,28 +7,229 @@ requests, batches are dealt to the data-parallel ranks (scoring.py), and every r
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import hashlib
-from collections.abc import Sequence
+import io
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from zero_tp.errors import UserError
-from zero_tp.evaluation.cloze import cut
-from zero_tp.evaluation.lm_eval_parts import (
-    HFLM,
-    SEEDS,
-    Collator,
-    get_rolling_token_windows,
-    make_disjoint_window,
-    normalize_gen_kwargs,
-    stop_sequences_criteria,
-)
-from zero_tp.evaluation.scoring import Report, Row
-from zero_tp.evaluation.tasks import Subject
+from zero_tp.errors import UserError, first_line
+from zero_tp.evaluation.scoring import Row, continuation_rows
+from zero_tp.evaluation.sources import Origin, digest_of
+from zero_tp.evaluation.subject import Report, Subject
+from zero_tp.evaluation.task import Task, TaskOptions, as_json
+
+try:
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import Collator, normalize_gen_kwargs
+    from lm_eval.models.utils_hf import stop_sequences_criteria
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as error:
+    if error.name != "lm_eval":
+        raise
+    raise UserError(
+        "tasks of lm-eval need the package lm-eval, which is not installed: pip install -c constraints.txt -e .[eval]"
+    ) from error
+
+SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+"""lm-eval's own defaults."""
+
+BOOTSTRAP = 1000
+"""Draws of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""
+
+NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
+IN_REPORT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Run lm-eval's code with its seeds, without its output and in this process; training goes on with its own states.
+
+    What it and datasets print goes to stderr where the block fails. Streams that were opened before are not touched:
+    our own bars stay.
+    """
+    os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process, connections to other ranks and all
+    said, logger = io.StringIO(), logging.getLogger("lm_eval")
+    level, states = logger.level, (random.getstate(), np.random.get_state())
+    logger.setLevel(logging.ERROR)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            random.seed(SEEDS["random"])
+            np.random.seed(SEEDS["numpy"])
+            torch.manual_seed(SEEDS["torch"])
+            yield
+    except UserError:
+        raise
+    except BaseException:
+        sys.stderr.write(said.getvalue())
+        raise
+    finally:
+        logger.setLevel(level)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@functools.cache
+def _own_tasks() -> Any:
+    """Index lm-eval's own tasks. That takes seconds, so it is done once, and not where a directory has all names."""
+    return TaskManager()
+
+
+class Catalogue:
+    """The catalogue has lm-eval's tasks, and those of a directory before them.
+
+    Attributes:
+        included: names of the directory's tasks.
+    """
+
+    def __init__(self, options: TaskOptions):
+        """
+        Raises:
+            UserError: no such directory, or no task in it.
+        """
+        self.options = options
+        self.included: list[str] = []
+        if options.include_path is not None:
+            if not options.include_path.is_dir():
+                raise UserError(f"--include-path {options.include_path}: no such directory")
+            self._included = TaskManager(include_path=str(options.include_path), include_defaults=False)
+            self.included = list(self._included.all_tasks)
+            if not self.included:
+                raise UserError(f"--include-path {options.include_path}: no task file (.yaml) of lm-eval in it")
+
+    def has(self, name: str) -> bool:
+        return name in self.included or name in _own_tasks().all_tasks
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.included, *_own_tasks().all_tasks]
+
+    def task(self, name: str, file: Path | None) -> HarnessTask:
+        """Load the task, group or tag of that name, with its documents.
+
+        Args:
+            file: its evaluated split, instead of what its task file names.
+
+        Raises:
+            UserError: its data can't be had.
+        """
+        manager = self._manager(name)
+        asked: Any = name if file is None else self._with_file(manager.task_index[name], file)
+        try:
+            with isolated():
+                loaded = manager.load([asked])
+        except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
+            raise UserError(
+                f"{name}: its data can't be read ({type(error).__name__}: {first_line(error)}); without a network give "
+                f"the evaluated split's file with --data {name}=FILE, or a task file that names it with --include-path"
+            ) from error
+        if file is not None:
+            loaded = {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
+        for task in loaded["tasks"].values():
+            self._set_fewshot(task)
+        return HarnessTask(name, loaded, self.options.limit)
+
+    def _manager(self, name: str) -> Any:
+        if name not in self.included:
+            return _own_tasks()
+        if name in self._included.all_subtasks:
+            return self._included
+        return TaskManager(include_path=str(self.options.include_path))  # a group may name tasks of lm-eval's own
+
+    def _with_file(self, entry: Any, file: Path) -> dict[str, Any]:
+        """Make a group of the task alone, which is lm-eval's way to read it with other keys than its file has."""
+        config = entry.cfg or {}
+        split = config.get("test_split") or config.get("validation_split")
+        if not isinstance(config.get("task"), str) or split is None:
+            raise UserError(f"--data {entry.name}={file}: {entry.name} is a group of tasks; give files to its tasks")
+        if self.options.num_fewshot:
+            raise UserError(
+                f"--data {entry.name}={file}: it has no examples for --num-fewshot {self.options.num_fewshot}; use a "
+                "task file with all splits and --include-path"
+            )
+        kind = file.name.removesuffix(".gz").rpartition(".")[2]
+        changed = {
+            **dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split")),
+            "task": entry.name,
+            "dataset_path": {"jsonl": "json"}.get(kind, "text"),
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {split: str(file)}},
+            "test_split" if config.get("test_split") else "validation_split": split,
+            "num_fewshot": 0,
+        }
+        return {"group": f"{entry.name} of a file", "task": [changed]}
+
+    def _set_fewshot(self, task: Any) -> None:
+        """Do as lm-eval's `simple_evaluate`: a task that says 0 keeps it."""
+        said = task.get_config("num_fewshot")
+        asked = self.options.num_fewshot
+        if asked is not None and said != 0:
+            task.set_config(key="num_fewshot", value=asked)
+        elif said is None:
+            task.set_config(key="num_fewshot", value=0)
+
+
+class HarnessTask(Task):
+    """The task is a task, group or tag of lm-eval, as its `TaskManager` loads it."""
+
+    def __init__(self, name: str, loaded: Any, limit: int | None):
+        self.name, self.loaded, self.limit = name, loaded, limit
+
+    def run(self, subject: Subject) -> dict[str, Any]:
+        """Return the metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(SEEDS["fewshot"])  # it is used up: an evaluation before this one drew from it
+        with subject.progress(self.name) as report, isolated():
+            lm = Harness(subject, report)
+            results = evaluator.evaluate(
+                lm,
+                self.loaded,
+                limit=self.limit,
+                bootstrap_iters=0 if subject.quiet or subject.topology.rank else BOOTSTRAP,
+                log_samples=False,
+            )
+        whole = {key: as_json(results[key]) for key in IN_REPORT if key in results}
+        metrics = whole["results"].get(self.name) or whole.get("groups", {}).get(self.name) or {}
+        return {
+            "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
+            "metrics": {key: value for key, value in metrics.items() if key not in NOT_METRICS},
+            "examples": sum(counts["effective"] for counts in results["n-samples"].values()),
+            "tokens": lm.tokens,
+            "tokens_computed": lm.tokens_computed,
+            "truncated": lm.truncated,
+            "lm_eval": whole,
+        }
+
+    def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
+        """Pick every metric but standard errors. Its `acc,none` is `acc` here; another filter stays in the name."""
+        return {
+            metric.removesuffix(",none"): value
+            for metric, value in result["metrics"].items()
+            if "_stderr" not in metric and isinstance(value, int | float)
+        }
+
+    def _origin(self, task: Any) -> Origin:
+        """Describe where a task's documents are from, with a SHA-256 of those that were used."""
+        found = {"dataset": task.DATASET_PATH, "name": task.DATASET_NAME}
+        if files := (task.get_config("dataset_kwargs") or {}).get("data_files"):
+            found["data_files"] = as_json(files)
+        return found | {"sha256": digest_of(islice(task.eval_docs, self.limit))}
 
 
 class Harness(HFLM):
@@ -40,15 +241,14 @@ class Harness(HFLM):
     """
 
     def __init__(self, subject: Subject, report: Report):
-        evaluator = subject.evaluator
         # A stand-in, because lm-eval would tie the weights of a live model again.
-        model = SimpleNamespace(config=subject.config, device=torch.device(evaluator.device), name_or_path="")
+        model = SimpleNamespace(config=subject.config, device=torch.device(subject.device), name_or_path="")
         super().__init__(
             pretrained=model,
             backend="causal",
             tokenizer=copy.deepcopy(subject.tokenizer),  # it sets a padding token
             max_length=subject.positions,
-            batch_size=evaluator.batch_size,
+            batch_size=subject.batch_size,
         )
         self.subject, self.report = subject, report
         self.tokens = self.tokens_computed = self.truncated = 0
@@ -56,46 +256,38 @@ class Harness(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, arg-max) of each request's continuation (its third part) after its context (the second).
-
-        Requests of one token after the same context share a forward.
-        """
-        rows, places = shared([cut(context, continuation, self.max_length) for _, context, continuation in requests])
+        """Return (log-likelihood, arg-max) of each request's continuation (its third part) after its context (the
+        second). Requests of one token after the same context share a forward."""
+        rows, truncated = continuation_rows([asked[1:] for asked in requests], self.max_length)
+        rows, answered_by = shared(rows)
         self._agree([(row.tokens.tolist(), row.scored, row.alternatives) for row in rows])
-        found = self.subject.evaluator.score(rows, self.report)
+        found = self.subject.score(rows, self.report)
         self.tokens += sum(len(continuation) for _, _, continuation in requests)
         self.tokens_computed += sum(map(len, rows))
-        self.truncated += sum(len(context) + len(after) > self.max_length + 1 for _, context, after in requests)
-        answers = [(-found[row][alternative].nll, found[row][alternative].greedy) for row, alternative in places]
+        self.truncated += truncated
+        answers = [(-found[row][choice].nll, found[row][choice].greedy) for row, choice in answered_by]
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return answers
-
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Each text's log-likelihood, in windows that score every token once and don't overlap but for the last."""
-        windows: list[tuple[None, list[int], list[int]]] = []
-        counts = []
-        for request in requests:
-            (text,) = request.args
-            rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+        """Return each text's log-likelihood, in windows that score every token once and overlap in the last alone."""
+        texts = [
+            get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            before = len(windows)
-            windows += [(None, *make_disjoint_window(window)) for window in rolling]
-            counts.append(len(windows) - before)
-        answers = iter(self._loglikelihood_tokens(windows))
-        return [sum(next(answers)[0] for _ in range(count)) for count in counts]
+            for request in requests
+        ]
+        windows = [[(None, *make_disjoint_window(window)) for window in text] for text in texts]
+        answers = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
+        return [sum(next(answers)[0] for _ in text) for text in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Each request's text, up to its stop sequences. A batch has requests with the same options.
+        """Return each request's text, up to its stop sequences. A batch has requests with the same options.
 
         Raises:
             UserError: the model can't generate, or its positions leave no room for the context.
@@ -117,17 +309,11 @@ class Harness(HFLM):
             group_by="gen_kwargs",
             group_fn=lambda asked: asked[1],
         )
-        batches = list(enumerate(order.get_batched(n=self.subject.evaluator.batch_size)))
-        done = 0
-
-        def after(computed: Sequence[tuple[int, Any]]) -> None:
-            nonlocal done
-            done += sum(len(batch) for _, batch in computed)
-            self.report(done, len(requests))
-
-        texts = self.subject.evaluator.map(self._generated, batches, after)
-        self.tokens += sum(len(self.tok_encode(text, add_special_tokens=False)) for each in texts for text in each)
-        found: list[str] = order.get_original([text for each in texts for text in each])
+        batches = list(enumerate(order.get_batched(n=self.subject.batch_size)))
+        batches_texts = self.subject.map(self._generated, batches, lambda batch: len(batch[1]), self.report)
+        texts = [text for each in batches_texts for text in each]
+        self.tokens += sum(len(self.tok_encode(text, add_special_tokens=False)) for text in texts)
+        found: list[str] = order.get_original(texts)
         return found
 
     def _generated(self, numbered: tuple[int, Sequence[tuple[str, dict[str, Any]]]]) -> list[str]:
@@ -138,7 +324,7 @@ class Harness(HFLM):
 
     @torch.no_grad()
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
-        """[b, n] → [b, n + generated], by the model's own `generate`."""
+        """Continue [b, n] → [b, n + generated] by the model's own `generate`."""
         # lm-eval's rule: temperature 0 is greedy decoding.
         temperature = options.pop("temperature", 0.0)
         options.setdefault("do_sample", temperature != 0.0)
@@ -158,8 +344,8 @@ class Harness(HFLM):
         return generated
 
     def _agree(self, asked: Any) -> None:
-        """RuntimeError: ranks have built different requests, and would compute what doesn't belong together."""
-        topology = self.subject.evaluator.topology
+        """Raise a RuntimeError if ranks have built different requests: what they compute would not belong together."""
+        topology = self.subject.topology
         if topology.world == 1:
             return
         digests: list[Any] = [None] * topology.world
@@ -169,28 +355,19 @@ class Harness(HFLM):
 
 
 def shared(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int, int]]]:
-    """Rows with the same context and one token to score become one with alternatives.
+    """Make one row with alternatives of the rows with the same context and one token to score.
 
     Returns:
-        The rows, and for each given one (row, place among its scores).
+        The rows, and for each given one (row, which of its scores).
     """
-    distinct: list[Row] = []
-    places: list[tuple[int, int]] = []
-    by_context: dict[bytes, int] = {}
-    for row in rows:
-        context = row.tokens[:-1].tobytes()
-        at = by_context.get(context) if row.scored == 1 else None
-        if at is None:
-            if row.scored == 1:
-                by_context[context] = len(distinct)
-            places.append((len(distinct), 0))
-            distinct.append(row)
-            continue
-        first = distinct[at]
-        choices = (int(first.tokens[-1]), *first.alternatives)
-        token = int(row.tokens[-1])
+    choices_after: dict[bytes | int, tuple[Row, list[int]]] = {}  # the first such row, and the last tokens of all
+    answered_by: list[tuple[bytes | int, int]] = []
+    for number, row in enumerate(rows):
+        key = row.tokens[:-1].tobytes() if row.scored == 1 else number
+        choices, token = choices_after.setdefault(key, (row, []))[1], int(row.tokens[-1])
         if token not in choices:
-            distinct[at] = Row(first.tokens, 1, (*first.alternatives, token))
-            choices += (token,)
-        places.append((at, choices.index(token)))
-    return distinct, places
+            choices.append(token)
+        answered_by.append((key, choices.index(token)))
+    index = {key: number for number, key in enumerate(choices_after)}
+    distinct = [Row(row.tokens, row.scored, tuple(choices[1:])) for row, choices in choices_after.values()]
+    return distinct, [(index[key], choice) for key, choice in answered_by]

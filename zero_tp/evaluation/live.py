@@ -7,26 +7,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config import RunConfig
+from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import check_tokenizer
-from zero_tp.evaluation.tasks import Subject, TaskOptions, make_tasks
+from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.scoring import ParallelScorer
+from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.task import TaskOptions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FIGURES = (
-    "accuracy",
-    "perplexity",
-    "perplexity_released_code",
-    "perplexity_subword",
-    "word_perplexity",
-    "bits_per_byte",
-)
-"""What is logged of zero_tp's own tasks; of lm-eval's every metric is, but for standard errors."""
-
 
 class LiveTasks:
-    """The tasks of a run's config, their data read once."""
+    """Live tasks are those of a run's config, their data read once.
+
+    Args:
+        tokenizer: the run's tokenizer's directory.
+        config: the model's.
+
+    Raises:
+        UserError: see `make_tasks`; a tokenizer that doesn't fit the model.
+    """
 
     def __init__(
         self,
@@ -36,16 +38,6 @@ class LiveTasks:
         tokenizer: Path,
         config: PretrainedConfig,
     ):
-        """
-        Args:
-            tokenizer: the run's tokenizer's directory.
-            config: the model's.
-
-        Raises:
-            UserError: see `make_tasks`; a tokenizer that doesn't fit the model.
-        """
-        from zero_tp.data.tokenizer import load_tokenizer
-
         self.tokenizer, self.config = load_tokenizer(tokenizer), config
         check_tokenizer(self.tokenizer, config, tokenizer)
         self.tasks = make_tasks(names, data, options)
@@ -53,28 +45,27 @@ class LiveTasks:
             task.check(config.max_position_embeddings)
 
     def run(self, engine: Any, batch_size: int) -> dict[str, dict[str, float | None]]:
-        """The figures of each task. Collective over all ranks.
+        """Return what is logged of each task. Collective over all ranks.
 
         Args:
             engine: a `TrainingEngine`.
             batch_size: rows of a forward.
         """
-        from zero_tp.evaluation.scoring import Evaluator, ParallelScorer
-
-        scorer = ParallelScorer(engine.engine)
-        evaluator = Evaluator(scorer, batch_size=batch_size, device=engine.device, topology=engine.topology)
         subject = Subject(
-            evaluator,
+            ParallelScorer(engine.engine),
+            engine.model,
             self.tokenizer,
             self.config,
-            engine.model,
             self.config.max_position_embeddings,
+            batch_size=batch_size,
+            device=engine.device,
+            topology=engine.topology,
             lock_step=engine.stage == 3,
             quiet=True,
         )
         engine.engine.eval()
         try:
-            return {task.name: figures_of(task.run(subject)) for task in self.tasks}
+            return {task.name: task.figures_to_log(task.run(subject)) for task in self.tasks}
         finally:
             engine.engine.train()
 
@@ -95,22 +86,10 @@ def live_tasks(config: RunConfig, tokenizer: Path | None, model_config: Pretrain
     if tokenizer is None:
         raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
     include = Path(asked.task_include_path) if asked.task_include_path else None
+    options = TaskOptions(limit=asked.task_limit, include_path=include)
     data = {task: Path(file) for task, file in asked.task_data.items()}
     try:
-        return LiveTasks(
-            asked.tasks, data, TaskOptions(limit=asked.task_limit, include_path=include), tokenizer, model_config
-        )
+        return LiveTasks(asked.tasks, data, options, tokenizer, model_config)
     except UserError as error:
         # Where the command has options, the file has keys.
         raise UserError(f"zero_tp.evaluation.tasks: {error} (--data is zero_tp.evaluation.task_data here)") from error
-
-
-def figures_of(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """What is logged of a task's result. lm-eval's `acc,none` is `acc` here; another filter stays in the name."""
-    if "metrics" not in result:
-        return {name: result[name] for name in FIGURES if name in result}
-    return {
-        metric.removesuffix(",none"): value
-        for metric, value in result["metrics"].items()
-        if "_stderr" not in metric and isinstance(value, int | float)
-    }

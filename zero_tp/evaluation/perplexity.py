@@ -11,18 +11,23 @@ and each token is read once; with o = 1 every token but the first s has the long
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zero_tp.evaluation.scoring import Evaluator, Report, Row, Tokens, unreported
+from zero_tp.errors import UserError
+from zero_tp.evaluation.scoring import Row, Tokens
+from zero_tp.evaluation.sources import read_texts
+from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.task import Task, TaskOptions, as_json, exp
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The sum of the losses and what it can be divided by.
+    """The sum of the losses, and what it can be divided by.
 
     Attributes:
         nll: summed negative log-likelihood, nats.
@@ -67,24 +72,14 @@ class Perplexity:
         return self.nll / math.log(2) / self.characters
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields and properties, for JSON; a figure too large for a float is null."""
-        figures = {
-            name: getattr(self, name)
-            for name in ("loss", "perplexity", "word_perplexity", "bits_per_byte", "bits_per_character")
-        }
-        return asdict(self) | {name: value if math.isfinite(value) else None for name, value in figures.items()}
-
-
-def exp(x: float) -> float:
-    """eˣ, infinite where that overflows."""
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
+        """Return fields and properties, for JSON; a figure too large for a float is null."""
+        names = ("loss", "perplexity", "word_perplexity", "bits_per_byte", "bits_per_character")
+        figures: dict[str, Any] = as_json(asdict(self) | {name: getattr(self, name) for name in names})
+        return figures
 
 
 def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Iterator[Row]:
-    """Rows that together score each of `tokens[1:]` exactly once.
+    """Yield rows that together score each of `tokens[1:]` exactly once.
 
     `tokens[0]` is context only. Windows wholly past the end don't exist, so none scores nothing.
     """
@@ -99,29 +94,20 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
 
 
 def perplexity(
-    documents: Iterable[str],
-    encode: Callable[[str], Tokens],
-    evaluator: Evaluator,
-    *,
-    prefix_token: int,
-    sequence_length: int,
-    overlap: int | None = None,
-    report: Report = unreported,
+    documents: Iterable[str], subject: Subject, *, overlap: int | None = None, title: str = "perplexity"
 ) -> Perplexity:
-    """Perplexity of `documents`, each scored by itself. Collective: every rank gives the same documents.
+    """Return the perplexity of `documents`, each scored by itself, in windows of the subject's positions.
+
+    Collective: every rank gives the same documents. Memory: the tokens of all documents, 8 bytes each, and one batch.
 
     Args:
-        encode: text → token ids, without special tokens.
-        prefix_token: read before each document, never scored.
-        sequence_length: s, tokens.
         overlap: o, 1 … s; None: s, so that windows don't overlap.
-
-    Memory: the tokens of all documents, 8 bytes each, and one batch.
+        title: of the bar.
     """
     counts = dict.fromkeys(("tokens", "words", "characters", "bytes", "documents"), 0)
     rows: list[Row] = []
     for text in documents:
-        ids = encode(text)
+        ids = subject.encode(text)
         if not len(ids):
             continue
         counts["documents"] += 1
@@ -129,11 +115,33 @@ def perplexity(
         counts["words"] += len(text.split())
         counts["characters"] += len(text)
         counts["bytes"] += len(text.encode("utf-8"))
-        rows += sliding_windows(np.concatenate(([prefix_token], ids)), sequence_length, overlap or sequence_length)
-    nll = summed(evaluator, rows, report)
+        tokens = np.concatenate(([subject.prefix_token], ids))
+        rows += sliding_windows(tokens, subject.positions, overlap or subject.positions)
+    with subject.progress(title) as report:
+        # Rounded once: the same whatever the order of the batches.
+        nll = math.fsum(scores[0].nll for scores in subject.score(rows, report))
     return Perplexity(nll=nll, **counts, windows=len(rows), tokens_computed=sum(map(len, rows)))
 
 
-def summed(evaluator: Evaluator, rows: Sequence[Row], report: Report) -> float:
-    """The NLL of all rows' targets, rounded once: the same whatever the order of the batches."""
-    return math.fsum(scores[0].nll for scores in evaluator.score(rows, report))
+class PerplexityTask(Task):
+    """The task gives the perplexity of any text, each document by itself."""
+
+    name = "perplexity"
+    logged = ("perplexity", "word_perplexity", "bits_per_byte")
+
+    def __init__(self, file: Path | None, options: TaskOptions):
+        assert file is not None
+        self.documents, self.origin = read_texts(file, options.text_key, options.limit)
+        self.overlap = options.overlap
+
+    def check(self, positions: int) -> None:
+        if self.overlap is not None and not 1 <= self.overlap <= positions:
+            raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
+
+    def run(self, subject: Subject) -> dict[str, Any]:
+        found = perplexity(self.documents, subject, overlap=self.overlap, title=self.name)
+        return {"data": self.origin, "overlap": self.overlap or subject.positions, **self.figures(found)}
+
+    def figures(self, found: Perplexity) -> dict[str, Any]:
+        """Return what the report has of it."""
+        return found.as_dict()

@@ -3,78 +3,72 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
-
-# Column → key of the result and its format. A task of zero_tp's own has the columns whose keys it has.
-COLUMNS: tuple[tuple[str, str, str], ...] = (
-    ("accuracy", "accuracy", "percent"),
-    ("±", "accuracy_standard_error", "percent"),
-    ("perplexity", "perplexity", "figure"),
-    ("by T_o - 1", "perplexity_released_code", "figure"),
-    ("sub-word", "perplexity_subword", "figure"),
-    ("nats/token", "loss", "figure"),
-    ("bits/byte", "bits_per_byte", "figure"),
-    ("T_o", "original_tokens", "count"),
-    ("documents", "documents", "count"),
-    ("examples", "examples", "count"),
-    ("truncated", "truncated", "count"),
-    ("tokens", "tokens", "count"),
-    ("computed", "tokens_computed", "count"),
-    ("tokens/s", "tokens_per_second", "rate"),
-    ("computed/s", "tokens_computed_per_second", "rate"),
-    ("seconds", "seconds", "figure"),
-)
+from zero_tp.files import write_atomically
 
 
 def _figure(value: float | None) -> str:
     return "overflow" if value is None else f"{value:,.4g}" if abs(value) >= 1e6 else f"{value:,.3f}"
 
 
-FORMATS: dict[str, Callable[[Any], str]] = {
-    "figure": _figure,
-    "percent": lambda value: "-" if value is None else f"{100 * value:.2f}%",
-    "count": lambda value: f"{value:,}",
-    "rate": lambda value: f"{value:,.0f}",
-}
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}%"
+
+
+_count, _rate = "{:,}".format, "{:,.0f}".format
+
+# Column, key of the result, format. A task of zero_tp's own has the columns whose keys it has, lm-eval's have the last.
+COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("accuracy", "accuracy", _percent),
+    ("±", "accuracy_standard_error", _percent),
+    ("perplexity", "perplexity", _figure),
+    ("by T_o - 1", "perplexity_released_code", _figure),
+    ("sub-word", "perplexity_subword", _figure),
+    ("nats/token", "loss", _figure),
+    ("bits/byte", "bits_per_byte", _figure),
+    ("T_o", "original_tokens", _count),
+    ("documents", "documents", _count),
+    ("examples", "examples", _count),
+    ("truncated", "truncated", _count),
+    ("tokens", "tokens", _count),
+    ("computed", "tokens_computed", _count),
+    ("tokens/s", "tokens_per_second", _rate),
+    ("computed/s", "tokens_computed_per_second", _rate),
+    ("seconds", "seconds", _figure),
+)
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The results for a person: a heading and a line for each of zero_tp's own tasks, then lm-eval's table."""
-    parts = []
+    """Lay the results out for a person: a heading and a line for each of zero_tp's own tasks, then lm-eval's table."""
+    parts: list[str] = []
+    harness: dict[str, dict[str, Any]] = {}
+    rows: list[tuple[str, ...]] = []
     for task, result in report["tasks"].items():
-        shown = [(name, FORMATS[kind](result[key])) for name, key, kind in COLUMNS if key in result]
-        if "lm_eval" not in result:
-            parts.append(_aligned([("task", *(name for name, _ in shown)), (task, *(cell for _, cell in shown))]))
-    if harness := [result["lm_eval"] for result in report["tasks"].values() if "lm_eval" in result]:
-        parts.append(_harness_table(harness))
-        rates = [
-            (task, *(FORMATS[kind](result[key]) for _, key, kind in COLUMNS[-6:]))
-            for task, result in report["tasks"].items()
-            if "lm_eval" in result
-        ]
-        parts.append(_aligned([("task", *(name for name, _, _ in COLUMNS[-6:])), *rates]))
+        chosen = COLUMNS[-6:] if "lm_eval" in result else COLUMNS
+        columns = [(name, form(result[key])) for name, key, form in chosen if key in result]
+        both = [("task", *(name for name, _ in columns)), (task, *(cell for _, cell in columns))]
+        if "lm_eval" in result:
+            rows += both[1:] if rows else both
+            for key, value in result["lm_eval"].items():
+                harness.setdefault(key, {}).update(value)
+        else:
+            parts.append(_aligned(both))
+    if harness:
+        from lm_eval.utils import make_table
+
+        parts.append(make_table(harness).rstrip())
+        if harness.get("groups"):
+            parts.append(make_table(harness, "groups").rstrip())
+        parts.append(_aligned(rows))
     return "\n\n".join(parts)
 
 
-def _harness_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """lm-eval's own table of several results."""
-    from lm_eval.utils import make_table
-
-    whole: dict[str, dict[str, Any]] = {}
-    for result in results:
-        for key, value in result.items():
-            whole.setdefault(key, {}).update(value)
-    made = make_table(whole).rstrip()
-    return made + "\n\n" + make_table(whole, "groups").rstrip() if whole.get("groups") else str(made)
-
-
 def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns under each other, the first `left` of them flush left."""
+    """Put columns under each other, the first `left` of them flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -87,18 +81,15 @@ def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write JSON, whole or not at all. UserError when it can't be written."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A file that `write_report` wrote. UserError: it isn't one."""
+    """Read a file that `write_report` wrote. UserError: it isn't one."""
     try:
         report: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -111,7 +102,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def comparison(first: Path, second: Path) -> str:
-    """Two reports side by side: every figure of the tasks that both have, and what else differs.
+    """Lay two reports side by side: every figure of the tasks that both have, and what else differs.
 
     UserError: one can't be read, or they have no task in common.
     """
@@ -127,8 +118,7 @@ def comparison(first: Path, second: Path) -> str:
         for key, value in _numbers(a["tasks"][task]):
             if key in others:
                 rows.append((task, key, _number(value), _number(others[key]), _number(others[key] - value)))
-    lines = _aligned(rows, left=2).splitlines()
-    return "\n".join([*lines, "", *_differences(a, b, common)])
+    return "\n".join([_aligned(rows, left=2), "", *_differences(a, b, common)])
 
 
 def _numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -145,18 +135,18 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], common: Sequence[st
     for task in common:
         if _hashes(a["tasks"][task].get("data")) != _hashes(b["tasks"][task].get("data")):
             yield f"{task}: not the same data"
-    for side, tasks in ((a, b), (b, a)):
-        if missing := [task for task in side["tasks"] if task not in tasks["tasks"]]:
-            yield f"only in {'the first' if side is a else 'the second'}: {', '.join(missing)}"
+    for name, tasks in (("first", a["tasks"]), ("second", b["tasks"])):
+        if missing := [task for task in tasks if task not in common]:
+            yield f"only in the {name}: {', '.join(missing)}"
     for part in ("model", "settings", "versions"):
-        for key in sorted(a.get(part, {}).keys() | b.get(part, {}).keys()):
-            values = [side.get(part, {}).get(key) for side in (a, b)]
-            if values[0] != values[1]:
-                yield f"{part}.{key}: {values[0]} → {values[1]}"
+        one, other = a.get(part, {}), b.get(part, {})
+        for key in sorted(one.keys() | other.keys()):
+            if one.get(key) != other.get(key):
+                yield f"{part}.{key}: {one.get(key)} → {other.get(key)}"
 
 
 def _hashes(data: Any) -> Any:
-    """The SHA-256 of a task's data, or of its subtasks' by name."""
+    """Return the SHA-256 of a task's data, or of its subtasks' by name."""
     if not isinstance(data, Mapping):
         return None
     return data.get("sha256") or {name: _hashes(each) for name, each in data.items()}

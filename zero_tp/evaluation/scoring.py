@@ -1,5 +1,4 @@
-"""Rows of tokens to what their targets cost: how rows are batched and split over data-parallel ranks, and how a model
-of zero_tp or of transformers scores a batch.
+"""Rows of tokens, and how a model of zero_tp or of transformers scores a batch of them.
 
 b batch, n tokens of a row, k alternatives, v vocabulary.
 """
@@ -7,35 +6,29 @@ b batch, n tokens of a row, k alternatives, v vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.errors import UserError
 from zero_tp.parallel.scores import TokenScores, scores_of_logits
-from zero_tp.topology import Topology
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 Tokens = npt.NDArray[np.int64]
-Report = Callable[[int, int], None]
-"""(tokens that the model has read so far, tokens in all)."""
-
-
-def unreported(done: int, total: int) -> None:
-    """Nobody wants to know how far it is."""
+Scorer = Callable[[Tensor, Tensor], TokenScores]
+"""A model that scores a batch: int64 input ids [b, n] and labels [b, n, k] → scores [b, n, k], 0 and False where a
+label is -100. Labels are already shifted: `labels[i, j]` are tokens after `input_ids[i, j]`. Called equally often on
+every rank of its grid."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row for the model.
+    """A row is what the model reads at once.
 
     Attributes:
         tokens: int64 [n + 1]: the model reads all but the last, and its targets are all but the first.
@@ -52,6 +45,27 @@ class Row:
         return len(self.tokens) - 1
 
 
+def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int) -> tuple[list[Row], int]:
+    """Make rows that score each continuation after its context, cut on the left to what the model can read.
+
+    Returns:
+        The rows, and how many had to be cut.
+
+    Raises:
+        UserError: a continuation alone is longer.
+    """
+    rows, truncated = [], 0
+    for context, continuation in pairs:
+        if len(continuation) > positions:
+            raise UserError(
+                f"a continuation of {len(continuation):,} tokens is longer than the {positions:,} that the model reads"
+            )
+        tokens = np.array([*context, *continuation], dtype=np.int64)
+        truncated += len(tokens) > positions + 1
+        rows.append(Row(tokens[-(positions + 1) :], len(continuation)))
+    return rows, truncated
+
+
 class Score(NamedTuple):
     """Of the scored targets of a row together: negative log-likelihood in nats, and whether each was the arg-max."""
 
@@ -59,96 +73,8 @@ class Score(NamedTuple):
     greedy: bool
 
 
-class Scorer(Protocol):
-    """A model that scores a batch. Called equally often on every rank of its grid."""
-
-    def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
-        """int64 input ids [b, n] and labels [b, n, k] → scores [b, n, k], 0 and False where a label is -100.
-
-        Labels are already shifted: `labels[i, j]` are tokens after `input_ids[i, j]`.
-        """
-
-
-class Evaluator:
-    """A model, and the ranks that share its rows.
-
-    Batches are made of all rows, whatever the number of ranks, and dealt to the data-parallel ranks in turn: every
-    grid computes the same sums. Each rank computes equally many batches (ZeRO-3 needs that): where they don't divide,
-    the last is computed again and counts once.
-
-    Args:
-        batch_size: rows of a batch.
-        topology: the grid; by default one process.
-    """
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        batch_size: int = 8,
-        device: torch.device | str = "cpu",
-        topology: Topology | None = None,
-    ):
-        self.scorer, self.batch_size, self.device = scorer, batch_size, device
-        self.topology = topology or Topology()
-
-    def map(
-        self, function: Callable[[T], R], batches: Sequence[T], after: Callable[[Sequence[T]], None] = lambda _: None
-    ) -> list[R]:
-        """`function` of every batch, in order, on every rank; each is computed by one DP rank. Collective.
-
-        Args:
-            after: called with the batches that all ranks have computed since the last call.
-        """
-        ranks, rank = self.topology.data, self.topology.data_rank
-        mine: list[R] = []
-        for start in range(0, len(batches), ranks):
-            result = function(batches[min(start + rank, len(batches) - 1)])
-            if start + rank < len(batches):
-                mine.append(result)
-            after(batches[start : start + ranks])
-        if ranks == 1:
-            return mine
-        everyone: list[Any] = [None] * ranks
-        dist.all_gather_object(everyone, mine, group=self.topology.data_group)
-        return [everyone[index % ranks][index // ranks] for index in range(len(batches))]
-
-    @torch.no_grad()  # not inference_mode: what ZeRO-3 gathers here it would keep for training
-    def score(self, rows: Sequence[Row], report: Report = unreported) -> list[list[Score]]:
-        """Scores of every row, in order, on every rank: of its own targets, then with each alternative. Collective.
-
-        Long rows come first: a batch's rows are of about one length, and memory runs out at once or never.
-        """
-        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        done, total = 0, sum(map(len, rows))
-
-        def after(computed: Sequence[list[int]]) -> None:
-            nonlocal done
-            done += sum(len(rows[index]) for batch in computed for index in batch)
-            report(done, total)
-
-        scores = self.map(lambda batch: self._score([rows[index] for index in batch]), batches, after)
-        found: list[list[Score]] = [[] for _ in rows]
-        for batch, of_batch in zip(batches, scores, strict=True):
-            for index, of_row in zip(batch, of_batch, strict=True):
-                found[index] = of_row
-        return found
-
-    def _score(self, rows: Sequence[Row]) -> list[list[Score]]:
-        input_ids, labels = padded(rows)
-        nll, greedy = self.scorer(input_ids.to(self.device), labels.to(self.device))
-        # An alternative's label stands in the last place alone: with one target to score its sum is that target's.
-        sums = nll.double().sum(1).tolist()
-        firsts = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
-        return [
-            [Score(*score) for score in zip(sums[row][:used], firsts[row][:used], strict=True)]
-            for row, used in enumerate(1 + len(each.alternatives) for each in rows)
-        ]
-
-
 def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Input ids [b, n] and labels [b, n, k] for the longest row and the most alternatives.
+    """Return input ids [b, n] and labels [b, n, k] for the longest row and the most alternatives.
 
     Padding is on the right: a causal model's outputs don't depend on what follows, so it needs no attention mask.
     """
@@ -168,13 +94,13 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 class ParallelScorer:
-    """A `Scorer` of a `ZeroTPForCausalLM`, alone or inside a DeepSpeed engine."""
+    """The scorer of a `ZeroTPForCausalLM`.
+
+    Args:
+        model: what is called: the model, or the DeepSpeed engine that has it.
+    """
 
     def __init__(self, model: Any):
-        """
-        Args:
-            model: what is called: the model, or the engine that has it.
-        """
         self.model = model
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
@@ -183,7 +109,7 @@ class ParallelScorer:
 
 
 class HuggingFaceScorer:
-    """A `Scorer` of a Hugging Face causal language model.
+    """The scorer of a Hugging Face causal language model.
 
     Only the positions that some row scores get logits, where the model takes `logits_to_keep`. Logits are made for at
     most `logits_bytes` at once (fp32 bytes, for one row at least): rows go through the model in smaller groups when a
@@ -210,6 +136,6 @@ class HuggingFaceScorer:
             logits = self.model(input_ids=input_ids[group], **options).logits
             row, kept = scored[group][:, columns].nonzero(as_tuple=True)
             for some, at in zip(row.split(self.POSITIONS), kept.split(self.POSITIONS), strict=True):
-                place = (some + start, columns[at])
-                nll[place], greedy[place] = scores_of_logits(logits[some, at].float(), labels[place])
+                targets = (some + start, columns[at])
+                nll[targets], greedy[targets] = scores_of_logits(logits[some, at].float(), labels[targets])
         return TokenScores(nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX))

@@ -9,14 +9,13 @@ tokenizer's bos or eos token, as in the paper's sum.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from zero_tp.errors import UserError
-from zero_tp.evaluation.perplexity import exp, sliding_windows, summed
-from zero_tp.evaluation.scoring import Evaluator, Report, Tokens, unreported
+from zero_tp.evaluation.perplexity import Perplexity, PerplexityTask
+from zero_tp.evaluation.sources import Origin, read_hub, read_texts
+from zero_tp.evaluation.task import TaskOptions, as_json, exp
 
 OVERLAP = 32
 TEST_TOKENS = 245_566
@@ -24,61 +23,75 @@ TEST_TOKENS = 245_566
 
 
 def original_tokens(text: str) -> int:
-    """T_o: tokens between single spaces. Line breaks stand between spaces in the file, so each of them counts."""
+    """Count T_o: tokens between single spaces. Line breaks stand between spaces in the file, so each of them counts."""
     return len(text.strip().split(" "))
 
 
-def check_detokeniser() -> None:
-    """UserError: lm-eval isn't installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "wikitext103 uses lm-eval's detokeniser, which is not installed: pip install -c constraints.txt -e .[eval]"
-        )
-
-
 def detokenised(text: str) -> str:
-    """The text without the spaces and the `@-@` of tokenisation. lm-eval's function performs Megatron-LM's steps."""
+    """Return the text without the spaces and the `@-@` of tokenisation. lm-eval's function does Megatron-LM's steps."""
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     found: str = wikitext_detokenizer({"page": text})
     return found
 
 
-def wikitext103(
-    text: str,
-    encode: Callable[[str], Tokens],
-    evaluator: Evaluator,
-    *,
-    prefix_token: int,
-    sequence_length: int,
-    overlap: int = OVERLAP,
-    report: Report = unreported,
-) -> dict[str, Any]:
-    """The split's figures: `nll` (nats), T (`tokens`), T_o (`original_tokens`), and three perplexities. Collective.
+def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
+    """Read the tokenised text of one split: the file's, which is one text, or the test split from the hub.
 
-    Args:
-        text: the whole split in its tokenised form, as in wiki.test.tokens.
-        encode: text → token ids, without special tokens.
-        sequence_length, overlap: s and o, tokens.
-
-    Returns:
-        `perplexity` by T_o, `perplexity_released_code` by T_o - 1, `perplexity_subword` by T; None where it overflows;
-        `windows` and `tokens_computed`, the tokens that the model read.
+    UserError: no text, or several, or the hub's can't be had.
     """
-    ids = encode(detokenised(text))
-    rows = list(sliding_windows(np.concatenate(([prefix_token], ids)), sequence_length, overlap))
-    nll, words = summed(evaluator, rows, report), original_tokens(text)
-    divisors = {
-        "perplexity": words,
-        "perplexity_released_code": words - 1,
-        "perplexity_subword": len(ids),
-    }
-    perplexities = {name: exp(nll / count) if count else float("inf") for name, count in divisors.items()}
-    return {
-        "nll": nll,
-        "tokens": len(ids),
-        "original_tokens": words,
-        **{name: value if np.isfinite(value) else None for name, value in perplexities.items()},
-        "windows": len(rows),
-        "tokens_computed": sum(map(len, rows)),
-    }
+    if path is not None:
+        texts, origin = read_texts(path, text_key)
+        if len(texts) > 1:
+            raise UserError(
+                f"{path}: {len(texts):,} texts, where wikitext103 is one: give the split's own file, "
+                "such as wiki.test.tokens with .txt for its ending"
+            )
+        return texts[0], origin
+    records, origin = read_hub("wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens")
+    # The hub's lines are the file's, but for blank ones, whose space it takes away.
+    text = "".join(record["text"] or " \n" for record in records)
+    if original_tokens(text) != TEST_TOKENS:
+        raise UserError(
+            f"wikitext103: the hub's test split has {original_tokens(text):,} tokens, not the {TEST_TOKENS:,} of the "
+            "original file: give that with --data wikitext103=FILE"
+        )
+    return text, origin
+
+
+class WikitextTask(PerplexityTask):
+    """The task divides a split's NLL by T_o (`perplexity`), T_o - 1 (`perplexity_released_code`) and T
+    (`perplexity_subword`)."""
+
+    name = "wikitext103"
+    logged = ("perplexity", "perplexity_released_code", "perplexity_subword")
+
+    def __init__(self, file: Path | None, options: TaskOptions):
+        if options.limit is not None:
+            raise UserError(f"--limit {options.limit}: wikitext103 is one text; leave the limit out, or the task")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UserError(
+                "wikitext103 uses lm-eval's detokeniser, which is not installed: "
+                "pip install -c constraints.txt -e .[eval]"
+            )
+        text, self.origin = wikitext_split(file, options.text_key)
+        self.documents, self.original_tokens = [detokenised(text)], original_tokens(text)
+        self.overlap = options.overlap or OVERLAP
+
+    def figures(self, found: Perplexity) -> dict[str, Any]:
+        divisors = {
+            "perplexity": self.original_tokens,
+            "perplexity_released_code": self.original_tokens - 1,
+            "perplexity_subword": found.tokens,
+        }
+        figures: dict[str, Any] = as_json(
+            {
+                "nll": found.nll,
+                "tokens": found.tokens,
+                "original_tokens": self.original_tokens,
+                **{name: exp(found.nll / count) if count else None for name, count in divisors.items()},
+                "windows": found.windows,
+                "tokens_computed": found.tokens_computed,
+            }
+        )
+        return figures

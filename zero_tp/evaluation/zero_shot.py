@@ -1,24 +1,31 @@
-"""Zero-shot evaluation of a model directory or a run: what is asked, checked, and reported; tasks.py computes."""
+"""Zero-shot evaluation of a model directory or a run: its settings, the order of its steps, and its report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_tp.errors import UserError
-from zero_tp.evaluation.pretrained import DTYPES, open_directory
-from zero_tp.evaluation.tasks import TaskOptions, make_tasks, timed
+from zero_tp.evaluation.pretrained import DTYPES, open_directory, parameters
+from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.process.connect import connect
+from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology
 
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 
 
 @dataclass(frozen=True)
-class EvaluationSettings:
-    """How a model is evaluated.
+class EvaluationSettings(TaskOptions):
+    """The settings say how a model is evaluated, by the names of the command's options.
 
     Attributes:
         batch_size: rows at once, on each data-parallel rank.
@@ -28,7 +35,6 @@ class EvaluationSettings:
         tensor_parallel: ranks that share one copy of the model.
         tokenizer: a directory to take the tokenizer from, instead of the model's own.
         allow_pickle: read pickled weights where there are no safetensors.
-        tasks: what the tasks are asked with.
     """
 
     batch_size: int = 8
@@ -38,19 +44,6 @@ class EvaluationSettings:
     tensor_parallel: int = 1
     tokenizer: Path | None = None
     allow_pickle: bool = False
-    tasks: TaskOptions = field(default_factory=TaskOptions)
-
-    def check(self, world: int) -> None:
-        """UserError: a value that can't be."""
-        if self.batch_size < 1:
-            raise UserError(f"--batch-size {self.batch_size}: at least 1")
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype {self.dtype}: one of {', '.join(DTYPES)}")
-        if self.tensor_parallel < 1 or world % self.tensor_parallel:
-            raise UserError(
-                f"--tensor-parallel {self.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
-                f"deepspeed --num_accelerators N starts N"
-            )
 
 
 def evaluate(
@@ -58,62 +51,71 @@ def evaluate(
     names: Sequence[str],
     data: Mapping[str, Path],
     settings: EvaluationSettings,
-    *,
-    world: int = 1,
-    connect: Callable[[], tuple[str, Topology]] | None = None,
+    environment: RankEnvironment | None = None,
 ) -> dict[str, Any]:
-    """Run the tasks; returns what `eval/zero_shot.py` writes as JSON. Collective, where there are several ranks.
+    """Run the tasks; return what `eval/zero_shot.py` writes as JSON. Collective, where there are several ranks.
 
     All checks, and the reading of the tasks' data, come before ranks connect and before the weights are read.
 
     Args:
         model: a Hugging Face directory, a run, or one of its checkpoints.
         data: files by the task's name.
-        world: number of ranks.
-        connect: joins the ranks, when the checks are done, and returns this one's device and place.
+        environment: of this rank; None: the process is alone.
 
     Raises:
         UserError: see `open_directory`, `make_tasks`; settings that don't fit the model.
     """
-    settings.check(world)
+    world = environment.world if environment else 1
+    settings.check()
+    if settings.dtype not in DTYPES:
+        raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES)}")
+    if settings.tensor_parallel < 1 or world % settings.tensor_parallel:
+        raise UserError(
+            f"--tensor-parallel {settings.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
+            f"deepspeed --num_accelerators N starts N"
+        )
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     length = directory.sequence_length(settings.sequence_length)
-    tasks = make_tasks(names, data, settings.tasks)
+    tasks = make_tasks(names, data, settings)
     for task in tasks:
         task.check(length)
-
-    import torch
-
-    from zero_tp.evaluation.scoring import Evaluator
-    from zero_tp.evaluation.tasks import Subject
-
-    if connect is None:
-        device, topology = settings.device or ("cuda" if torch.cuda.is_available() else "cpu"), Topology()
-    else:
-        device, topology = connect()
-    loaded = directory.load(settings.dtype, device, topology)
-    evaluator = Evaluator(loaded.scorer, batch_size=settings.batch_size, device=device, topology=topology)
-    subject = Subject(evaluator, directory.tokenizer, directory.config, loaded.module, length)
-    results = {task.name: timed(task, subject) for task in tasks}
+    device, topology = settings.device or ("cuda" if torch.cuda.is_available() else "cpu"), Topology()
+    if environment is not None and world > 1:
+        if device not in ("cuda", "cpu"):
+            raise UserError(f"--device {device}: with several ranks cuda or cpu, each rank takes its own")
+        # Without sequence parallelism: without gradients it saves no memory that counts.
+        topology, own_device = connect(environment, device, settings.tensor_parallel)
+        device = str(own_device)
+    subject = directory.load(
+        settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
+    )
     return {
         "model": {
             "path": str(directory.path),
             "step": directory.step,
             "model_type": directory.config.model_type,
-            "class": type(loaded.module).__name__,
-            "parameters": loaded.parameters,
+            "class": type(subject.module).__name__,
+            "parameters": parameters(subject.module),
             "vocabulary_size": len(directory.tokenizer),
         },
-        "settings": _settings(settings, length, device, topology),
+        "settings": as_json(
+            asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
+        ),
         "versions": _versions(),
-        "tasks": results,
+        "tasks": {task.name: _timed(task, subject) for task in tasks},
     }
 
 
-def _settings(settings: EvaluationSettings, length: int, device: str, topology: Topology) -> dict[str, Any]:
-    shown = asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
-    options = shown.pop("tasks")
-    return {key: str(value) if isinstance(value, Path) else value for key, value in {**shown, **options}.items()}
+def _timed(task: Task, subject: Subject) -> dict[str, Any]:
+    """Run the task; return its figures with `seconds`, and tokens scored and computed a second."""
+    started = time.perf_counter()
+    result = task.run(subject)
+    seconds = time.perf_counter() - started
+    return result | {
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(result["tokens"] / seconds, 1),
+        "tokens_computed_per_second": round(result["tokens_computed"] / seconds, 1),
+    }
 
 
 def _versions() -> dict[str, str]:

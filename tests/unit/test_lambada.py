@@ -15,9 +15,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation.cloze import Passage
-from zero_tp.evaluation.sources import lambada_passages
-from zero_tp.evaluation.tasks import TaskOptions
+from zero_tp.evaluation.lambada import Passage, lambada_passages
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 
@@ -72,7 +70,7 @@ def test_equals_one_passage_at_a_time(model: Path, tmp_path: Path) -> None:
     assert result["nll"] == pytest.approx(sum(losses), rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-6)
     assert result["examples"] == 5 and result["truncated"] == 0
-    limited = EvaluationSettings(device="cpu", tasks=TaskOptions(limit=2))
+    limited = EvaluationSettings(device="cpu", limit=2)
     assert evaluate(model, ["lambada"], {"lambada": file}, limited)["tasks"]["lambada"]["examples"] == 2
 
 
@@ -86,26 +84,26 @@ def test_longer_passages_are_cut_on_the_left(model: Path, tmp_path: Path) -> Non
 
 
 def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: Path) -> None:
-    found = lambada_passages(passages, "text", 50)
+    found, _ = lambada_passages(passages, "text", 50)
     records = [json.loads(line) for line in passages.read_text(encoding="utf-8").splitlines()[:50]]
-    assert found.value == [Passage(each["context"].rstrip(), each["continuation"]) for each in records]
+    assert found == [Passage(each["context"].rstrip(), each["continuation"]) for each in records]
     whole = [each["context"] + " " + each["continuation"] for each in records]
     assert all("\n" in text for text in whole[:3]), "the test wants white space of all kinds"
     with gzip.open(tmp_path / "texts.jsonl.gz", "wt", encoding="utf-8") as file:
         file.write("".join(json.dumps({"passage": text}) + "\n" for text in whole))
-    assert lambada_passages(tmp_path / "texts.jsonl.gz", "passage", None).value == found.value
+    assert lambada_passages(tmp_path / "texts.jsonl.gz", "passage", None)[0] == found
     (tmp_path / "lines.txt").write_text("".join(" ".join(text.split()) + "\n" for text in whole), encoding="utf-8")
-    lines = lambada_passages(tmp_path / "lines.txt", "text", None).value
-    assert [each.word for each in lines] == [each.word for each in found.value]
+    lines, _ = lambada_passages(tmp_path / "lines.txt", "text", None)
+    assert [each.word for each in lines] == [each.word for each in found]
 
 
 def test_the_hubs_passages(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "I say\n\nyes and no"}, {"text": "b c"}])
-    found = lambada_passages(None, "text", 1)
-    assert found.value == [Passage("I say\n\nyes and", "no")]
-    assert found.origin["dataset"] == "EleutherAI/lambada_openai" and len(found.origin["sha256"]) == 64
+    found, origin = lambada_passages(None, "text", 1)
+    assert found == [Passage("I say\n\nyes and", "no")]
+    assert origin["dataset"] == "EleutherAI/lambada_openai" and len(origin["sha256"]) == 64
 
 
 def test_mistakes(tmp_path: Path) -> None:

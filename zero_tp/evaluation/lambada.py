@@ -1,0 +1,96 @@
+"""LAMBADA (arXiv 1606.06031): is a passage's last word what the model says?
+
+All sub-words of the word must be the arg-max under teacher forcing for the passage to count as right (arXiv 1909.08053,
+section 5.3 and appendix E.2). Tokens are cut as lm-eval does.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero_tp.data.documents import document_kind, read_documents, read_objects, text_of
+from zero_tp.errors import UserError
+from zero_tp.evaluation.scoring import continuation_rows
+from zero_tp.evaluation.sources import Origin, origin_of, read_hub
+from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.task import Task, TaskOptions, as_json, exp
+
+
+class Passage(NamedTuple):
+    """A passage is what stands before the last word, without the space, and the word."""
+
+    context: str
+    word: str
+
+
+class LambadaTask(Task):
+    """The task gives the accuracy of the last word and its perplexity, e to the mean NLL of a whole word."""
+
+    name = "lambada"
+    logged = ("accuracy", "perplexity")
+
+    def __init__(self, file: Path | None, options: TaskOptions):
+        self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
+
+    def run(self, subject: Subject) -> dict[str, Any]:
+        """Return the figures (see `Task.run`); `truncated` are passages longer than the model's positions."""
+        pairs = [subject.encode_pair(context, " " + word) for context, word in self.passages]
+        rows, truncated = continuation_rows(pairs, subject.positions)
+        with subject.progress(self.name) as report:
+            scores = [scores[0] for scores in subject.score(rows, report)]
+        count, nll = len(scores), math.fsum(score.nll for score in scores)
+        accuracy = sum(score.greedy for score in scores) / count
+        figures: dict[str, Any] = as_json(
+            {
+                "data": self.origin,
+                "accuracy": accuracy,
+                "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None,
+                "perplexity": exp(nll / count),
+                "nll": nll,
+                "examples": count,
+                "tokens": sum(row.scored for row in rows),
+                "tokens_computed": sum(map(len, rows)),
+                "truncated": truncated,
+            }
+        )
+        return figures
+
+
+def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tuple[list[Passage], Origin]:
+    """Read the passages of a file, or OpenAI's variant of the test split from the hub.
+
+    A file has JSON lines, with `context` and `continuation` or with the whole passage as text, or a passage a line.
+    UserError: another kind of file, or no passage.
+    """
+    if path is None:
+        records, origin = read_hub("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
+        return [_of_text(record["text"], "EleutherAI/lambada_openai") for record in records[:limit]], origin
+    if document_kind(path) == "jsonl":
+        passages = [_of_record(record, where, text_key) for where, record in islice(read_objects(path), limit)]
+    else:
+        lines = (line for text in read_documents(path) for line in text.splitlines() if line.strip())
+        passages = [_of_text(line, str(path)) for line in islice(lines, limit)]
+    if not passages:
+        raise UserError(f"{path}: no passage in it")
+    return passages, origin_of(path)
+
+
+def _of_record(record: dict[str, Any], where: str, text_key: str) -> Passage:
+    both = [key in record for key in ("context", "continuation")]
+    if not any(both):
+        return _of_text(text_of(record, where, text_key), where)
+    if not all(both):
+        raise UserError(f"{where}: 'context' and 'continuation' go together; the keys found are {', '.join(record)}")
+    # A word is the same with its space as without.
+    return Passage(text_of(record, where, "context").rstrip(), text_of(record, where, "continuation").strip())
+
+
+def _of_text(text: str, where: str) -> Passage:
+    """Cut a whole passage, whose last word follows white space."""
+    parts = text.strip().rsplit(maxsplit=1)
+    if len(parts) < 2:
+        raise UserError(f"{where}: a passage needs two words at least")
+    return Passage(*parts)
