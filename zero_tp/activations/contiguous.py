@@ -30,7 +30,7 @@ class ContiguousBuffer:
         self.buffer: Tensor | None = None
         self._free: list[int] = []
 
-    def place_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
+    def slot_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """Return a free slot and its view, shaped like the tensor.
 
         Raises:
@@ -79,8 +79,8 @@ class Contiguous:
         self.buffer = buffer
 
     def put(self, tensor: Tensor) -> Any:
-        slot, place = self.buffer.place_for(tensor)
-        place.copy_(tensor)
+        slot, view = self.buffer.slot_for(tensor)
+        view.copy_(tensor)
         return slot
 
     def take(self, token: Any) -> Tensor:

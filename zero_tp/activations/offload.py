@@ -43,7 +43,7 @@ class Host:
         device = tensor.device
         runtime = torch.get_device_module(device)
         out, _ = self._out_and_back(device)
-        slot, host = self._place_for(tensor)
+        slot, host = self._host_memory_for(tensor)
         out.wait_stream(runtime.current_stream(device))
         with runtime.stream(out):
             host.copy_(tensor, non_blocking=True)
@@ -74,9 +74,9 @@ class Host:
             token.back = token.host.to(token.device, non_blocking=True)
         token.returned = back.record_event()
 
-    def _place_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
+    def _host_memory_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
         if self.buffer is not None:
-            return self.buffer.place_for(tensor)
+            return self.buffer.slot_for(tensor)
         return None, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def _out_and_back(self, device: torch.device) -> tuple[Any, Any]:

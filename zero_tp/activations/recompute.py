@@ -25,7 +25,7 @@ from zero_tp.parallel.random import RandomStreams
 Forward = Callable[..., Tensor]
 
 
-class _Run(torch.autograd.Function):
+class _Recompute(torch.autograd.Function):
     """Run a function without a graph, and in backward again with one, whose gradients it takes at once.
 
     The nested backward is what DeepSpeed's own checkpointing does: ZeRO-3 gathers and releases each parameter around
@@ -70,7 +70,7 @@ def recomputed(forward: Forward, streams: RandomStreams, store: Store) -> Forwar
             return forward(*inputs, **shared)
         # Parameters inside need gradients also where no input does (a frozen embedding).
         anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
-        output: Tensor = _Run.apply(partial(forward, **shared), streams, store, anchor, *inputs)
+        output: Tensor = _Recompute.apply(partial(forward, **shared), streams, store, anchor, *inputs)
         return output
 
     return run
