@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# bash tests/run.sh [ARGUMENT OF PYTEST…]
+# bash tests/run.sh [--tests-only] [ARGUMENT OF PYTEST…]
 #
-# Set-up, lint, types, tests. All are run, and the exit status says whether any of them failed.
+# Set-up, lint, types, tests. All are run, and the exit status says whether any of them failed, or no test was selected.
+# The tests have three tiers: the first, which this runs, shows every mechanism once;
+# -m thorough has the other cases (.ci/run runs both); -m heavy has long proofs.
 # Example: bash tests/run.sh tests/unit -k config
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tests_only=
+if [ "${1:-}" = --tests-only ]; then tests_only=yes; shift; fi
 bash launch/setup_env.sh dev eval
 export PATH="$PWD/.venv/bin:$PATH"
 
@@ -13,7 +17,10 @@ failed=()
 check() {
     local begin=$SECONDS
     echo "== $*"
-    "$@" || failed+=("$1")
+    local status=0
+    "$@" || status=$?
+    if [ $status = 5 ] && [ "$2 $3" = "-m pytest" ]; then echo "no test is selected" >&2; fi
+    if [ $status != 0 ]; then failed+=("$1"); fi
     echo "== $1: $((SECONDS - begin)) s"
 }
 
@@ -23,8 +30,10 @@ for folder in zero_tp launch eval benchmarks tests; do
     if [ -n "$(find "$folder" -name '*.py' -print -quit 2>/dev/null)" ]; then folders+=("$folder"); fi
 done
 
-check ruff check .
-check mypy "${folders[@]}"
+if [ -z "$tests_only" ]; then
+    check ruff check .
+    check mypy "${folders[@]}"
+fi
 # Two files at a time, the long ones first: ranks wait for each other a fifth of the time, and one process leaves a core
 # idle.
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

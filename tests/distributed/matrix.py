@@ -214,6 +214,23 @@ def chosen_cells() -> tuple[list[Cell], int]:
 
 
 @cache
+def first_cells() -> list[Cell]:
+    """A few of the cells with all pairs, which together have every setting at work, every family, and every TP with
+    and without SP. Greedy like `chosen_cells`.
+    """
+    cells, with_all_pairs = chosen_cells()
+    shown: dict[Cell, set[Any]] = {}
+    for cell in cells[:with_all_pairs]:
+        settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
+        shown[cell] = {*settings, cell[:2], ("family", families()[cell])}
+    new, chosen = set().union(*shown.values()), []
+    while new:
+        chosen.append(max(shown, key=lambda cell: len(shown[cell] & new)))
+        new -= shown[chosen[-1]]
+    return chosen
+
+
+@cache
 def families() -> dict[Cell, str]:
     """The model that each cell of the covering array trains: every family with every setting that can be.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, step_directory
 from zero_tp.checkpoint.resume import find_resumable
@@ -140,9 +141,16 @@ CASES = [
     (4, 2, 2, "bf16", "optimizer"),
     (4, 2, 3, "bf16", "parameters"),
 ]
+FIRST = [
+    (4, 2, 0, "fp32", "none"),
+    (4, 2, 1, "bf16", "none"),
+    (4, 2, 1, "bf16_fp32_accumulation", "none"),
+    (4, 2, 2, "bf16", "optimizer"),
+    (4, 2, 3, "bf16", "parameters"),
+]
 
 
-@pytest.mark.parametrize(("world", "tensor", "stage", "dtype", "offload"), CASES)
+@pytest.mark.parametrize(("world", "tensor", "stage", "dtype", "offload"), in_tiers(CASES, FIRST))
 def test_a_resumed_run_is_the_run_that_never_stopped(
     ranks: Pools, tmp_path: Path, world: int, tensor: int, stage: int, dtype: str, offload: str
 ) -> None:

@@ -17,6 +17,7 @@ from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_
 from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.models.agreement import random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.layout import Replicated, audit, layout_of
@@ -136,7 +137,9 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
     return [*losses, *norms, float(len(replicated))]
 
 
-@pytest.mark.parametrize(("tensor", "sequence", "stage"), [(2, True, 3), (4, False, 1), (4, True, 3)])
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "stage"), in_tiers([(2, True, 3), (4, False, 1), (4, True, 3)], [(2, True, 3)])
+)
 @EACH_TYPE
 @hypothesis.settings(max_examples=1)
 @given(data=st.data())
@@ -167,7 +170,7 @@ def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[i
     return pairs
 
 
-@EACH_WORLD
+@pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 @EACH_TYPE
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())

@@ -25,6 +25,7 @@ from tests.distributed.test_documents import token_losses_apart
 from tests.launched import metrics_of, pretrain
 from tests.native import to_theirs
 from tests.pools import Pools
+from tests.tiers import THOROUGH
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -123,6 +124,7 @@ def test_micro_batches_of_these_runs_predict_different_numbers(apart: Apart) -> 
     assert 0 in counts and len(set(counts)) > 5
 
 
+@THOROUGH
 def test_the_losses_that_a_run_logs(workplace: Path) -> None:
     """launch/pretrain.py at almost no learning rate: training and validation losses of the first weights."""
     settings = {

@@ -20,6 +20,7 @@ from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
 from tests.native import to_theirs
 from tests.pools import Pools
+from tests.tiers import THOROUGH
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.inspect import inspect
@@ -110,6 +111,7 @@ def test_an_engine_starts_from_the_directory(
         assert loss == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 2e-2)
 
 
+@THOROUGH
 def test_a_run_from_a_directory(tmp_path: Path) -> None:
     with gzip.open(ROOT / "launch" / "corpus" / "sotu.jsonl.gz", "rt") as lines:
         (tmp_path / "some.jsonl").write_text("".join(next(lines) for _ in range(8)))

@@ -19,11 +19,13 @@ import psutil
 import pytest
 
 from tests.launched import default_interrupts, free_port
+from tests.tiers import THOROUGH
+from tests.waits import patience
 
 SCRIPT = Path(__file__).with_name("_lifecycle_rank.py")
 ROOT = SCRIPT.parents[2]
 LAUNCHER_LINE = re.compile(r"^\[\d{4}-\d\d-\d\d [\d:,]+\] \[[A-Z]+\] \[(launch|runner)\.py:")
-LIMIT_SECONDS = 120.0  # of a loaded machine
+LIMIT_SECONDS = 120.0  # of an idle machine
 LAUNCHER_SECONDS = 30.0  # then a launcher kills the ranks that it has told to end
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "3")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "3")
@@ -76,10 +78,10 @@ class Launch:
 
     def wait_for(self, text: str) -> None:
         """Imports alone take most of a minute on a busy machine: no time is measured before `text` is there."""
-        deadline = time.monotonic() + 120
+        start = time.monotonic()
         ended = False
         while text not in self.log.read_text():
-            assert not ended and time.monotonic() < deadline, self.log.read_text()
+            assert not ended and time.monotonic() - start < patience(LIMIT_SECONDS), self.log.read_text()
             ended = self.runner.poll() is not None  # then one more look
             time.sleep(0.05)
 
@@ -87,9 +89,9 @@ class Launch:
         """Wait until every process has gone → the launcher's status, what was printed, the seconds it took."""
         start = time.monotonic()
         while self.processes():
-            assert time.monotonic() - start < LIMIT_SECONDS, (self.processes(), self.log.read_text())
+            assert time.monotonic() - start < patience(LIMIT_SECONDS), (self.processes(), self.log.read_text())
             time.sleep(0.1)
-        status = self.runner.wait(timeout=5)
+        status = self.runner.wait(timeout=patience(5))
         return status, self.log.read_text(), time.monotonic() - start
 
 
@@ -120,6 +122,7 @@ def test_wrong_input_is_said_once_and_ends_with_status_2(launch: Callable[..., L
     assert own_lines(output) == ["error: zero_tp.training.steps is -1: it must be at least 1"]
 
 
+@THOROUGH
 def test_success_ends_with_status_0_and_says_nothing(launch: Callable[..., Launch]) -> None:
     job = launch("success")
     job.wait_for("looping")
@@ -139,6 +142,7 @@ def test_a_failing_rank_has_the_last_word(launch: Callable[..., Launch]) -> None
     assert all(line.startswith("rank 1") for line in lines[1:])
 
 
+@THOROUGH
 def test_a_failing_rank_has_the_last_word_before_torchruns(launch: Callable[..., Launch]) -> None:
     job = launch("exception", TORCHRUN)
     job.wait_for("rank 1 failed")
@@ -184,7 +188,7 @@ def test_interrupt_is_said_once_and_leaves_no_process(launch: Callable[..., Laun
     ("victim", "number", "name"),
     [
         ("runner", signal.SIGTERM, "deepspeed"),
-        ("launch.py", signal.SIGKILL, "deepspeed's launch.py"),
+        pytest.param("launch.py", signal.SIGKILL, "deepspeed's launch.py", marks=THOROUGH),
     ],
 )
 def test_ranks_end_when_a_launcher_above_them_is_gone(

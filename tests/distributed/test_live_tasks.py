@@ -13,6 +13,7 @@ from transformers import GPT2Config
 from tests.launched import launch, metrics_of, run, script
 from tests.pool_rank import cached
 from tests.pools import Pools
+from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.live import LiveTasks
 from zero_tp.evaluation.task import TaskOptions
@@ -89,6 +90,7 @@ def test_training_does_not_notice_them(ranks: Pools, tmp_path: Path, stage: int)
     assert len(set(perplexities)) == 3, "each is of the weights of its step"
 
 
+@THOROUGH
 def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -> None:
     config = json.loads((workplace / "small.json").read_text())
     config["zero_tp"]["evaluation"] |= write_files(tmp_path) | {"interval": 2}

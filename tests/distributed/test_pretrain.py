@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launched import metrics_of, pretrain, said, script
 from tests.mistakes import MISTAKES, Mistake
+from tests.tiers import THOROUGH, in_tiers
 
 METRICS = {
     "step",
@@ -31,10 +32,23 @@ METRICS = {
 }
 
 
-def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
+Output = list[str]
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path) -> Output:
+    """What a run of 8 steps said; it lies in runs/small."""
     done = pretrain(4, workplace, "--deepspeed_config", "small.json", "--profile-steps", "2:3")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = said(done.stdout + done.stderr)
+    return said(done.stdout + done.stderr)
+
+
+def trained_steps(run: Path) -> list[dict[str, Any]]:
+    return [record for record in metrics_of(run) if "loss" in record]
+
+
+def test_a_run(workplace: Path, finished: Output) -> None:
+    lines = list(finished)
     assert lines[0].startswith("gpt2: ") and "TP 2 × DP 2, SP, ZeRO-2" in lines[0]
     planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
     assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")
@@ -53,7 +67,7 @@ def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
 
     directory = workplace / "runs" / "small"
     records = metrics_of(directory)
-    trained = [record for record in records if "loss" in record]
+    trained = [record for record in records if "loss" in record and record["step"] <= 8]
     assert [record["step"] for record in trained] == list(range(1, 9))
     assert set(trained[0]) == METRICS
     assert trained[-1]["consumed_samples"] == 8 * 8
@@ -61,7 +75,10 @@ def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
     assert [record["step"] for record in records if "validation_loss" in record] == [4, 8]
     assert (workplace / "csv" / "small").is_dir(), "DeepSpeed's monitors write"
 
-    # The same run, stopped after step 6 and started again with the same command.
+
+@THOROUGH
+def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output) -> None:
+    """Stopped after step 6 and started again with the same command."""
     again_at: tuple[str, ...] = ("--deepspeed_config", "small.json", "--output-dir", "again")
     again_at += ("--set", "scheduler.params.total_num_steps=8")
     first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
@@ -69,24 +86,24 @@ def test_a_run_its_resumption_and_its_export(workplace: Path) -> None:
     second = pretrain(4, workplace, *again_at)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming step 6" in second.stdout
-    again = [record for record in metrics_of(workplace / "again") if "loss" in record]
+    again = trained_steps(workplace / "again")
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in again] == [
-        (r["step"], r["loss"], r["grad_norm"]) for r in trained
+        (r["step"], r["loss"], r["grad_norm"]) for r in trained_steps(workplace / "runs" / "small")[:8]
     ], "bit for bit"
+    done = pretrain(4, workplace, *again_at)
+    assert done.returncode == 0
+    assert "the run is at step 8, zero_tp.training.steps is 8: nothing to do" in done.stdout
 
-    longer = pretrain(4, workplace, "--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9")
-    assert longer.returncode == 0, longer.stdout + longer.stderr
-    assert "schedule ends at step 8; from there to step 9 it holds its minimum" in longer.stdout
-    rates = {record["step"]: record["learning_rate"] for record in metrics_of(directory) if "loss" in record}
-    assert rates[9] == pytest.approx(3e-3 * 1e-4), "cos_min_ratio's default"
-    finished = pretrain(4, workplace, "--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9")
-    assert finished.returncode == 0
-    assert "the run is at step 9, zero_tp.training.steps is 9: nothing to do" in finished.stdout
+
+def test_a_run_goes_on_elsewhere_and_is_exported(workplace: Path, finished: Output) -> None:
     elsewhere = ("--set", "zero_tp.parallel.tensor=1", "--set", "zero_optimization.stage=3")
-    other = pretrain(2, workplace, "--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=10", *elsewhere)
+    other = pretrain(2, workplace, "--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9", *elsewhere)
     assert other.returncode == 0, other.stdout + other.stderr
-    moved = "resuming step 9 saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-3, fp32"
+    moved = "resuming step 8 saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-3, fp32"
     assert moved in said(other.stdout)
+    assert "schedule ends at step 8; from there to step 9 it holds its minimum" in other.stdout
+    rates = {record["step"]: record["learning_rate"] for record in trained_steps(workplace / "runs" / "small")}
+    assert rates[9] == pytest.approx(3e-3 * 1e-4), "cos_min_ratio's default"
 
     converted = script("launch/convert.py", workplace, "to-hf", "runs/small", "--output", "export")
     assert converted.returncode == 0, converted.stderr
@@ -118,7 +135,7 @@ def one_line(text: str, mistake: Mistake) -> None:
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("mistake", MISTAKES[::12], ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize("mistake", in_tiers(MISTAKES[::12], MISTAKES[::36]), ids=lambda mistake: mistake.name)
 def test_check_names_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
     """Every mistake goes through RunConfig.load in the unit tests; here some of them through the command."""
     done = script("launch/pretrain.py", tmp_path, "--check", str(wrong(tmp_path, mistake)), "--world-size", "4")
@@ -126,7 +143,10 @@ def test_check_names_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
     one_line(done.stdout + done.stderr, mistake)
 
 
-@pytest.mark.parametrize("mistake", [MISTAKES[0], MISTAKES[len(MISTAKES) // 2], MISTAKES[-1]], ids=lambda m: m.name)
+SHOWN = [MISTAKES[0], MISTAKES[len(MISTAKES) // 2], MISTAKES[-1]]
+
+
+@pytest.mark.parametrize("mistake", in_tiers(SHOWN, SHOWN[1:2]), ids=lambda mistake: mistake.name)
 def test_the_launcher_shows_a_mistake_once(mistake: Mistake, tmp_path: Path) -> None:
     done = pretrain(4, tmp_path, "--deepspeed_config", str(wrong(tmp_path, mistake)))
     assert done.returncode != 0

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.compare import grid
 from tests.pools import Pools
 from tests.smollm2 import with_heads
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.perplexity import perplexity
@@ -91,7 +92,7 @@ def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
         assert greatest(model(tokens).logits, native_logits(smollm2, tokens)) < GREATEST
 
 
-@pytest.mark.parametrize("tensor", [2, 3])
+@pytest.mark.parametrize("tensor", in_tiers([2, 3], [3]))
 def test_more_ranks(ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_path: Path, tensor: int) -> None:
     # The copy's attention is so far from a trained one that transformers' own fp32 logits are 2e-3 from its fp64 ones.
     directory, dtype = (smollm2, torch.float32) if tensor == 3 else (cut, torch.float64)
@@ -154,6 +155,7 @@ def same_perplexity(
     return found[0], plain_perplexity(directory, texts, length, overlap), report["tasks"]["perplexity"]["perplexity"]
 
 
+@THOROUGH
 def test_perplexity(ranks: Pools, smollm2: Path, tmp_path: Path) -> None:
     ours, plain, command = same_perplexity(ranks, smollm2, speeches(3, 700), 96, 64, tmp_path)
     assert 5 < plain < 100

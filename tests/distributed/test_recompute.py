@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from tests.pools import Pools
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.topology import Topology
 
@@ -81,9 +82,15 @@ def run(
 
 
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.heavy), 1, pytest.param(2, marks=pytest.mark.heavy), 3]
+    "stage",
+    [
+        pytest.param(0, marks=pytest.mark.heavy),
+        1,
+        pytest.param(2, marks=pytest.mark.heavy),
+        pytest.param(3, marks=THOROUGH),
+    ],
 )
-@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, False), (2, True)]))
 def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
     attention = ("sdpa", "eager")[seed % 2]
     names = [name for name in POLICIES if not (sequence and "contiguous" in name)]

@@ -14,16 +14,15 @@ import psutil
 import pytest
 
 from tests.launched import environment, launch, metrics_of, pretrain, said
+from tests.tiers import THOROUGH
+from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import PROCESS, complete_steps, read_manifest, step_directory
 
-LIMIT = 90.0
+LIMIT = 90.0  # seconds of an idle machine
 
 
 def wait_for(what: str, test: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not test():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
+    wait_until(test, LIMIT, f"waited in vain for {what}", 0.02)
 
 
 class Running:
@@ -64,8 +63,8 @@ def running(workplace: Path, name: str, launcher: str = "deepspeed") -> Iterator
     processes = run.processes()
     try:
         yield run
-        run.launcher.wait(LIMIT)
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        run.launcher.wait(patience(LIMIT))
+        _, alive = psutil.wait_procs(processes, timeout=patience(10))
         assert not alive, f"left behind: {alive}"
     finally:
         for process in processes:
@@ -101,6 +100,7 @@ def test_one_rank_is_told_to_save_and_another_to_stop(workplace: Path) -> None:
     assert f"resuming step {step}" in said(again.stdout)
 
 
+@THOROUGH
 def test_launch_py_tells_one_rank_after_another(workplace: Path) -> None:
     """DeepSpeed's launch.py tells its first rank, and the next when that one has gone; its own status is 1."""
     with running(workplace, "launch_py") as run:
@@ -115,6 +115,7 @@ def test_torchrun_tells_all_ranks(workplace: Path) -> None:
     assert stopped_after(run) >= 2
 
 
+@THOROUGH
 def test_a_second_sigterm_ends_a_rank_that_waits_for_a_stopped_peer(workplace: Path) -> None:
     with running(workplace, "twice") as run:
         run.rank(1).suspend()
@@ -123,7 +124,7 @@ def test_a_second_sigterm_ends_a_rank_that_waits_for_a_stopped_peer(workplace: P
         time.sleep(1)
         assert first.is_running() and first.status() != psutil.STATUS_ZOMBIE, "the first one waits for a step boundary"
         first.send_signal(signal.SIGTERM)
-        first.wait(10)
+        first.wait(patience(10))
         for process in run.processes():
             if process.status() == psutil.STATUS_STOPPED:
                 process.kill()
@@ -131,6 +132,7 @@ def test_a_second_sigterm_ends_a_rank_that_waits_for_a_stopped_peer(workplace: P
     assert not complete_steps(run.run)
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.heavy)], ids=["SIGKILL", "SIGSEGV"]
 )
@@ -138,7 +140,7 @@ def test_a_rank_that_dies_is_no_request(workplace: Path, number: signal.Signals)
     with running(workplace, f"killed_{number.name}") as run:
         started = time.monotonic()
         run.rank(1).send_signal(number)
-        run.launcher.wait(LIMIT)
-        assert time.monotonic() - started < 25, "the survivors do not wait for a step boundary"
+        run.launcher.wait(patience(LIMIT))
+        assert time.monotonic() - started < patience(25), "the survivors do not wait for a step boundary"
     assert run.launcher.returncode != 0
     assert any("rank 1 ended without a word" in line for line in run.output()), run.output()

@@ -1,0 +1,24 @@
+"""The tiers of the tests: what the plain test command runs, `thorough` (more of the same), and `heavy` proofs.
+
+The first tier shows every mechanism against its outside reference once; the second has the other cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def in_tiers(cases: Sequence[Any], first: Iterable[Any]) -> list[Any]:
+    """Return `cases` for parametrize, those outside `first` marked thorough."""
+    shown = list(first)
+    assert shown and all(case in cases for case in shown)
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in shown else THOROUGH)
+        for case in cases
+    ]
+
+
+THOROUGH = pytest.mark.thorough
