@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.launched import default_interrupts
+from tests.waits import patience
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end
 from zero_tp.process.first_word import FirstWord
 from zero_tp.process.lifecycle import _looks_like_a_lost_peer
@@ -63,7 +64,7 @@ def start(body: str, directory: Path) -> subprocess.Popen[str]:
 )
 def test_how_a_process_ends(tmp_path: Path, body: str, status: int, out: str, last: str) -> None:
     process = start(body, tmp_path)
-    said, complained = process.communicate(timeout=45)
+    said, complained = process.communicate(timeout=patience(45))
     assert (process.returncode, said) == (status, out)
     assert (complained.splitlines() or [""])[-1] == last
     assert "lifecycle.py" not in complained
@@ -80,7 +81,7 @@ def test_signals_while_the_main_thread_waits_in_c(
     process = start("print('up', flush=True)\nthreading.Lock().acquire() and threading.Event().wait()", tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(number)
-    _, complained = process.communicate(timeout=45)
+    _, complained = process.communicate(timeout=patience(45))
     assert (process.returncode, complained) == (status, text)
 
 
@@ -93,7 +94,7 @@ time.sleep(0.2)
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
     process = start(body, tmp_path)
-    out, complained = process.communicate(timeout=25)
+    out, complained = process.communicate(timeout=patience(25))
     assert (process.returncode, out, complained) == (0, "-15\n", "")
 
 
