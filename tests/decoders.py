@@ -56,7 +56,8 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     fields |= {"intermediate_size": sizes["mlp"], "max_position_embeddings": LENGTH, "bos_token_id": 0}
     fields |= _choices(draw, {"hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"), "tie_word_embeddings": BOOLEAN})
     fields |= {"eos_token_id": 0, "pad_token_id": draw(st.sampled_from([None, 0, 7]), label="padding token")}
-    rope = draw(st.sampled_from(list(ROPE)), label="rope")
+    # Phi3Config takes no other type that is computed.
+    rope = "default" if model_type == "phi3" else draw(st.sampled_from(list(ROPE)), label="rope")
     fields["rope_parameters"] = {"rope_type": rope, "rope_theta": 100.0, **ROPE[rope]}
     flags = ("attention_bias", "mlp_bias", "use_parallel_residual", "use_bias")
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
@@ -73,7 +74,7 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         fields["layer_types"] = draw(st.lists(kinds, min_size=sizes["layers"], max_size=sizes["layers"]))
         fields["use_sliding_window"] = True
     head_size = fields.get("head_dim", sizes["hidden"] // heads)
-    if model_type == "gpt_neox":
+    if model_type in ("gpt_neox", "phi3"):
         share = draw(st.sampled_from([0.5, 1.0] if head_size > 2 else [1.0]), label="share that turns")
         fields["rope_parameters"]["partial_rotary_factor"] = share
         head_size = int(head_size * share)

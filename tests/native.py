@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from zero_tp.models import architectures as tables
 from zero_tp.models.architectures import Weight, architecture_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Layout
@@ -29,7 +30,7 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under Hugging Face's names."""
-    return {name: found for weight in weights_of(config) for name, found in weight.to_theirs(ours[weight.ours]).items()}
+    return tables.to_theirs(weights_of(config), ours.__getitem__)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

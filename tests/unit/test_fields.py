@@ -74,7 +74,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "layer_types": ((SLIDING, FULL, SLIDING), (FULL,) * 3, ("chunked_attention",) * 3, (FULL,), (FULL, "odd", FULL)),
     **dict.fromkeys(("hidden_act", "activation_function"), ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "mish")),
     "rope_parameters": ROPES,
-    "rope_scaling": ({"type": "linear", "factor": 2.0}, {"type": "su", "factor": 2.0}, None),
+    "rope_scaling": (
+        {"type": "linear", "factor": 2.0},
+        {"type": "default", "rope_theta": 300.0},
+        {"type": "su", "factor": 2.0},
+        None,
+    ),
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), (300.0, 0.0)),
     "rotary_pct": (0.5, 1.0, 0.0),
     "partial_rotary_factor": (0.5, 0.0),
@@ -298,7 +303,7 @@ def test_what_transformers_obeys_without_declaring_it_is_refused(model_type: str
         ARCHITECTURES[model_type].spec(config)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "bert"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text", "phi", "bert"])
 def test_a_model_type_without_a_table_is_refused_with_those_that_have_one(model_type: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     listed = ", ".join(ARCHITECTURES)

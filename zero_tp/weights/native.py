@@ -12,7 +12,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from zero_tp.models.architectures import Weight, architecture_of
+from zero_tp.models.architectures import Weight, architecture_of, to_theirs
 from zero_tp.tensors.files import Entry
 
 
@@ -37,26 +37,26 @@ def native_entries(
 ) -> list[Entry]:
     """Every Hugging Face tensor, read from our parameters one at a time.
 
-    One parameter can be several tensors (gate and up): the last one read is kept, so that tensors that are read one
-    after another read it once.
+    One parameter can be several tensors (gate and up), or several one (fused Q, K and V): what was not asked for yet is
+    kept, so that tensors that are read one after another read it once.
 
     Args:
         shape: our parameter's name → its whole shape.
         read: our parameter's name → the whole of it.
     """
-    last: list[tuple[str, dict[str, Tensor]]] = []
-
-    def theirs(weight: Weight, name: str) -> Tensor:
-        if not last or last[0][0] != weight.ours:
-            last.clear()
-            last.append((weight.ours, weight.to_theirs(read(weight.ours))))
-        found = last[0][1][name]
-        if len(weight.names) == 1:
-            last.clear()
-        return found
-
-    entries = []
+    makers: dict[str, list[Weight]] = {}
     for weight in weights:
-        for name, whole in weight.shapes(shape(weight.ours)).items():
-            entries.append(Entry(name, whole, dtype, partial(theirs, weight, name)))
-    return entries
+        for name in weight.names:
+            makers.setdefault(name, []).append(weight)
+    kept: dict[str, Tensor] = {}
+
+    def theirs(name: str) -> Tensor:
+        if name not in kept:
+            kept.clear()
+            kept.update(to_theirs(makers[name], read))
+        return kept.pop(name)
+
+    return [
+        Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(theirs, name))
+        for name, (weight, *_) in makers.items()
+    ]

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.errors import UserError
 from zero_tp.models.architectures.fields import Fields
-from zero_tp.models.architectures.table import Architecture, Weight
+from zero_tp.models.architectures.table import Architecture, Weight, to_theirs
 
 _MODULES = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
 ARCHITECTURES: dict[str, Architecture] = {
@@ -17,7 +17,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """By model_type, which is the name of the table's file."""
 
-__all__ = ["ARCHITECTURES", "Architecture", "Fields", "Weight", "architecture_of"]
+__all__ = ["ARCHITECTURES", "Architecture", "Fields", "Weight", "architecture_of", "to_theirs"]
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:

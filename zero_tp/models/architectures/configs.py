@@ -20,7 +20,7 @@ from zero_tp.errors import ConfigError, did_you_mean, shown
 from zero_tp.files import read_json
 from zero_tp.models import architectures
 from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, KEY, OF_A_HEAD, OF_EVERY_CONFIG, Fields
-from zero_tp.models.architectures.rotary import check_rope_names
+from zero_tp.models.architectures.rotary import ROPE, check_rope_names
 from zero_tp.validation import Block, validate
 
 CONFIG = "config.json"
@@ -60,6 +60,8 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:  # its own checks
         why = " ".join(str(error).split())
         named = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
+        if "rope_parameters" in why:
+            named = named or [name for name in ROPE if name in fields]  # its older names
         key = f"{KEY}.{named[-1]}" if named else KEY
         raise ConfigError(key, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
     with _named_as_written(fields, aliases):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,12 +33,14 @@ class Weight:
             parts.
         transposed: Hugging Face stores [in, out] (Conv1D).
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
+        rows: (start, stop, total): ours are rows [start, stop) of theirs, which has `total`, of other weights too.
     """
 
     ours: str
     theirs: str | tuple[str, ...]
     transposed: bool = False
     heads: int | None = None
+    rows: tuple[int, int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,33 +58,47 @@ class Weight:
                 for head in range(self.heads):
                     yield RowRange(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
             return
+        if self.rows is not None:
+            yield RowRange(self.names[0], 0, self.rows[0], rows)
+            return
         each = rows // len(self.names)
         for index, name in enumerate(self.names):
             yield RowRange(name, index * each, 0, each)
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes of their tensors, from that of our whole parameter."""
-        part = (whole[0] // len(self.names), *whole[1:])
+        """Return the shapes of their tensors, from that of our whole parameter."""
+        rows = self.rows[2] if self.rows else whole[0] // len(self.names)
+        part = (rows, *whole[1:])
         return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
 
-    def to_theirs(self, whole: Tensor) -> dict[str, Tensor]:
-        """Their tensors from our whole parameter; views where that is possible."""
-        pieces: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self.names}
-        for run in self.runs(whole.shape[0]):
-            pieces[run.theirs].append((run.start, whole[run.ours : run.ours + run.length]))
-        found = {}
-        for name, parts in pieces.items():
-            ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
-            joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
-            found[name] = joined.t() if self.transposed else joined
-        return found
-
     def to_ours(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Our whole parameter from their tensors."""
+        """Return our whole parameter from their tensors."""
         theirs = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
-        rows = sum(tensor.shape[0] for tensor in theirs.values())
+        rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in theirs.values())
         parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.runs(rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that these weights are together; views where that is possible.
+
+    Args:
+        weights: all that their tensors are made of.
+        read: our parameter's name → the whole of it.
+    """
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    transposed: dict[str, bool] = {}
+    for weight in weights:
+        whole = read(weight.ours)
+        for run in weight.runs(whole.shape[0]):
+            pieces.setdefault(run.theirs, []).append((run.start, whole[run.ours : run.ours + run.length]))
+            transposed[run.theirs] = weight.transposed
+    found = {}
+    for name, parts in pieces.items():
+        ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
+        joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+        found[name] = joined.t() if transposed[name] else joined
+    return found
 
 
 @dataclass(frozen=True)
