@@ -27,8 +27,6 @@ from zero_tp.parallel.layout import whole_shape
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True)
 class ModelDirectory:
@@ -76,7 +74,7 @@ class ModelDirectory:
         UserError: weights missing in the files, no such device, or an architecture that can't be split over TP ranks.
         """
         topology = topology or Topology()
-        model = self._model(DTYPES[dtype], device, topology).eval()
+        model = self._model(getattr(torch, dtype), device, topology).eval()
         return Subject(
             (ParallelScorer if isinstance(model, ZeroTPForCausalLM) else HuggingFaceScorer)(model),
             model,

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from zero_tp.constants import DTYPES
 from zero_tp.errors import UserError
-from zero_tp.evaluation.pretrained import DTYPES, open_directory, parameters
+from zero_tp.evaluation.pretrained import open_directory, parameters
 from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.task import Task, TaskOptions, as_json
@@ -67,8 +68,8 @@ def evaluate(
     """
     world = environment.world if environment else 1
     settings.check()
-    if settings.dtype not in DTYPES:
-        raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES)}")
+    if settings.dtype not in DTYPES.values():
+        raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES.values())}")
     if settings.tensor_parallel < 1 or world % settings.tensor_parallel:
         raise UserError(
             f"--tensor-parallel {settings.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
