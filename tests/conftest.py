@@ -32,14 +32,16 @@ from tests.waits import patience
 COLLECTED = pytest.StashKey[list[str]]()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-hypothesis.settings.register_profile(
-    "zero_tp",
-    deadline=None,  # the first example compiles, imports or starts ranks
-    max_examples=25,
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
-)
-hypothesis.settings.load_profile("zero_tp")
+# The second tier has more examples: --hypothesis-profile thorough.
+for _profile, _examples in (("plain", 8), ("thorough", 25)):
+    hypothesis.settings.register_profile(
+        _profile,
+        deadline=None,  # the first example compiles, imports or starts ranks
+        max_examples=_examples,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+    )
+hypothesis.settings.load_profile("plain")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

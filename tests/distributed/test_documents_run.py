@@ -97,9 +97,9 @@ def apart(run_seed: int, tmp_path_factory: pytest.TempPathFactory) -> Apart:
 @pytest.mark.parametrize(
     ("micro_batch", "settings"),
     [
-        (1, ("TP 2", "SP", "ZeRO-1", "full")),
+        pytest.param(1, ("TP 2", "SP", "ZeRO-1", "full"), marks=THOROUGH),
         (2, ("TP 2", "SP", "ZeRO-3", "selective")),
-        (4, ("TP 2", "no SP", "ZeRO-2", "full, P_a, cpu")),
+        pytest.param(4, ("TP 2", "no SP", "ZeRO-2", "full, P_a, cpu"), marks=THOROUGH),
         (6, ("TP 1", "no SP", "ZeRO-0", "none")),
     ],
     ids=[1, 2, 4, 6],
