@@ -14,9 +14,8 @@ import json
 from pathlib import Path
 
 from zero_tp import cli
+from zero_tp.constants import DTYPES
 from zero_tp.process.quiet import quiet_libraries
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def arguments() -> argparse.Namespace:
