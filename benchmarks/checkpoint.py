@@ -117,7 +117,7 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
-    saver, run = Saver(engine, config, folder / "run"), folder / "run"
+    saver, run = Saver(engine.zero, config, folder / "run"), folder / "run"
     random = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     processor: dict[str, list[float]] = {name: [] for name in times}
@@ -131,7 +131,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         plain = folder / f"plain{turn}"
         taken["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
         forget(checkpoint)
-        taken["load"] = timed(partial(resume, engine, checkpoint, config))
+        taken["load"] = timed(partial(resume, engine.zero, checkpoint, config))
         forget(plain)
         taken["read"] = timed(partial(read_plainly, plain))
         if turn >= WARM_UP:
@@ -153,7 +153,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
 def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds that training waits for a save in the background, against the copy to host memory and the whole save."""
     engine, config = build(folder, True)
-    saver = Saver(engine, config, folder / "background")
+    saver = Saver(engine.zero, config, folder / "background")
     waits: list[float] = []
     wholes: list[float] = []
     copies: list[float] = []
@@ -164,8 +164,8 @@ def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
         saver.wait()
         wholes.append(time.perf_counter() - begin)
         assert saver.outcome() == (step, "")
-        held = [tensor for state in engine.optimizer.optimizer.state.values() for tensor in state.values()]
-        held += list(engine.optimizer.single_partition_of_fp32_groups)
+        held = [tensor for state in engine.zero.optimizer.optimizer.state.values() for tensor in state.values()]
+        held += list(engine.zero.optimizer.single_partition_of_fp32_groups)
         begin = time.perf_counter()
         copied = [tensor.detach().clone() for tensor in held]
         copies.append(time.perf_counter() - begin)

@@ -38,18 +38,20 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
     )
     named = dict(engine.model.named_parameters())
     trace = Trace()
-    before_step = engine._before_step
+    end_micro_batch = engine.zero.step
 
     def record_gradients_first() -> None:
         # Gradients are whole and unclipped between the last backward and the step.
-        trace.gradients = whole_tensors(engine, {name: safe_get_full_grad(weight) for name, weight in named.items()})
-        engine._before_step = before_step  # type: ignore[method-assign]
-        before_step()
+        if engine.engine.is_gradient_accumulation_boundary():
+            gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
+            trace.gradients = whole_tensors(engine, gradients)
+            engine.zero.step = end_micro_batch  # type: ignore[method-assign]
+        end_micro_batch()
 
-    engine._before_step = record_gradients_first  # type: ignore[method-assign]
+    engine.zero.step = record_gradients_first  # type: ignore[method-assign]
     for step in range(STEPS + more_steps):
         if step == STEPS:
-            for group in engine.optimizer.param_groups:
+            for group in engine.zero.optimizer.param_groups:
                 group["eps"] = DEFAULT_EPS
         if from_corpus:
             micro = corpus_batches(config, topology, step)
@@ -96,14 +98,14 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
     from zero_tp.parallel.collectives import all_reduce
-    from zero_tp.parallel.layout import local_shape
-    from zero_tp.zero.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER, local_shape
 
-    states = OptimizerStates(engine)
+    states = engine.zero.states()
     local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}
-    for run in states.held:
-        local[run.name].view(-1)[run.start : run.start + run.numel] = states.get(run, key or MASTER)
-    if engine.stage > 0:  # each data-parallel rank holds its own run
+    for fragment in states.fragments:
+        piece = slice(fragment.start, fragment.start + fragment.numel)
+        local[fragment.name].view(-1)[piece] = states.get(fragment, key or MASTER)
+    if engine.engine.zero_optimization_stage() > 0:  # each data-parallel rank holds its own run
         local = {name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()}
     return whole_tensors(engine, local)
 

@@ -96,10 +96,10 @@ def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
 
 
 def masters_of(engine: Any) -> dict[str, Tensor]:
-    from zero_tp.zero.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER
 
-    states = OptimizerStates(engine)
-    return {run.name: states.get(run, MASTER).clone() for run in states.held}
+    states = engine.zero.states()
+    return {each.name: states.get(each, MASTER).clone() for each in states.fragments}
 
 
 def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, An
     from zero_tp.checkpoint.save import Saver
 
     engine, config = build(path)
-    saver = Saver(engine, config, Path(run))
+    saver = Saver(engine.zero, config, Path(run))
     done, logits = [], None
     for step in range(1, last + 1):
         done += steps_of(engine, step, step)
@@ -127,7 +127,7 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     engine, config = build(path)
     checkpoint = find_resumable(Path(run), config)
     assert checkpoint is not None
-    step = resume(engine, checkpoint, config)
+    step = resume(engine.zero, checkpoint, config)
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
 
 
@@ -184,7 +184,7 @@ def loss_scales(kind: str, overflows: list[bool], resume_at: int) -> tuple[list[
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    from zero_tp.checkpoint.save import loss_scale_of, set_loss_scale
+    from zero_tp.zero.progress import loss_scale_of, set_loss_scale
 
     arguments = {"init_scale": 2.0**16, "scale_window": 3, "min_scale": 1.0}
 

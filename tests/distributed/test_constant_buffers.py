@@ -66,7 +66,7 @@ def buffers(path: str) -> dict[str, Any]:
     config = RunConfig.load(path, world_size=dist.get_world_size())
     topology = Topology(2, True)
     engine = TrainingEngine(config.hf_config(), topology, config.deepspeed_config(), seed=1)
-    optimizer: Any = engine.optimizer
+    optimizer: Any = engine.zero.optimizer
     sizes: set[tuple[int, ...]] = set()
     filled: list[int] = []
 
@@ -77,7 +77,7 @@ def buffers(path: str) -> dict[str, Any]:
                 sizes.add(tuple(buffer.numel() for buffer in made))
             filled.append(bucket.elements)
 
-    if engine.stage < 3:  # ZeRO-1 fills its buckets after backward; both reduce them here
+    if engine.engine.zero_optimization_stage() < 3:  # ZeRO-1 fills its buckets after backward; both reduce them here
         average = optimizer.average_tensor
 
         def look_and_average(bucket: torch.Tensor, *arguments: Any) -> None:
@@ -97,7 +97,7 @@ def buffers(path: str) -> dict[str, Any]:
         "buffers": sizes,
         "filled": max(filled),
     }
-    if engine.stage < 3:
+    if engine.engine.zero_optimization_stage() < 3:
         return found | {"gather": optimizer.allgather_bucket_size}
     offload = optimizer.parameter_offload
     coordinator = offload.get_param_coordinator()

@@ -150,7 +150,7 @@ def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str
     found = find_resumable(Path(run), config)
     assert found is not None
     try:
-        taken, notes = take_whole(found, Path(run), config, lambda checkpoint: resume(engine, checkpoint, config))
+        taken, notes = take_whole(found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config))
     except UserError as error:
         return f"error: {error}", [], {}
     return str(taken), notes, masters_of(engine)
@@ -188,7 +188,7 @@ def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
     from zero_tp.checkpoint.save import Saver
 
     engine, config = build(path)
-    saver = Saver(engine, config, Path(run))
+    saver = Saver(engine.zero, config, Path(run))
     outcomes = []
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in (1, 2, 3):
@@ -228,7 +228,7 @@ def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
     from zero_tp.checkpoint.save import Saver
 
     engine, config = build(path)
-    saver = Saver(engine, config, Path(run))
+    saver = Saver(engine.zero, config, Path(run))
     outcomes, blocked = [], checkpoints_of(Path(run)) / TEMPORARY
     for step in (1, 2, 3):
         steps_of(engine, step, step)
@@ -259,7 +259,7 @@ def hanging(path: str, run: str) -> str:
     from zero_tp.errors import UserError
 
     engine, config = build(path)
-    saver = save.Saver(engine, config, Path(run))
+    saver = save.Saver(engine.zero, config, Path(run))
     steps_of(engine, 1, 1)
     go_on, write = threading.Event(), save.write_tensors
 
@@ -297,10 +297,10 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
     import threading
 
     from zero_tp.checkpoint import save
-    from zero_tp.zero.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER
 
     engine, config = build(path)
-    saver = save.Saver(engine, config, Path(run))
+    saver = save.Saver(engine.zero, config, Path(run))
     go_on, write = threading.Event(), save.write_tensors
 
     def slowly(*arguments: Any) -> Any:
@@ -310,8 +310,8 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
     save.write_tensors = slowly  # type: ignore[assignment]
     try:
         steps_of(engine, 1, 1)
-        states = OptimizerStates(engine)
-        then = {run.name: states.get(run, MASTER).clone() for run in states.held}
+        states = engine.zero.states()
+        then = {each.name: states.get(each, MASTER).clone() for each in states.fragments}
         saver.save(1)
         steps_of(engine, 2, 3)
         early = saver.outcome()

@@ -146,13 +146,13 @@ def test_norms_and_biases_do_not_decay(ranks: Pools, stage: int) -> None:
 
 
 def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
-    from zero_tp.zero.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER
 
     engine = build(grid(2, True), 0, bf16={"enabled": True})
-    states = OptimizerStates(engine)
+    states = engine.zero.states()
     steps = [state["step"] for state in states.optimizer.state.values() if "step" in state]
-    weights = [engine.model.get_parameter(run.name).detach().flatten().clone() for run in states.held]
-    return [states.get(run, MASTER).clone() for run in states.held], weights, steps
+    weights = [engine.model.get_parameter(each.name).detach().flatten().clone() for each in states.fragments]
+    return [states.get(each, MASTER).clone() for each in states.fragments], weights, steps
 
 
 def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:

@@ -17,7 +17,7 @@ from zero_tp.topology import Topology
 def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, gradient norm) of each step, and this rank's fp32 masters."""
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.zero.states import MASTER, OptimizerStates
+    from zero_tp.zero.states import MASTER
 
     # DeepSpeed keeps what is smaller than its I/O alignment in memory: these matrices are swapped.
     config = GPT2Config(
@@ -38,8 +38,8 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
         windows = torch.randint(0, 1001, (8, 17), generator=generator).chunk(2)[topology.data_rank].chunk(2)
         loss = engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows])
         steps.append((loss, engine.gradient_norm))
-    states = OptimizerStates(engine)
-    return steps, {run.name: states.get(run, MASTER).clone() for run in states.held}
+    states = engine.zero.states()
+    return steps, {each.name: states.get(each, MASTER).clone() for each in states.fragments}
 
 
 @pytest.mark.nvme

@@ -132,7 +132,7 @@ def first_part(path: str, run: str) -> list[float]:
     from zero_tp.checkpoint.save import Saver
 
     engine, config = build(path)
-    saver = Saver(engine, config, Path(run))
+    saver = Saver(engine.zero, config, Path(run))
     steps_of(engine, 1, SAVED)
     saver.save(SAVED)
     assert saver.outcome() == (SAVED, "")
@@ -147,8 +147,8 @@ def moved(path: str, run: str, again: str) -> list[float]:
     engine, config = build(path)
     checkpoint = find_resumable(Path(run), config)
     assert checkpoint is not None
-    assert resume(engine, checkpoint, config) == SAVED
-    saver = Saver(engine, config, Path(again))
+    assert resume(engine.zero, checkpoint, config) == SAVED
+    saver = Saver(engine.zero, config, Path(again))
     saver.save(SAVED)
     assert saver.outcome() == (SAVED, "")
     return [loss for loss, _ in steps_of(engine, SAVED + 1, SAVED + MORE)]

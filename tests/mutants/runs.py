@@ -165,7 +165,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "zero-init-with-mpu-alone": Mutant(
         "zero.Init ignores its mpu's DP group and overwrites the other TP ranks' shards with rank 0's.",
-        "zero_tp/training/engine.py",
+        "zero_tp/zero/stages.py",
         "data_parallel_group=self.topology.data_group,\n",
         "",
         (STEP + "[True-3]",),
@@ -187,7 +187,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "first-step-kept": Mutant(
         "DeepSpeed's step on zero gradients stays: masters decayed once, Adam's bias correction one step ahead.",
-        "zero_tp/training/engine.py",
+        "zero_tp/zero/stages.py",
         "self._undo_first_step()\n",
         "pass\n",
         (ENGINE + "test_no_step_is_taken_before_the_first",),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.mistakes import MISTAKES, RIGHT, Mistake
-from zero_tp.checkpoint.save import fixed_of
+from zero_tp.checkpoint.identity import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
 from zero_tp.config.batch import resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP

@@ -13,33 +13,33 @@ from zero_tp.errors import UserError
 from zero_tp.zero.nvme import check_nvme
 
 
-def config(tmp_path: Path, block: str, directory: Path) -> RunConfig:
+def paths(tmp_path: Path, block: str, directory: Path) -> dict[str, Path]:
     path = tmp_path / "run.json"
     offload = {"device": "nvme", "nvme_path": str(directory)}
     changes = {"zero_optimization.stage": 3, f"zero_optimization.{block}": offload}
     path.write_text(json.dumps(Mistake(changes, "", ()).config()))
-    return RunConfig.load(path, world_size=4)
+    return RunConfig.load(path, world_size=4).nvme_paths
 
 
 @pytest.mark.parametrize("block", ["offload_optimizer", "offload_param"])
 def test_a_directory_and_libaio_are_enough(block: str, tmp_path: Path) -> None:
-    check_nvme(config(tmp_path, block, tmp_path), lambda: True)
+    check_nvme(paths(tmp_path, block, tmp_path), lambda: True)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^zero_optimization.offload_param.nvme_path: .*/none is not a directory"):
-        check_nvme(config(tmp_path, "offload_param", tmp_path / "none"), lambda: True)
+        check_nvme(paths(tmp_path, "offload_param", tmp_path / "none"), lambda: True)
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(UserError, match=r"^zero_optimization.offload_optimizer.nvme_path: .* cannot be written"):
-        check_nvme(config(tmp_path, "offload_optimizer", tmp_path), lambda: True)
+        check_nvme(paths(tmp_path, "offload_optimizer", tmp_path), lambda: True)
 
 
 def test_without_libaio_the_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^zero_optimization.offload_optimizer.device: .*libaio-dev .*or use \"cpu\"$"):
-        check_nvme(config(tmp_path, "offload_optimizer", tmp_path), lambda: False)
+        check_nvme(paths(tmp_path, "offload_optimizer", tmp_path), lambda: False)
 
 
 def test_nothing_is_compiled_without_nvme(tmp_path: Path) -> None:
@@ -49,4 +49,4 @@ def test_nothing_is_compiled_without_nvme(tmp_path: Path) -> None:
     def never() -> bool:
         raise AssertionError("libaio was looked for")
 
-    check_nvme(RunConfig.load(path, world_size=4), never)
+    check_nvme(RunConfig.load(path, world_size=4).nvme_paths, never)

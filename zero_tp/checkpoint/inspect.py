@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use, read_manifest
-from zero_tp.checkpoint.resume import describe_place
+from zero_tp.checkpoint.identity import describe_parallelism
 from zero_tp.tensors.files import read_header
 
 PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
@@ -101,7 +101,7 @@ def table(found: dict[str, Any]) -> str:
     rows = [
         ("checkpoint", found["checkpoint"]),
         ("step", f"{found['step']:,}"),
-        ("saved at", describe_place(found["saved_at"])),
+        ("saved at", describe_parallelism(found["saved_at"])),
         ("model", f"{model['model_type']}: {sizes}"),
         ("parameters", f"{found['parameters']:,}"),
         *((kind, _size(size)) for kind, size in found["bytes"].items()),

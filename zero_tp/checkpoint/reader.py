@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Place, read_header
-from zero_tp.zero.states import MASTER, Held, OptimizerStates
+from zero_tp.zero.states import MASTER, Fragment, OptimizerStates
 
 STARTS = "starts"
 
@@ -59,7 +59,9 @@ class Described:
         return both_replicated or self.layout == other.layout
 
 
-def places_of(file: Path, states: OptimizerStates, pieces: Iterable[tuple[Held, str]]) -> dict[tuple[str, str], Place]:
+def places_of(
+    file: Path, states: OptimizerStates, pieces: Iterable[tuple[Fragment, str]]
+) -> dict[tuple[str, str], Place]:
     """Of (run, kind) that the file holds exactly as this rank does: (parameter, kind) → where its bytes belong.
 
     Raises:

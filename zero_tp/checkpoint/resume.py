@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,20 @@ from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
+from zero_tp.checkpoint.identity import check_same_run, parallelism_of
 from zero_tp.checkpoint.reader import CheckpointReader, Described, places_of, states_file
-from zero_tp.checkpoint.save import fixed_of, place_of, set_loss_scale
 from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.tensors.files import Place
-from zero_tp.zero.states import Held, OptimizerStates
-
-if TYPE_CHECKING:
-    from zero_tp.training.engine import TrainingEngine
-
-UNSAID = {"zero_tp.data.document_attention": "continue"}
-"""What holds for a checkpoint that was saved before there was such a key."""
-
-
-def describe_place(place: dict[str, Any]) -> str:
-    """`TP 2 × DP 2, SP, ZeRO-2, bf16`."""
-    sequence = ", SP" if place["sequence"] else ""
-    return f"TP {place['tensor']} × DP {place['data']}{sequence}, ZeRO-{place['zero_stage']}, {place['dtype']}"
+from zero_tp.topology import Topology
+from zero_tp.zero.progress import restore_progress
+from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.states import Fragment, OptimizerStates
 
 
 def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> Path | None:
-    """The checkpoint that the run would resume from; None to start from nothing. No communication.
+    """Find the checkpoint that the run would resume from; None to start from nothing. No communication.
 
     Args:
         given: the checkpoint to resume from, instead of the run's newest complete one.
@@ -52,7 +43,7 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
     """
     if given is not None:
         checkpoint = directory.find_checkpoint(given)
-        _check_same_run(checkpoint, directory.read_manifest(checkpoint), config)
+        check_same_run(checkpoint, directory.read_manifest(checkpoint), config)
         return checkpoint
     steps = directory.complete_steps(run)
     while steps:
@@ -63,13 +54,13 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
             if config.zero_tp.checkpoint.on_corrupt == "stop" or not steps:
                 raise UserError(offer(error, run)) from error
             continue
-        _check_same_run(checkpoint, manifest, config)
+        check_same_run(checkpoint, manifest, config)
         return checkpoint
     return None
 
 
 def offer(error: Damaged, run: Path) -> str:
-    """The error with what a person can do: resume from the checkpoint before."""
+    """Return the error with what a person can do: resume from the checkpoint before."""
     told = f"{error.file}: {error.problem}; the checkpoint is damaged"
     steps = _steps_before(error, run)
     if not steps:
@@ -80,26 +71,6 @@ def offer(error: Damaged, run: Path) -> str:
 
 def _steps_before(error: Damaged, run: Path) -> list[int]:
     return [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < error.checkpoint]
-
-
-def _check_same_run(checkpoint: Path, manifest: dict[str, Any], config: RunConfig) -> None:
-    if "offload_optimizer" in config.nvme_paths:
-        raise UserError(
-            "zero_optimization.offload_optimizer.device: a run cannot be resumed with its optimizer on NVMe, where "
-            'DeepSpeed does not restore its states; use "cpu"'
-        )
-    if len(manifest["kinds"]) == 1 and manifest["progress"]["optimizer_steps"] is not None:
-        raise UserError(
-            f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
-            "with launch/convert.py to-hf, or give another --output-dir"
-        )
-    for key, value in fixed_of(config).items():
-        before = {**UNSAID, **manifest["fixed"]}[key]
-        if before != value:
-            raise UserError(
-                f"{key}: {value!r}, but the run of {checkpoint} was started with {before!r}; "
-                "start it with that, or give another --output-dir"
-            )
 
 
 def take_whole(
@@ -135,7 +106,7 @@ def take_whole(
             checkpoint = before
 
 
-def resume(engine: TrainingEngine, checkpoint: Path, config: RunConfig) -> int:
+def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
     """Restore masters, moments, counts, schedule, loss scale and random streams, and see that every file is whole.
     Collective.
 
@@ -146,20 +117,20 @@ def resume(engine: TrainingEngine, checkpoint: Path, config: RunConfig) -> int:
         The checkpoint's step.
 
     Raises:
-        Damaged: on every rank, naming the first damaged file; the engine then holds anything.
+        Damaged: on every rank, naming the first damaged file; masters and states are then undefined.
         UserError: the model has other parameters than the checkpoint, or elements are missing.
     """
-    states, topology = OptimizerStates(engine), engine.topology
+    states, topology, model = zero.states(), zero.topology, zero.model
     with directory.in_use(checkpoint):
         manifest = directory.read_manifest(checkpoint)
         same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
         own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
-        pieces = [(run, kind) for run in states.held for kind in manifest["kinds"]]
+        pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest["kinds"]]
         placed: dict[tuple[str, str], Place] = {}
         failure: Exception | None = None
         try:
             reader = CheckpointReader(checkpoint, manifest)
-            described = {name: Described.of(parameter) for name, parameter in engine.model.named_parameters()}
+            described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
             _check_parameters(checkpoint, reader.parameters, described)
             placed = places_of(checkpoint / own, states, pieces) if own else {}
         except Exception as error:  # a damaged file can end this in any way, and the others are to hear of it
@@ -167,15 +138,15 @@ def resume(engine: TrainingEngine, checkpoint: Path, config: RunConfig) -> int:
         with Verification(checkpoint, own, placed.values()) as whole:
             try:
                 if failure is None:
-                    rest = [(run, kind) for run, kind in pieces if (run.name, kind) not in placed]
-                    _fill(states, reader, described, rest)
+                    rest = [(fragment, kind) for fragment, kind in pieces if (fragment.name, kind) not in placed]
+                    _fill(states, reader, described, rest, topology)
             except Exception as error:  # the same
                 failure = error
             whole.agree(failure)
-        states.fill_module()
-        _restore_progress(engine, states, manifest["progress"])
-        _restore_streams(engine, checkpoint, manifest, place_of(config))
-    engine.model.generation_config = GenerationConfig(**manifest["generation"])
+        zero.fill_module()
+        restore_progress(zero, manifest["progress"])
+        _restore_streams(zero, checkpoint, manifest, parallelism_of(config))
+    model.generation_config = GenerationConfig(**manifest["generation"])
     step: int = manifest["step"]
     return step
 
@@ -194,33 +165,21 @@ def _fill(
     states: OptimizerStates,
     reader: CheckpointReader,
     described: dict[str, Described],
-    pieces: list[tuple[Held, str]],
+    pieces: list[tuple[Fragment, str]],
+    topology: Topology,
 ) -> None:
-    """Masters and moments that this rank holds, in pieces of any file. No communication."""
-    topology = states.engine.topology
+    """Read masters and moments that this rank holds, in pieces of any file. No communication."""
     shown = tqdm(pieces, "resuming", unit="tensor", disable=None if topology.rank == 0 else True, leave=False)
-    for run, kind in shown:
-        piece = reader.piece(
-            run.name, kind, described[run.name], topology.tensor_rank, topology.tensor, run.start, run.numel
-        )
-        states.get(run, kind).copy_(piece)
+    for fragment, kind in shown:
+        wanted, start, numel = described[fragment.name], fragment.start, fragment.numel
+        piece = reader.piece(fragment.name, kind, wanted, topology.tensor_rank, topology.tensor, start, numel)
+        states.get(fragment, kind).copy_(piece)
 
 
-def _restore_progress(engine: TrainingEngine, states: OptimizerStates, progress: dict[str, Any]) -> None:
-    states.set_steps(progress["optimizer_steps"])
-    for name, value in progress["counters"].items():
-        setattr(engine.engine, name, value)
-    if engine.scheduler is not None and progress["schedule"] is not None:
-        engine.scheduler.load_state_dict(progress["schedule"])
-    for group, rate in zip(engine.optimizer.param_groups, progress["learning_rates"], strict=True):
-        group["lr"] = rate
-    set_loss_scale(engine.optimizer, progress["loss_scale"])
-
-
-def _restore_streams(engine: TrainingEngine, checkpoint: Path, manifest: dict[str, Any], place: dict[str, Any]) -> None:
-    """The streams as they were where the grid is the same; elsewhere new ones, chosen by seed and step."""
-    topology, streams = engine.topology, engine.model.streams
-    if any(manifest[key] != place[key] for key in ("tensor", "data", "sequence")):
+def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: dict[str, Any], now: dict[str, Any]) -> None:
+    """Restore the streams as they were where the grid is the same; elsewhere take new ones, chosen by seed and step."""
+    topology, streams = zero.topology, zero.model.streams
+    if any(manifest[key] != now[key] for key in ("tensor", "data", "sequence")):
         streams.reseed(topology, manifest["fixed"]["zero_tp.training.seed"] + manifest["step"])
         return
     with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:

@@ -60,7 +60,7 @@ class LiveTasks:
             batch_size=batch_size,
             device=engine.device,
             topology=engine.topology,
-            lock_step=engine.stage == 3,
+            lock_step=engine.zero.lock_step,
             quiet=True,
         )
         engine.engine.eval()

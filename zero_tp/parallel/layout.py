@@ -6,8 +6,9 @@ needs, import, export, resharding and counting bytes all read that one fact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -157,13 +158,13 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return shape
 
 
-def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of this rank's TP shard, also while ZeRO-3 has the parameter partitioned."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def audit(model: nn.Module, topology: Topology) -> None:
+def audit(
+    model: nn.Module, topology: Topology, local_shape: Callable[[nn.Parameter], Sequence[int]] = attrgetter("shape")
+) -> None:
     """Check that every parameter is classified and marked as its layout says.
+
+    Args:
+        local_shape: gives the shape of a parameter's TP shard, where the parameter itself may show another.
 
     Raises:
         ValueError: names the first parameter that has no layout, another name than it was filled under, another shape
@@ -180,8 +181,9 @@ def audit(model: nn.Module, topology: Topology) -> None:
         if filled_as != name:
             raise ValueError(f"parameter {name}: its values are those of {filled_as}")
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)
-        if local_shape(parameter) != expected:
-            raise ValueError(f"parameter {name}: shape {local_shape(parameter)}, its layout {layout} gives {expected}")
+        found = tuple(local_shape(parameter))
+        if found != expected:
+            raise ValueError(f"parameter {name}: shape {found}, its layout {layout} gives {expected}")
         for mark in MARKS:
             marked = bool(getattr(parameter, mark, False))
             if marked != (isinstance(layout, Sharded) and topology.tensor > 1):

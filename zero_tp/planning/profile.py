@@ -22,6 +22,7 @@ from zero_tp.errors import UserError
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.tracking import Allocation, Allocations
 from zero_tp.training.engine import TrainingEngine
+from zero_tp.zero.states import partition_of
 
 OPERATORS = 15
 
@@ -117,11 +118,10 @@ class StepProfiler:
         self._points = points(allocations, begin)
 
     def _take_in(self, allocations: Allocations) -> None:
-        optimizer = self.engine.optimizer
-        basic = getattr(optimizer, "optimizer", optimizer)
+        basic = self.engine.zero.states().optimizer
         states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
         masters = [each for group in basic.param_groups for each in group["params"]]
-        parameters = [getattr(each, "ds_tensor", each) for each in self.engine.model.parameters()]
+        parameters = [partition_of(each) for each in self.engine.model.parameters()]
         allocations.mark(parameters, "parameters")
         allocations.mark(states, "optimizer")
         allocations.mark(masters, "optimizer")

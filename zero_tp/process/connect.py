@@ -81,7 +81,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
-    check_nvme(config)
+    check_nvme(config.nvme_paths)
     without_shared_memory_collectives()
     # On one machine, what no process holds is abandoned; several may share the folder.
     clear_abandoned_locks(0.0 if environment.local_world == environment.world else OTHER_MACHINE_SECONDS)

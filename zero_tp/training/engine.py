@@ -1,18 +1,16 @@
 """The one build order of a training run, and a step of it.
 
 seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
-recompute policy → `deepspeed.initialize(mpu=topology)` → checks.
+recompute policy → `deepspeed.initialize(mpu=topology)` → checks. What differs between the ZeRO stages is in
+zero/stages.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -27,12 +25,12 @@ from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
-from zero_tp.zero.clipping import clip_gradients, gradient_norm
-from zero_tp.zero.states import unpartitioned_masters
+from zero_tp.zero.stages import zero_engine
+from zero_tp.zero.states import local_shape
 
 
 def run_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The dtype of the module's weights under a DeepSpeed config."""
+    """Return the dtype of the module's weights under a DeepSpeed config."""
     if config.get("bf16", {}).get("enabled"):
         return torch.bfloat16
     if config.get("fp16", {}).get("enabled"):
@@ -41,7 +39,7 @@ def run_dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay skips biases and norms: every parameter of one dimension."""
+    """Group the parameters for the optimizer: weight decay skips biases and norms, which have one dimension."""
     named = list(model.named_parameters())
     flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
     matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
@@ -53,7 +51,8 @@ class TrainingEngine:
     """A model in a DeepSpeed engine on a topology.
 
     Attributes:
-        engine: DeepSpeed's engine. model: the unwrapped model. dtype: of its weights.
+        model: the unwrapped model. dtype: of its weights.
+        zero: what the ZeRO stage decides. engine: DeepSpeed's, which it has made.
         activations: what backward keeps and recomputes.
         gradient_norm: of the last step, before clipping; nan when that step was skipped.
         skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
@@ -84,77 +83,29 @@ class TrainingEngine:
         """
         self.topology = topology
         self.device = torch.device(device)
-        self.stage = int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
-        settings = {"gradient_clipping": GRADIENT_CLIPPING_DEFAULT, **deepspeed_config}
-        self.clipping = float(settings["gradient_clipping"])
-        if self.stage == 0:
-            settings["gradient_clipping"] = 0.0  # see clipping.py
-        self.dtype = run_dtype(settings)
-        with self._construction(settings):
+        self.zero = zero_engine(deepspeed_config, topology)
+        self.dtype = run_dtype(deepspeed_config)
+        with self.zero.construction():
             self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
-        audit(self.model, topology)
+        audit(self.model, topology, local_shape)
         self.activations = ActivationMemory(
             self.model,
             recompute or RecomputePolicy(mode="none"),
-            settings.get("activation_checkpointing", {}),
+            deepspeed_config.get("activation_checkpointing", {}),
             self.device,
         )
-        decay = settings.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
-        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=self.model,
-            model_parameters=parameter_groups(self.model, decay),
-            config=settings,
-            mpu=topology,
-        )
-        if self.stage == 0:
-            self._undo_first_step()
+        decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
+        self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        self.engine = self.zero.engine
         self.gradient_norm = float("nan")
         self.skipped = False
-        self._check_world()
         check_replicas(self.model, topology)
         self._hooks_checked = False
 
-    def _construction(self, settings: dict[str, Any]) -> AbstractContextManager[Any]:
-        if self.stage < 3:
-            return nullcontext()
-        return deepspeed.zero.Init(
-            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for its reading
-            # of the batch sizes.
-            data_parallel_group=self.topology.data_group,
-            mpu=self.topology,
-            # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
-            config_dict_or_path=settings,
-            mem_efficient_linear=False,
-        )
-
-    @torch.no_grad()
-    def _undo_first_step(self) -> None:
-        """Take back what DeepSpeed's 16-bit optimizers without ZeRO do when they are made.
-
-        To allocate their states they step once on zero gradients, which decays the masters by lr·weight_decay and
-        leaves Adam's bias correction one step ahead for good.
-        """
-        wrapped = getattr(self.optimizer, "optimizer", None)
-        if wrapped is None:
-            return
-        wrapped.state.clear()
-        for group in wrapped.param_groups:
-            group.pop("step", None)
-        parameters = list(self.model.parameters())
-        masters = unpartitioned_masters(self.optimizer, parameters)
-        for parameter in parameters:
-            flat, offset = masters[id(parameter)]
-            flat.view(-1).narrow(0, offset, parameter.numel()).copy_(parameter.flatten())
-
-    def _check_world(self) -> None:
-        found = self.engine.dp_world_size
-        if found != self.topology.data:
-            raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
-
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """The learning rate of the next step."""
+        return float(self.zero.optimizer.param_groups[0]["lr"])
 
     def train_step(self, micro_batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
         """Forward, backward and one optimizer step. What is minimised is the mean loss over all labels of the global
@@ -177,14 +128,12 @@ class TrainingEngine:
             loss = self._loss(batch, num_items_in_batch=share)
             self.engine.backward(loss)
             total += loss.detach()
-            if self.engine.is_gradient_accumulation_boundary():
-                self._before_step()
-            self.engine.step()
+            self.zero.step()
         if not self._hooks_checked:
             check_hooks(self.model.gradient_hooks)
             self._hooks_checked = True
         mean = all_reduce(total / len(batches), self.topology.data_group).item() / self.topology.data
-        self._after_step()
+        self.gradient_norm, self.skipped = self.zero.outcome()
         return float(mean)
 
     def _loss(self, batch: Batch, **options: Any) -> Tensor:
@@ -201,31 +150,6 @@ class TrainingEngine:
         """Labels of all DP ranks' batches that are not ignored. All-reduce of one number over DP."""
         counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
         return int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())
-
-    def _before_step(self) -> None:
-        if self.stage > 0:
-            return
-        parameters = list(self.model.parameters())
-        scale = getattr(getattr(self.optimizer, "loss_scale_config", None), "cur_scale", 1.0)
-        norm = gradient_norm(parameters, self.topology) / scale
-        self.gradient_norm = norm.item()
-        finite = bool(norm.isfinite())
-        if finite and self.clipping > 0:
-            clip_gradients(parameters, norm, self.clipping)
-        if not hasattr(self.optimizer, "loss_scale_config"):
-            # A plain torch optimizer checks nothing: leave it no gradients, and tell the engine that it skipped.
-            self.optimizer.overflow = not finite
-            if not finite:
-                for parameter in parameters:
-                    parameter.grad = None
-
-    def _after_step(self) -> None:
-        if self.stage > 0:
-            norm = self.engine.get_global_grad_norm()
-            self.gradient_norm = float(norm) if norm is not None else float("nan")
-        self.skipped = bool(getattr(self.optimizer, "overflow", False))
-        if self.skipped:
-            self.gradient_norm = float("nan")
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:

@@ -13,6 +13,7 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.topology import Topology
+from zero_tp.zero.states import partition_of
 
 # On an accelerator, kernels that add in no fixed order may round one rank's gradient otherwise than another's. This is
 # what they may add up to between two checks, relative to the parameter's largest element: about one last bit of a
@@ -22,7 +23,7 @@ ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfl
 
 
 def check_hooks(hooks: GradientHooks) -> None:
-    """After the first backward.
+    """Check, after the first backward, that every gradient which has to be summed was.
 
     Raises:
         RuntimeError: names a parameter whose partial gradient was not summed over TP.
@@ -36,7 +37,7 @@ def check_hooks(hooks: GradientHooks) -> None:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
-    """Replicated parameters must be equal over TP: bit for bit on the CPU, within ACCELERATOR_TOLERANCE elsewhere.
+    """Check that replicated parameters are equal over TP: bit for bit on the CPU, else within ACCELERATOR_TOLERANCE.
 
     One small all-reduce a parameter. Under ZeRO-3 each DP rank compares its own partition, which TP ranks cut alike.
 
@@ -48,8 +49,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(layout_of(parameter), Replicated):
             continue
-        held = getattr(parameter, "ds_tensor", parameter).detach()
-        apart, allowed = _spread(held, topology)
+        apart, allowed = _spread(partition_of(parameter), topology)
         if not apart <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
@@ -60,7 +60,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
 
 
 def _spread(held: Tensor, topology: Topology) -> tuple[float, float]:
-    """(largest difference of an element over the TP group, the one allowed)."""
+    """Return (largest difference of an element over the TP group, the one allowed)."""
     local = held.float().flatten()
     if local.numel() == 0:
         return 0.0, 0.0

@@ -17,8 +17,9 @@ from zero_tp.checkpoint.directory import (
     step_directory,
     write_config,
 )
-from zero_tp.checkpoint.resume import describe_place, find_resumable, resume, take_whole
-from zero_tp.checkpoint.save import Saver, place_of
+from zero_tp.checkpoint.identity import describe_parallelism, parallelism_of
+from zero_tp.checkpoint.resume import find_resumable, resume, take_whole
+from zero_tp.checkpoint.save import Saver
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
@@ -88,7 +89,7 @@ def _train(
             recompute=config.zero_tp.recompute_policy,
         )
         if checkpoint is not None:
-            take = partial(resume, engine, config=config)
+            take = partial(resume, engine.zero, config=config)
             checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
             manifest = read_manifest(checkpoint)
     step = manifest["step"] if manifest is not None else 0
@@ -122,7 +123,7 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: dict[str, Any]
         print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
         return
     if manifest is not None:
-        before, now = describe_place(manifest), describe_place(place_of(config))
+        before, now = describe_parallelism(manifest), describe_parallelism(parallelism_of(config))
         print(f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}"))
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
     if schedule is not None and schedule < steps:
@@ -157,7 +158,7 @@ class _Loop:
         )
         self.reporter = Reporter(run.directory, first, self.steps, self.settings.logging.interval, start_step=done)
         self.skips_in_a_row = 0
-        self.saver = Saver(engine, self.config, run.directory, run.tokenizer, run.corpora)
+        self.saver = Saver(engine.zero, self.config, run.directory, run.tokenizer, run.corpora)
 
     def train(self) -> None:
         with self.reporter as reporter, self.requests.accepting():

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 
 
-def check_nvme(config: RunConfig, has_libaio: Callable[[], bool] | None = None) -> None:
-    """
+def check_nvme(paths: Mapping[str, Path], has_libaio: Callable[[], bool] | None = None) -> None:
+    """Check that this machine can offload to these directories.
+
     Args:
+        paths: the directory of each offload block of the config whose device is "nvme", by the block's name.
         has_libaio: whether DeepSpeed's asynchronous I/O can be built here; by default it is tried, which compiles a
             few lines.
 
     Raises:
         UserError: `nvme_path` is not a directory that can be written, or libaio is missing.
     """
-    for name, path in config.nvme_paths.items():
+    for name, path in paths.items():
         key = f"zero_optimization.{name}"
         if not path.is_dir():
             raise UserError(f"{key}.nvme_path: {path} is not a directory on this machine; create it, or name another")

@@ -1,0 +1,253 @@
+"""DeepSpeed's engine around a model, one class a ZeRO stage.
+
+What differs between the stages is said here, so that training and checkpoints never ask which stage it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from torch import Tensor, nn
+
+from zero_tp.topology import Topology
+from zero_tp.zero.clipping import clip_gradients, gradient_norm
+from zero_tp.zero.states import Fragment, OptimizerStates, StatesOnNVMe, partition_of
+
+if TYPE_CHECKING:
+    from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+
+class ZeroEngine(ABC):
+    """DeepSpeed's engine under one ZeRO stage: the model is built in `construction()`, then `initialize` wraps it.
+
+    Attributes:
+        settings: DeepSpeed's config, as its engine gets it.
+        model: the unwrapped model. engine, optimizer, scheduler: what `deepspeed.initialize` made of it.
+        lock_step: whether all DP ranks must run the same number of forwards, because each forward gathers over DP.
+    """
+
+    lock_step = False
+    model: ZeroTPForCausalLM
+    engine: Any
+    optimizer: Any
+    scheduler: Any
+
+    def __init__(self, settings: dict[str, Any], topology: Topology):
+        self.settings, self.topology = settings, topology
+
+    def construction(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model has to be built."""
+        return nullcontext()
+
+    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+        """Make DeepSpeed's engine. Collective over all ranks."""
+        self.model = model
+        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=model, model_parameters=parameter_groups, config=self.settings, mpu=self.topology
+        )
+        found = self.engine.dp_world_size
+        if found != self.topology.data:
+            raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
+
+    def step(self) -> None:
+        """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights."""
+        self.engine.step()
+
+    def outcome(self) -> tuple[float, bool]:
+        """Return (gradient norm, skipped) of the last step.
+
+        The norm is taken before clipping. A step is skipped, and its norm nan, when gradients were not finite on some
+        rank; nothing was updated then.
+        """
+        if getattr(self.optimizer, "overflow", False):
+            return float("nan"), True
+        return self._norm(), False
+
+    def _norm(self) -> float:
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")
+
+    def states(self) -> OptimizerStates:
+        """Return the masters and the optimizer's states that this rank holds."""
+        return OptimizerStates(self.fragments(), self.optimizer)
+
+    @abstractmethod
+    def fragments(self) -> Iterator[Fragment]:
+        """Yield what this rank holds of each parameter, in the model's order; some may be empty."""
+
+    def share(self, fragment: Fragment) -> slice:
+        """Return which of the fragment's elements this rank writes into a checkpoint."""
+        return slice(0, fragment.numel)
+
+    @abstractmethod
+    def fill_module(self) -> None:
+        """Bring the module's weights to the masters, as an optimizer step does. Collective over DP."""
+
+
+class WithoutZero(ZeroEngine):
+    """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, see clipping.py."""
+
+    def __init__(self, settings: dict[str, Any], topology: Topology):
+        self._limit = float(settings.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
+        self._last_norm = float("nan")
+        super().__init__({**settings, "gradient_clipping": 0.0}, topology)
+
+    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+        super().initialize(model, parameter_groups)
+        # In 16 bit DeepSpeed wraps the optimizer, and keeps fp32 copies of the weights as its masters.
+        self._wrapped = hasattr(self.optimizer, "loss_scale_config")
+        if self._wrapped:
+            self._undo_first_step()
+
+    @torch.no_grad()
+    def _undo_first_step(self) -> None:
+        """Take back what DeepSpeed's 16-bit optimizers do when they are made.
+
+        To allocate their states they step once on zero gradients, which decays the masters by lr·weight_decay and
+        leaves Adam's bias correction one step ahead for good.
+        """
+        inner = self.optimizer.optimizer
+        inner.state.clear()
+        for group in inner.param_groups:
+            group.pop("step", None)
+        for fragment in self.fragments():
+            fragment.master.copy_(self.model.get_parameter(fragment.name).flatten())
+
+    def step(self) -> None:
+        if self.engine.is_gradient_accumulation_boundary():
+            self._clip()
+        super().step()
+
+    def _clip(self) -> None:
+        parameters = list(self.model.parameters())
+        scale = self.optimizer.loss_scale_config.cur_scale if self._wrapped else 1.0
+        norm = gradient_norm(parameters, self.topology) / scale
+        self._last_norm = norm.item()
+        finite = bool(norm.isfinite())
+        if finite and self._limit > 0:
+            clip_gradients(parameters, norm, self._limit)
+        if not self._wrapped:
+            # A plain torch optimizer checks nothing: leave it no gradients, and tell the engine that it skipped.
+            self.optimizer.overflow = not finite
+            if not finite:
+                for parameter in parameters:
+                    parameter.grad = None
+
+    def _norm(self) -> float:
+        return self._last_norm
+
+    def fragments(self) -> Iterator[Fragment]:
+        masters = dict(self._masters())
+        for name, parameter in self.model.named_parameters():
+            flat, offset = masters[parameter]
+            yield Fragment(name, 0, flat, offset, parameter.numel())
+
+    def _masters(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor, int]]]:
+        """Yield each parameter with its master, (flat tensor, offset): in fp32 the parameter itself."""
+        wrapper = self.optimizer
+        if not self._wrapped:
+            yield from ((parameter, (parameter, 0)) for parameter in self.model.parameters())
+        elif hasattr(wrapper, "fp32_groups"):
+            for parameters, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+                yield from ((p, (master, 0)) for p, master in zip(parameters, masters, strict=True))
+        else:
+            for parameters, flat in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
+                offset = 0
+                for parameter in parameters:
+                    yield parameter, (flat, offset)
+                    offset += parameter.numel()
+
+    def share(self, fragment: Fragment) -> slice:
+        """Every DP rank holds the same fragment and writes one piece of it."""
+        length = -(-fragment.numel // self.topology.data)
+        first = self.topology.data_rank * length
+        return slice(min(fragment.numel, first), min(fragment.numel, first + length))
+
+    @torch.no_grad()
+    def fill_module(self) -> None:
+        for fragment in self.fragments():
+            self.model.get_parameter(fragment.name).view(-1).copy_(fragment.master)
+
+
+class PartitionedStates(ZeroEngine):
+    """ZeRO-1 and ZeRO-2: masters and states are cut over DP, in flat groups of parameters."""
+
+    def fragments(self) -> Iterator[Fragment]:
+        groups = self._flat_groups()
+        for name, parameter in self.model.named_parameters():
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is not None:
+                address = mapping.get_hp_fragment_address()
+                flat = groups[mapping.param_group_index]
+                yield Fragment(name, mapping.lp_fragment_address.start, flat, address.start, address.numel)
+
+    def _flat_groups(self) -> list[Tensor]:
+        """Return this rank's flat fp32 partition of each parameter group."""
+        for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            if hasattr(self.optimizer, name):
+                groups: list[Tensor] = getattr(self.optimizer, name)
+                return groups
+        raise RuntimeError(f"{type(self.optimizer).__name__}: this version of DeepSpeed keeps its masters elsewhere")
+
+    @torch.no_grad()
+    def fill_module(self) -> None:
+        self.optimizer.update_lp_params()
+
+
+class PartitionedParameters(ZeroEngine):
+    """ZeRO-3: parameters, too, are cut over DP, each by itself, and gathered while they are needed."""
+
+    lock_step = True
+
+    def construction(self) -> AbstractContextManager[Any]:
+        return deepspeed.zero.Init(
+            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for its reading
+            # of the batch sizes.
+            data_parallel_group=self.topology.data_group,
+            mpu=self.topology,
+            # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
+            config_dict_or_path=self.settings,
+            mem_efficient_linear=False,
+        )
+
+    def states(self) -> OptimizerStates:
+        if self.optimizer.swap_optimizer:
+            return StatesOnNVMe(self.fragments(), self.optimizer, self.model)
+        return super().states()
+
+    def fragments(self) -> Iterator[Fragment]:
+        for name, parameter in self.model.named_parameters():
+            group, offset, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+            start = self.topology.data_rank * length
+            whole: int = parameter.ds_numel  # type: ignore[attr-defined]
+            numel = max(0, min(length, whole - start))
+            yield Fragment(name, start, self.optimizer.fp32_partitioned_groups_flat[group], offset, numel)
+
+    @torch.no_grad()
+    def fill_module(self) -> None:
+        for fragment in self.states().fragments:
+            partition = partition_of(self.model.get_parameter(fragment.name))
+            partition.data.view(-1).narrow(0, 0, fragment.numel).copy_(fragment.master)
+        resident: list[Any] = list(self.optimizer.persistent_parameters)
+        if resident:
+            resident[0].partition(resident)
+            resident[0].all_gather(resident)
+
+
+STAGES: dict[int, type[ZeroEngine]] = {
+    0: WithoutZero,
+    1: PartitionedStates,
+    2: PartitionedStates,
+    3: PartitionedParameters,
+}
+
+
+def zero_engine(settings: dict[str, Any], topology: Topology) -> ZeroEngine:
+    """Choose the class by the stage of a DeepSpeed config; nothing is made yet."""
+    return STAGES[int(settings.get("zero_optimization", {}).get("stage", 0))](settings, topology)
