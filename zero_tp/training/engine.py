@@ -48,7 +48,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 class TrainingEngine:
-    """A model in a DeepSpeed engine on a topology.
+    """The engine builds a model in DeepSpeed's engine on a topology, and trains it.
 
     Attributes:
         model: the unwrapped model. dtype: of its weights.
@@ -108,8 +108,10 @@ class TrainingEngine:
         return float(self.zero.optimizer.param_groups[0]["lr"])
 
     def train_step(self, micro_batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
-        """Forward, backward and one optimizer step. What is minimised is the mean loss over all labels of the global
-        batch that are not ignored, however they are spread over micro-batches and ranks.
+        """Run forward, backward and one optimizer step.
+
+        What is minimised is the mean loss over all labels of the global batch that are not ignored, however they are
+        spread over micro-batches and ranks.
 
         Args:
             micro_batches: one Batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
@@ -147,14 +149,15 @@ class TrainingEngine:
         return loss
 
     def _labels(self, batches: Sequence[Batch]) -> int:
-        """Labels of all DP ranks' batches that are not ignored. All-reduce of one number over DP."""
+        """Count the labels of all DP ranks' batches that are not ignored. All-reduce of one number over DP."""
         counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
         return int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
-        """Mean loss a token over the batches of all DP ranks, which are as `train_step` takes them; each rank has as
-        many.
+        """Return the mean loss a token over the batches of all DP ranks, which are as `train_step` takes them.
+
+        Each rank has as many batches.
 
         Raises:
             UserError: no label to score in any batch.

@@ -19,9 +19,9 @@ from zero_tp.topology import Topology
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Tensor:
-    """2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks. All-reduce of one number over TP.
+    """Return the 2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks.
 
-    Shards count on every rank, replicated parameters once.
+    Shards count on every rank, replicated parameters once. All-reduce of one number over TP.
     """
     total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters:
