@@ -27,12 +27,12 @@ import psutil
 from tests.launched import environment, furnish, launch, metrics_of
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
-    check_file,
     checkpoints_of,
     complete_steps,
     read_manifest,
     step_directory,
 )
+from zero_tp.checkpoint.verify import check_file
 
 WORLD, STEPS_BETWEEN, TARGETS = 4, 3, ("rank", "launch.py", "machine")
 LIMIT = 180.0
@@ -107,7 +107,7 @@ def contents(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint, read anew and held against the manifest."""
     found = {}
     for name, written in read_manifest(checkpoint)["files"].items():
-        check_file(checkpoint, name, written)
+        check_file(checkpoint / name, written)
         found[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
     return found
 

@@ -19,13 +19,13 @@ from tests.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     TEMPORARY,
-    check_file,
     checkpoints_of,
     complete_steps,
     read_manifest,
     step_directory,
 )
 from zero_tp.checkpoint.reader import CheckpointReader, states_file
+from zero_tp.checkpoint.verify import check_file
 
 
 def flip_a_bit(file: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: 
     for step in (1, 3):
         manifest = read_manifest(step_directory(run, step))
         for name, written in manifest["files"].items():
-            check_file(step_directory(run, step), name, written)
+            check_file(step_directory(run, step) / name, written)
 
 
 def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:

@@ -52,15 +52,15 @@ def save_to_a_full_disk(directory: Path) -> None:
     from zero_tp.weights import export
 
     written: list[Path] = []
-    write = export.write_unhashed
+    write = export.write_tensors
 
-    def full(path: Path, *rest: Any) -> Any:
+    def full(path: Path, *rest: Any, **options: Any) -> Any:
         if written:
             raise OSError(28, "No space left on device", str(path))
         written.append(path)
-        return write(path, *rest)
+        return write(path, *rest, **options)
 
-    with patch.object(export, "write_unhashed", full):
+    with patch.object(export, "write_tensors", full):
         save(2, directory, {})
 
 

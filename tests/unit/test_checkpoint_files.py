@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zero_tp.tensors import files
-from zero_tp.tensors.files import Entry, Place, read_hashed, read_header, write_tensors
+from zero_tp.tensors.files import Destination, Entry, read_hashed, read_header, write_tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 
@@ -75,36 +75,41 @@ def test_a_file_is_brought_to_its_places_while_it_is_hashed(
         assert torch.equal(file.get_tensor("transposed"), tensors["transposed"])
     header, base = read_header(tmp_path / "file")
     targets = {name: torch.zeros(len(tensor)) for name, tensor in tensors.items() if name[-1] in "02468"}
-    places = [
-        Place(base + header[name]["data_offsets"][0], target.view(torch.uint8)) for name, target in targets.items()
+    destinations = [
+        Destination(base + header[name]["data_offsets"][0], target.view(torch.uint8))
+        for name, target in targets.items()
     ]
-    assert read_hashed(tmp_path / "file", reversed(places)) == written
+    assert read_hashed(tmp_path / "file", reversed(destinations)) == written
     assert len(targets) == 5
     for name, target in targets.items():
         assert torch.equal(target, tensors[name]), name
 
 
-def test_a_file_system_without_direct_writing_gets_the_same_file(
+def test_a_file_system_without_o_direct_gets_the_same_file(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused when it is opened, or when it is written to."""
+    """Refused when it is asked for, or when the file is written to."""
     tensors = {"a": torch.randn(50_000, generator=torch.Generator().manual_seed(seed))}
+    control, wrote = fcntl.fcntl, os.pwrite
+    refused = OSError(errno.EINVAL, "Invalid argument")
+
     written = write_tensors(tmp_path / "direct", entries_of(tensors))
-    opened, wrote = os.open, os.pwrite
 
-    def refused(*_: object) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
+    def control_refused(file: object, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise refused
+        return control(file, command, argument)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(fcntl, "fcntl", control_refused)
     assert write_tensors(tmp_path / "cached", entries_of(tensors)) == written
-    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(fcntl, "fcntl", control)
 
-    def write(descriptor: int, data: memoryview, start: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            refused()
+    def write_refused(descriptor: int, data: memoryview, start: int) -> int:
+        if control(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise refused
         return wrote(descriptor, data, start)
 
-    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "pwrite", write_refused)
     assert write_tensors(tmp_path / "refused", entries_of(tensors)) == written
     contents = {path.read_bytes() for path in tmp_path.iterdir()}
     assert len(contents) == 1 and len(contents.pop()) == written.size

@@ -1,5 +1,7 @@
-"""A checkpoint as a native Hugging Face directory. One process, no ranks, no DeepSpeed, one parameter in memory at a
-time."""
+"""`to_huggingface` writes a checkpoint as a native Hugging Face directory.
+
+It needs one process, no DeepSpeed, and memory for one parameter at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.directory import find_checkpoint, in_use
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
@@ -68,8 +70,7 @@ def to_huggingface(
         UserError: no complete checkpoint there, a damaged one, no tokenizer where it should be, or `output` exists.
     """
     checkpoint = find_checkpoint(source)
-    with in_use(checkpoint):
-        manifest = read_manifest(checkpoint)
+    with in_use(checkpoint) as manifest:
         found_tokenizer = tokenizer_of(tokenizer, manifest["tokenizer"])
         config = config_of(manifest)
         entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)

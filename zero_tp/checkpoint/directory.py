@@ -1,4 +1,4 @@
-"""A run's directory: its config, and its `checkpoints/`: what is complete, what is newest, what goes.
+"""A run's directory holds its config and its `checkpoints/`.
 
 A checkpoint is complete or it isn't there: ranks write into a temporary directory, which is renamed once its manifest
 is written; `latest` is replaced after that.
@@ -12,12 +12,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_tp.errors import UserError
-from zero_tp.tensors.files import Written, read_hashed
+from zero_tp.files import write_atomically
+
+if TYPE_CHECKING:
+    from zero_tp.tensors.files import Written
 
 CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
@@ -38,7 +41,7 @@ class Damaged(UserError):
 
 
 def first_config(run: Path) -> dict[str, Any] | None:
-    """The resolved config that the run in this directory was started with; None when there is nothing to resume.
+    """Return the resolved config that the run in this directory was started with; None when nothing can be resumed.
 
     Raises:
         UserError: the file can't be read, or is not a JSON object.
@@ -56,7 +59,7 @@ def first_config(run: Path) -> dict[str, Any] | None:
 
 
 def saved_model(run: Path) -> dict[str, Any] | None:
-    """The model's config in the newest checkpoint of this directory that can be read; None when there is none."""
+    """Return the model's config in the newest checkpoint here that can be read; None when there is none."""
     for step in reversed(complete_steps(run)):
         with contextlib.suppress(UserError):  # told when the run is resumed
             model: dict[str, Any] = read_manifest(step_directory(run, step))["model"]
@@ -66,8 +69,9 @@ def saved_model(run: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def run_directory(run: Path) -> Iterator[None]:
-    """Make a run's directory and hold it while the block runs; `rank0.pid` there names this process, for signals. One
-    rank enters it, before any is connected.
+    """Make a run's directory and hold it while the block runs; `rank0.pid` there names this process, for signals.
+
+    One rank enters it, before any is connected.
 
     Raises:
         UserError: it is a file, nothing can be written there, or another run holds it.
@@ -90,9 +94,7 @@ def run_directory(run: Path) -> Iterator[None]:
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:
     """Replace the run's config at once."""
-    temporary = run / (CONFIG + ".new")
-    temporary.write_text(json.dumps(resolved, indent=2) + "\n")
-    os.replace(temporary, run / CONFIG)
+    write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -104,7 +106,7 @@ def step_directory(run: Path, step: int) -> Path:
 
 
 def complete_steps(run: Path) -> list[int]:
-    """Steps that have a complete checkpoint, ascending."""
+    """Return the steps that have a complete checkpoint, ascending."""
     found = []
     for path in checkpoints_of(run).glob("step_*"):
         match = _STEP.fullmatch(path.name)
@@ -114,7 +116,7 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest, its files' presence and sizes checked.
+    """Return the manifest, after a check that its files are there and as long as it says.
 
     Raises:
         Damaged: a file is missing or has another size, or the manifest can't be read.
@@ -143,29 +145,6 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_file(checkpoint: Path, name: str, written: dict[str, Any]) -> None:
-    """Read one of the manifest's files from end to end.
-
-    Raises:
-        Damaged: its SHA-256 is another one.
-    """
-    compare(checkpoint / name, written, lambda: read_hashed(checkpoint / name))
-
-
-def compare(file: Path, written: dict[str, Any], read: Callable[[], Written]) -> None:
-    """What `read` finds in a file with what the manifest says of it.
-
-    Raises:
-        Damaged: its SHA-256 is another one.
-    """
-    try:
-        found = read()
-    except OSError as error:
-        raise Damaged(file, f"cannot be read ({error.strerror})") from error
-    if found.sha256 != written["sha256"]:
-        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {written['sha256'][:12]}…")
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -175,7 +154,7 @@ def _sync(path: Path) -> None:
 
 
 def begin(run: Path) -> Path:
-    """A fresh temporary directory for the ranks to write into; leftovers of a killed save go. One rank calls it."""
+    """Make a fresh temporary directory for the ranks to write into, without what a killed save left. One rank calls it."""
     temporary = checkpoints_of(run) / TEMPORARY
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -198,17 +177,13 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
             raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
     listed = {name: {"bytes": written.size, "sha256": written.sha256} for name, written in files.items()}
     text = json.dumps({"format": FORMAT, "step": step, **manifest, "files": listed}, indent=1)
-    (temporary / MANIFEST).write_text(text)
-    _sync(temporary / MANIFEST)
+    write_atomically(temporary / MANIFEST, text)
     _sync(temporary)
     final = step_directory(run, step)
     if final.exists():
         _remove(final)
     os.replace(temporary, final)
-    latest = checkpoints_of(run) / (LATEST + ".new")
-    latest.write_text(final.name + "\n")
-    _sync(latest)
-    os.replace(latest, checkpoints_of(run) / LATEST)
+    write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
     _sync(checkpoints_of(run))
     return final
 
@@ -219,26 +194,24 @@ def abandon(run: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """The manifest goes first: what a kill leaves of the rest does not count as complete."""
+    """Remove a checkpoint, its manifest first: what a kill leaves of the rest does not count as complete."""
     with contextlib.suppress(FileNotFoundError):
         (checkpoint / MANIFEST).unlink()
     shutil.rmtree(checkpoint)
 
 
 @contextlib.contextmanager
-def in_use(checkpoint: Path) -> Iterator[None]:
-    """Keep `prune`, in this process or another on this machine, from removing a checkpoint that is being read.
+def in_use(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    """Give the manifest of a checkpoint that is read in the block, and keep `prune` from removing it meanwhile, in this
+    process or another on this machine.
 
     Raises:
-        UserError: it is no checkpoint any more.
+        Damaged, UserError: see `read_manifest`.
     """
-    try:
-        manifest = (checkpoint / MANIFEST).open()
-    except FileNotFoundError:
-        raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
-    with manifest:
-        fcntl.flock(manifest, fcntl.LOCK_SH)
-        yield
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(FileNotFoundError):  # told by `read_manifest`
+            fcntl.flock(held.enter_context((checkpoint / MANIFEST).open()), fcntl.LOCK_SH)
+        yield read_manifest(checkpoint)
 
 
 def prune(run: Path, keep: int, keep_every: int | None = None) -> None:
@@ -255,7 +228,7 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is no candidate any more and nothing is lost. Its new path."""
+    """Rename a damaged checkpoint, so that it is no candidate any more and nothing is lost; return its new path."""
     aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(checkpoint, aside)
@@ -263,7 +236,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a person means: the directory itself, or the newest of a run.
+    """Return the checkpoint that a person means: the directory itself, or the newest of a run.
 
     Raises:
         UserError: neither a run nor a checkpoint.

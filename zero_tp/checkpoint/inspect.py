@@ -1,19 +1,20 @@
-"""What is in a checkpoint, for a person and as JSON. Reads the manifest and the files' headers; no tensor."""
+"""`inspect` describes a checkpoint, from its manifest and the headers of its files; it reads no tensor."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.directory import Damaged, complete_steps, find_checkpoint, in_use
 from zero_tp.checkpoint.identity import describe_parallelism
+from zero_tp.checkpoint.verify import check_file
 from zero_tp.tensors.files import read_header
 
-PLACE = ("tensor", "data", "sequence", "zero_stage", "dtype")
+SAVED_AT = ("tensor", "data", "sequence", "zero_stage", "dtype")
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -37,8 +38,7 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         Damaged: names the first file that is missing, of another size, or with `verify` of other content.
     """
     checkpoint = find_checkpoint(source)
-    with in_use(checkpoint):
-        manifest = read_manifest(checkpoint)
+    with in_use(checkpoint) as manifest:
         if verify:
             _verify(checkpoint, manifest["files"])
         kinds = _bytes_by_kind(checkpoint, manifest)
@@ -46,9 +46,9 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         "checkpoint": str(checkpoint),
         "steps": complete_steps(source),
         "step": manifest["step"],
-        "saved_at": {key: manifest[key] for key in PLACE},
+        "saved_at": {key: manifest[key] for key in SAVED_AT},
         "model": manifest["model"],
-        "parameters": sum(_numel(entry["shape"]) for entry in manifest["parameters"].values()),
+        "parameters": sum(math.prod(entry["shape"]) for entry in manifest["parameters"].values()),
         "bytes": kinds,
         "files": manifest["files"],
         "tokenizer": manifest["tokenizer"],
@@ -57,23 +57,16 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
     }
 
 
-def _numel(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
 def _verify(checkpoint: Path, files: dict[str, Any]) -> None:
     total = sum(written["bytes"] for written in files.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None, leave=False) as bar:
         for name in sorted(files):
-            check_file(checkpoint, name, files[name])
+            check_file(checkpoint / name, files[name])
             bar.update(files[name]["bytes"])
 
 
 def _bytes_by_kind(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, int]:
-    """Bytes of the tensors of each kind, over all files."""
+    """Add up the bytes of the tensors of each kind, over all files."""
     kinds: Counter[str] = Counter(dict.fromkeys(manifest["kinds"], 0))
     for name in manifest["files"]:
         if not name.endswith(".safetensors"):
@@ -94,7 +87,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The same for a person."""
+    """Write what `inspect` found as a table, for a person."""
     model = found["model"]
     sizes = ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)
     total = sum(entry["bytes"] for entry in found["files"].values())
@@ -116,5 +109,5 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _size(count: int) -> str:
-    """Bytes in MB or GB, powers of ten."""
+    """Write bytes in MB or GB, powers of ten."""
     return f"{count / 1e9:,.3f} GB" if count >= 1e9 else f"{count / 1e6:,.3f} MB"

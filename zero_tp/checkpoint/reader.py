@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any topology: a piece of a parameter's master or moments, cut as another topology wants it.
+"""A reader gives pieces of a checkpoint's masters and moments, cut as another topology wants them.
 
 The layouts, written in the manifest, say how each parameter was split; one parameter is in memory at a time.
 """
@@ -6,7 +6,8 @@ The layouts, written in the manifest, say how each parameter was split; one para
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
-from zero_tp.tensors.files import Place, read_header
+from zero_tp.parallel.parameter import Init
+from zero_tp.tensors.files import Destination, read_header
+from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates
 
 STARTS = "starts"
 
 
 def states_file(tensor_rank: int, data_rank: int) -> str:
-    """The file that a rank writes. Its metadata `starts` holds each parameter's first element in the TP shard."""
+    """Return the name of the file that a rank writes. Its metadata `starts` holds each parameter's first element in the
+    TP shard."""
     return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
 
 
@@ -34,7 +38,7 @@ def tensor_name(parameter: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Described:
-    """A parameter's layout and whole shape, as the manifest has them."""
+    """A parameter has this layout and whole shape, says the manifest."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -54,21 +58,21 @@ class Described:
         return {"layout": type(self.layout).__name__, **vars(self.layout), "shape": list(self.shape)}
 
     def same_split(self, other: Described) -> bool:
-        """Whether both give every TP rank of one size the same elements."""
+        """Return whether both give every TP rank of one size the same elements."""
         both_replicated = isinstance(self.layout, Replicated) and isinstance(other.layout, Replicated)
         return both_replicated or self.layout == other.layout
 
 
-def places_of(
+def destinations_of(
     file: Path, states: OptimizerStates, pieces: Iterable[tuple[Fragment, str]]
-) -> dict[tuple[str, str], Place]:
-    """Of (run, kind) that the file holds exactly as this rank does: (parameter, kind) → where its bytes belong.
+) -> dict[tuple[str, str], Destination]:
+    """Return where the bytes of each (parameter, kind) belong that the file holds exactly as this rank does.
 
     Raises:
         OSError, ValueError, KeyError: the file cannot be read.
     """
     header, base = read_header(file)
-    starts, places = json.loads(header["__metadata__"][STARTS]), {}
+    starts, destinations = json.loads(header["__metadata__"][STARTS]), {}
     for run, kind in pieces:
         found = header.get(tensor_name(run.name, kind))
         target = states.get(run, kind)
@@ -77,12 +81,12 @@ def places_of(
         if starts[run.name] == run.start and found["shape"] == [run.numel]:
             first, last = found["data_offsets"]
             assert last - first == 4 * run.numel, f"{file}: {run.name} ({kind}) is not as long as its shape"
-            places[run.name, kind] = Place(base + first, target.view(torch.uint8))
-    return places
+            destinations[run.name, kind] = Destination(base + first, target.view(torch.uint8))
+    return destinations
 
 
 class CheckpointReader:
-    """The tensors of one checkpoint.
+    """A reader holds the tensors of one checkpoint; as a `WeightSource`, a new model's weights are its fp32 masters.
 
     Attributes:
         parameters: every parameter by name.
@@ -112,10 +116,25 @@ class CheckpointReader:
         except Exception as error:  # safetensors' own type derives from nothing narrower
             raise UserError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        """Write this rank's shard of a parameter's master into `local`.
+
+        Raises:
+            UserError: the checkpoint lacks the parameter, or has it in another shape.
+        """
+        wanted, saved = Described(layout, tuple(whole)), self.parameters.get(name)
+        if saved is None or saved.shape != wanted.shape:
+            there = "no such parameter" if saved is None else f"{saved.shape}"
+            raise UserError(f"{self.directory}: {name}: expected shape {wanted.shape}, found {there}")
+        piece = self.piece(name, MASTER, wanted, topology.tensor_rank, topology.tensor)
+        local.copy_(piece.view(local.shape))
+
     def piece(
         self, name: str, kind: str, wanted: Described, rank: int, size: int, start: int = 0, numel: int | None = None
     ) -> Tensor:
-        """Elements [start, start + numel) of the flattened shard that `rank` of `size` TP ranks holds. fp32 [numel].
+        """Return elements [start, start + numel) of the flattened shard of `rank` of `size` TP ranks, fp32 [numel].
 
         Args:
             wanted: how the parameter lies there; its whole shape is the same.
@@ -125,7 +144,7 @@ class CheckpointReader:
             UserError: elements are missing.
         """
         if numel is None:
-            numel = torch.Size(wanted.layout.local_shape(wanted.shape, size)).numel() - start
+            numel = math.prod(wanted.layout.local_shape(wanted.shape, size)) - start
         saved = self.parameters[name]
         if saved.same_split(wanted) and (size == self.tensor or isinstance(saved.layout, Replicated)):
             return self._elements(name, kind, rank if size == self.tensor else 0, start, numel)
@@ -133,7 +152,7 @@ class CheckpointReader:
         return shard.flatten()[start : start + numel]
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
-        """The whole parameter's master or state, without padding, fp32."""
+        """Return the whole parameter's master or state, without padding, fp32."""
         saved = self.parameters[name]
         if isinstance(saved.layout, Replicated):
             return self._shard(name, kind, 0)
@@ -143,22 +162,23 @@ class CheckpointReader:
         saved = self.parameters[name]
         shape = saved.layout.local_shape(saved.shape, self.tensor)
         own = None if scratch is None else scratch[tensor_rank]
-        return self._elements(name, kind, tensor_rank, 0, torch.Size(shape).numel(), own).view(shape)
+        return self._elements(name, kind, tensor_rank, 0, math.prod(shape), own).view(shape)
 
     def _elements(
         self, name: str, kind: str, tensor_rank: int, start: int, numel: int, scratch: Tensor | None = None
     ) -> Tensor:
-        """Elements of a saved shard, from whichever data-parallel ranks had them. Pieces are joined in `scratch`, which
-        grows, so that what is returned lasts until the next call with it; by default in new memory."""
+        """Return elements of a saved shard, from whichever data-parallel ranks had them.
+
+        Pieces are joined in `scratch`, which grows, so that what is returned lasts until the next call with it; by
+        default in new memory.
+        """
         pieces, stop, at = [], start + numel, start
         holders = [(starts[name], file) for file, starts in self._files[tensor_rank] if name in starts]
         for first, file in sorted(holders, key=lambda holder: holder[0]):
-            key = tensor_name(name, kind)
-            held = file.get_slice(key)
-            last = first + held.get_shape()[0]
+            held = file.get_tensor(tensor_name(name, kind))  # mapped into memory: what is used of it is read then
+            last = first + len(held)
             if first <= at < min(last, stop):
-                whole = at == first and stop >= last
-                pieces.append(file.get_tensor(key) if whole else held[at - first : min(last, stop) - first])
+                pieces.append(held[at - first : stop - first])
                 at = min(last, stop)
         if at != stop:
             raise UserError(

@@ -20,11 +20,11 @@ from transformers import GenerationConfig
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged
 from zero_tp.checkpoint.identity import check_same_run, parallelism_of
-from zero_tp.checkpoint.reader import CheckpointReader, Described, places_of, states_file
+from zero_tp.checkpoint.reader import CheckpointReader, Described, destinations_of, states_file
 from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
-from zero_tp.tensors.files import Place
+from zero_tp.tensors.files import Destination
 from zero_tp.topology import Topology
 from zero_tp.zero.progress import restore_progress
 from zero_tp.zero.stages import ZeroEngine
@@ -126,13 +126,13 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
         same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
         own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
         pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest["kinds"]]
-        placed: dict[tuple[str, str], Place] = {}
+        placed: dict[tuple[str, str], Destination] = {}
         failure: Exception | None = None
         try:
             reader = CheckpointReader(checkpoint, manifest)
             described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
             _check_parameters(checkpoint, reader.parameters, described)
-            placed = places_of(checkpoint / own, states, pieces) if own else {}
+            placed = destinations_of(checkpoint / own, states, pieces) if own else {}
         except Exception as error:  # a damaged file can end this in any way, and the others are to hear of it
             failure = error
         with Verification(checkpoint, own, placed.values()) as whole:

@@ -1,9 +1,11 @@
-"""Is a checkpoint what was written? Each file is read once from end to end, hashed, and on the way brought to where its
-bytes belong."""
+"""Verification tells whether a checkpoint is what was written.
+
+Each file is read once from end to end, hashed, and on the way brought to where its bytes belong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -12,33 +14,49 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.directory import Damaged
+from zero_tp.checkpoint.directory import Damaged, read_manifest
 from zero_tp.errors import UserError
-from zero_tp.tensors.files import Place, read_hashed
+from zero_tp.tensors.files import Destination, Written, read_hashed
+
+
+def check_file(file: Path, manifested: dict[str, Any], read: Callable[[], Written] | None = None) -> None:
+    """Check that a file has the SHA-256 that the manifest says.
+
+    Args:
+        read: gives what was found, where it isn't read here.
+
+    Raises:
+        Damaged: it has another one, or cannot be read.
+    """
+    try:
+        found = read() if read else read_hashed(file)
+    except OSError as error:
+        raise Damaged(file, f"cannot be read ({error.strerror})") from error
+    if found.sha256 != manifested["sha256"]:
+        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested['sha256'][:12]}…")
 
 
 class Verification:
-    """A checkpoint that is read and hashed, each rank its share of the files, on a thread of its own from now on.
+    """A verification reads and hashes a checkpoint, each rank its share of the files, on a thread that starts at once.
 
     Leaving the block that it opens ends the reading.
     """
 
-    def __init__(self, checkpoint: Path, own: str | None = None, places: Iterable[Place] = ()):
+    def __init__(self, checkpoint: Path, own: str | None = None, destinations: Iterable[Destination] = ()):
         """
         Args:
             own: the file that is this rank's share, where there is one for each rank.
-            places: where bytes of `own` belong.
+            destinations: where bytes of `own` belong.
 
         Raises:
             Damaged, UserError: see `read_manifest`.
         """
         self.checkpoint = checkpoint
-        self._files: dict[str, Any] = directory.read_manifest(checkpoint)["files"]
+        self._files: dict[str, Any] = read_manifest(checkpoint)["files"]
         self._thread, self._given_up = ThreadPoolExecutor(1), Event()
         share = [own] if own else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
         self._readings = {
-            name: self._thread.submit(read_hashed, checkpoint / name, places if own else (), self._given_up)
+            name: self._thread.submit(read_hashed, checkpoint / name, destinations if own else (), self._given_up)
             for name in share
         }
 
@@ -65,10 +83,10 @@ class Verification:
                 raise UserError(failed)
 
     def _damage(self) -> tuple[str, str] | None:
-        """(file, what is wrong) of the first of this rank's files that is not as it was written."""
+        """Return (file, what is wrong) of the first of this rank's files that is not as it was written."""
         try:
             for name, reading in self._readings.items():
-                directory.compare(self.checkpoint / name, self._files[name], reading.result)
+                check_file(self.checkpoint / name, self._files[name], reading.result)
         except Damaged as error:
             return error.file.name, error.problem
         return None

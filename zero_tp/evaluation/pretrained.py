@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from zero_tp.checkpoint.convert import config_of, tokenizer_of
 from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.checkpoint.source import CheckpointSource
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.scoring import HuggingFaceScorer, ParallelScorer
 from zero_tp.evaluation.subject import Subject
@@ -118,8 +117,8 @@ class CheckpointDirectory(ModelDirectory):
 
     def _model(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
         """Load the fp32 masters; each rank reads what it holds. UserError: a file is missing or damaged."""
-        with in_use(self.path):
-            source = CheckpointSource(CheckpointReader(self.path, read_manifest(self.path)))
+        with in_use(self.path) as manifest:
+            source = CheckpointReader(self.path, manifest)
             return ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
 
 

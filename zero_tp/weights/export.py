@@ -25,7 +25,7 @@ from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
-from zero_tp.tensors.files import Entry, write_unhashed
+from zero_tp.tensors.files import Entry, write_tensors
 from zero_tp.weights.files import INDEX
 from zero_tp.weights.native import native_entries, native_model, native_shapes
 
@@ -169,7 +169,7 @@ def _as(dtype: torch.dtype, entry: Entry) -> Entry:
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     for file, entries in shards.items():
-        write_unhashed(directory / file, entries, {"format": "pt"})
+        write_tensors(directory / file, entries, {"format": "pt"}, hashed=False)
         (directory / file).chmod(0o644)
     if len(shards) == 1:
         return
