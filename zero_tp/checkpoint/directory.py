@@ -154,7 +154,7 @@ def _sync(path: Path) -> None:
 
 
 def begin(run: Path) -> Path:
-    """Make a fresh temporary directory for the ranks to write into, without what a killed save left. One rank calls it."""
+    """Make a fresh temporary directory for the ranks to write into; what a killed save left goes. One rank calls it."""
     temporary = checkpoints_of(run) / TEMPORARY
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
