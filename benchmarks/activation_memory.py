@@ -27,10 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from kept import kept_by_layer  # type: ignore[import-not-found]  # beside this script
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import GPT2Config
 
-from zero_tp.activations.measure import kept_by_layer
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp import cli
+from zero_tp.devices import NAMES
 from zero_tp.errors import UserError
 from zero_tp.process.quiet import quiet_libraries
 
@@ -28,8 +29,7 @@ def arguments() -> argparse.Namespace:
         "--device",
         required=True,
         metavar="NAME|JSON",
-        help="v100-16gb, v100-32gb, a100-40gb, a100-80gb, h100-80gb, h200-141gb, b200-180gb, mi300x-192gb, l40s-48gb, "
-        "rtx4090-24gb, cpu, or a JSON file that describes one",
+        help=f"{', '.join(NAMES)}, or a JSON file that describes one",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of FILE; may be repeated"
@@ -38,7 +38,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="try other settings at the same global batch")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="candidates that --search shows (default 10)")
     parser.add_argument("--write", type=Path, metavar="OUT", help="with --search: write the fastest as a run config")
-    parser.add_argument("--dry-run", action="store_true", help="run one micro-batch with fake tensors and compare")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="run all layers with fake tensors and compare",
+    )
     parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with pictures, and PNGs beside it")
     parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline stages, as the papers count")
     parser.add_argument("--interleaving", type=int, default=1, metavar="M", help="interleaved stages, likewise")
@@ -64,36 +68,35 @@ def main() -> None:
     options = arguments()
     check(options)
     from zero_tp.config import RunConfig
-    from zero_tp.planning.devices import device
+    from zero_tp.planning.plan import device, plan
 
     chosen = device(options.device, options.world_size)
     config = RunConfig.load(options.file, options.set, options.world_size // options.pipeline)
-    from zero_tp.planning import advise, report
-    from zero_tp.planning.plan import plan
-
     made = plan(config, chosen, pipeline=options.pipeline, interleaving=options.interleaving)
+    from zero_tp.planning import report
+    from zero_tp.planning.search import Candidate, Search, write
+
     result: dict[str, Any] = made.as_json()
     lines = [report.describe(made)]
-    found = shown = comparison = None
     if options.dry_run:
-        comparison = advise.compare(made)
+        comparison = made.compare()
         result["dry_run"] = comparison.as_json()
         lines += report.dry_run(comparison)
-    if options.search:
-        found, shown, chosen_config = advise.search_and_check(made, options.set, options.top)
-        result["candidates"] = [advise.candidate_json(one) for one in shown]
-        result["tried"], result["fitting"] = found.tried, len(found.fitting)
-        lines += report.advice(found, shown, made)
+    search = Search(config, chosen) if options.search or options.html else None
+    shown: list[Candidate] = []
+    if search is not None and (options.search or search.fitting):
+        shown, best = search.fastest(options.set, options.top)
+    if search is not None and options.search:
+        result["candidates"] = [one.as_json() for one in shown]
+        result["tried"], result["fitting"] = len(search.ranked), search.fitting
+        lines += report.advice(search, shown, made)
         if options.write:
-            advise.write(chosen_config, options.write)
+            write(best, options.write)
             lines.append(f"wrote {options.write}")
     if options.html:
         from zero_tp.planning.page import write_page
 
-        if found is None:
-            found, shown = advise.candidates(made, options.set, options.top)
-
-        for path in write_page(made, options.html, found, shown):
+        for path in write_page(made, options.html, search, shown):
             lines.append(f"wrote {path}")
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))
 

@@ -3,7 +3,7 @@
     python -m tests.planned 8 < configs.json
 
 Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
-MemTracker counts in the second step, and beside it what planning's true view gives. A process of its own, because
+MemTracker counts in the second step, and beside it what planning gives. A process of its own, because
 DeepSpeed keeps its process groups in module globals.
 """
 
@@ -43,12 +43,12 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
 
     from zero_tp.config import RunConfig
     from zero_tp.data.batch import Batch
-    from zero_tp.planning.views import true_view
+    from zero_tp.planning.memory import rank_memory
     from zero_tp.topology import Topology
     from zero_tp.training import engine as engines
 
     config = RunConfig.load(FILE, BASE + overrides, world)
-    view = true_view(config, cpu=True)
+    memory = rank_memory(config, cpu=True)
     earlier = [each.untyped_storage() for each in existing()]  # held, so that no new one gets such an address
     before = {each._cdata for each in earlier}
     engines.check_replicas = lambda *_: None  # there are no other ranks to compare with
@@ -81,12 +81,12 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     made.engine.destroy()
     del made
     gc.collect()
-    point = max(view.points(), key=lambda each: each.total + each.host)
+    point = memory.peak
     return {
         "overrides": overrides,
         "parameters": parameters,
         "measured": peak["Total"],
-        "true_view": point.total + point.host,
+        "planned": point.total + point.host,
         "phase": point.phase,
     }
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2Config
 
+from benchmarks.kept import kept_by_backward, kept_by_layer
 from tests.compare import grid
 from tests.pools import Pools
-from zero_tp.activations.measure import Kept, kept_by_backward, kept_by_layer
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -29,6 +29,7 @@ from zero_tp.planning.formulas import (
     sdpa_fused_core,
     sdpa_maths_core,
 )
+from zero_tp.planning.tracking import Allocation
 from zero_tp.topology import Topology
 
 SHAPES = 2  # drawn for each test
@@ -89,7 +90,7 @@ def rows(layer: Layer, core: str) -> dict[str, tuple[dict[str, Any], dict[str, A
     return found
 
 
-def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str, float, list[Kept]]]:
+def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str, float, list[Allocation]]]:
     """On every rank: each row's name, the formula's bytes, and what is kept."""
     topology = grid(tensor, sequence) if tensor > 1 else Topology(world=1)
     found = []

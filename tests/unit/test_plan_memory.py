@@ -1,4 +1,4 @@
-"""The true view against the dry run (fake tensors) and against MemTracker's peak of a real engine's step."""
+"""The dry run of few layers against one of all, and the plan against MemTracker's peak of a real engine's step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
+from zero_tp.models.flops import layer_products
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel import loss
-from zero_tp.planning import dryrun, outside
-from zero_tp.planning.memory import Point
-from zero_tp.planning.views import model_of, true_view
+from zero_tp.planning.dryrun import Kind, contexts, dry_run, measure, shortened
+from zero_tp.planning.memory import model_of, workload_of
 from zero_tp.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DOCUMENTS = "zero_tp.data.document_attention=reset"
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
 WINDOWS |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+WINDOWS_OF_7 = f"zero_tp.model.layer_types={json.dumps([WINDOWS['layer_types'][number % 2] for number in range(7)])}"
 
 
 def family(name: str, *overrides: str, model: dict[str, Any] | None = None) -> list[str]:
@@ -107,26 +109,82 @@ def load(overrides: list[str]) -> RunConfig:
 
 
 @pytest.mark.parametrize("overrides", CASES)
-def test_true_view_against_the_dry_run(overrides: list[str]) -> None:
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
+def test_layers_that_differ_add_up_to_a_dry_run_of_all(overrides: list[str], cpu: bool) -> None:
+    layers = "num_hidden_layers" if any('"model_type"' in each for each in overrides) else "n_layer"
+    config = load(
+        [*overrides, f"zero_tp.model.{layers}=7", *([WINDOWS_OF_7] if "layer_types" in str(overrides) else [])]
+    )
+    assert dry_run(config.hf_config(), workload_of(config, cpu=cpu)) == dry_run(
+        config.hf_config(), workload_of(config, cpu=cpu), whole=True
+    )
+
+
+RECOMPUTED: list[dict[str, Any]] = [
+    {"mode": "full", "layers": 4},
+    {"mode": "full", "every": 3},
+    {"mode": "selective", "every": 2, "modules": ["norm"]},
+    {"mode": "full", "keep_micro_batches": 1},
+]
+
+
+@pytest.mark.parametrize("policy", RECOMPUTED, ids=lambda policy: " ".join(map(str, policy.values())))
+@pytest.mark.parametrize("split", [False, True], ids=["", "P_a+cpu"])
+def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -> None:
+    overrides = ["zero_tp.model.n_layer=11", f"zero_tp.recompute={json.dumps(policy)}"]
+    if split and policy["mode"] == "full":
+        blocks = {"partition_activations": True, "cpu_checkpointing": True}
+        overrides += [f"activation_checkpointing={json.dumps(blocks)}", "zero_tp.parallel.sequence=false"]
     config = load(overrides)
-    view = true_view(config, cpu=True)
-    measured = dryrun.points(dryrun.dry_run(config), view.zero)
+    for cpu in (True, False):
+        workload = workload_of(config, cpu=cpu)
+        found = dry_run(config.hf_config(), workload)
+        assert found == dry_run(config.hf_config(), workload, whole=True)
+        kept = max(one.activations for one in found)
+        none = dry_run(config.hf_config(), replace(workload, policy=RecomputePolicy(mode="none")))
+        nothing = max(one.activations for one in none)
+        assert kept == nothing if policy.get("keep_micro_batches") else kept < nothing
 
-    def total(point: Point) -> float:
-        return point.total + point.host
 
-    ours, theirs = max(view.points(), key=total), max(measured, key=total)
-    assert total(ours) == pytest.approx(total(theirs), rel=0.03)
-    # Forward and backward may come so close that either has the peak.
-    ours = max((each for each in view.points() if each.phase == theirs.phase), key=total)
-    for category, size in theirs.bytes.items():
-        if size > 0.01 * total(theirs):
-            assert ours.bytes[category] == pytest.approx(size, rel=0.05), category
-    # In each of the two phases that have activations too, wherever the peak is.
-    for phase in ("forward", "backward"):
-        greatest = [max(total(each) for each in found if each.phase == phase) for found in (view.points(), measured)]
-        assert greatest[0] == pytest.approx(greatest[1], rel=0.05), phase
-    assert view.peak.total == pytest.approx(max(point.total for point in view.points()))
+@pytest.mark.parametrize("layers", [1, 2, 3, 96])
+def test_few_layers_stand_for_many(layers: int) -> None:
+    alike = [Kind(None, False)] * layers
+    assert len(shortened(alike)) == min(layers, 3)
+    alternating = [Kind(32 if number % 2 else None, number < 5) for number in range(layers)]
+    assert set(contexts(shortened(alternating))) == set(contexts(alternating))
+    assert len(shortened(alternating)) <= min(layers, 13)
+
+
+def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch() -> None:
+    """Without attention's dropout, which sends the CPU's kernel down another path, and without collectives."""
+    for recompute in ("none", "full"):
+        config = load(
+            ["zero_tp.parallel.tensor=1", "zero_tp.model.attn_pdrop=0.0", f"zero_tp.recompute={recompute}", *WIDE]
+        )
+        cpu, other = (dry_run(config.hf_config(), workload_of(config, cpu=cpu)) for cpu in (True, False))
+        for phase in ("forward", "backward"):
+            sizes = [[(one.activations, one.transients, one.gradients) for one in found if one.phase == phase]
+                     for found in (cpu, other)]  # fmt: skip
+            for at in range(3):
+                assert max(one[at] for one in sizes[0]) == pytest.approx(max(one[at] for one in sizes[1]), rel=0.005)
+
+
+def test_an_accelerator_takes_the_branches_of_its_type() -> None:
+    """Keys and values repeated beside a mask, checkpoints in host memory, no mask of attention's dropout."""
+
+    def kept(overrides: list[str], cpu: bool) -> float:
+        config = load(overrides)
+        return max(one.activations for one in dry_run(config.hf_config(), workload_of(config, cpu=cpu)))
+
+    grouped = family("llama", DOCUMENTS, "zero_tp.parallel.tensor=1")
+    # Two of [b, a, s, d] in bf16, of 3 layers.
+    assert kept(grouped, False) - kept(grouped, True) == pytest.approx(3 * 2 * 4 * 256 * 256 * 2, rel=0.01)
+    checkpoints = ["zero_tp.recompute=full", "zero_tp.parallel.tensor=1", *WIDE]
+    on_host = [*checkpoints, 'activation_checkpointing={"cpu_checkpointing":true}']
+    stream = 4 * 256 * 256 * 2
+    assert kept(checkpoints, False) - kept(on_host, False) == pytest.approx(3 * stream, rel=0.01)
+    assert kept(checkpoints, True) == kept(on_host, True)
+    assert kept(WIDE, False) < 0.7 * kept(WIDE, True)
 
 
 @functools.cache
@@ -145,10 +203,12 @@ def engine_peaks(quick: bool) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("overrides", CASES)
-def test_true_view_against_a_real_step(overrides: list[str]) -> None:
+def test_the_plan_against_a_real_step(overrides: list[str]) -> None:
     found = engine_peaks(overrides in QUICK)[json.dumps(overrides)]
-    assert found["parameters"] == true_view(load(overrides), cpu=True).zero.parameters.total
-    assert found["true_view"] == pytest.approx(found["measured"], rel=0.03)
+    parallel = load(overrides).zero_tp.parallel
+    model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
+    assert found["parameters"] == model.parameters.total
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.03)
 
 
 def test_the_dry_run_counts_what_memtracker_counts() -> None:
@@ -168,7 +228,7 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
     with FakeTensorMode():
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 64, dtype=torch.long)
-        moments = dryrun.measure(model, Batch(tokens, tokens))
+        moments = measure(model, Batch(tokens, tokens)).joined(range(2))
     parameters = 2 * sum(parameter.numel() for parameter in model.parameters())
     ours = max(one.activations + one.transients + 2 * one.gradients for one in moments) + parameters
     assert peak(fake=True) == peak(fake=False)
@@ -181,11 +241,6 @@ def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -
     hf_config = config.hf_config()
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(hf_config)
-    shape, parameters, whole = model_of(hf_config, 1, False)
+    spec, parameters, whole = model_of(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
-    assert shape.layer_products() * shape.layers < whole
-
-
-def test_facts_that_are_written_twice() -> None:
-    """planning does not import torch for them."""
-    assert outside.CHUNK_ELEMENTS == loss.CHUNK_ELEMENTS
+    assert layer_products(spec) * spec.layers < whole

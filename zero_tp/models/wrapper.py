@@ -90,7 +90,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         self.architecture = architecture_of(config)
         self.spec = spec or self.architecture.spec(config)
         self.spec.check(self.topology.tensor)
-        self.streams = RandomStreams(self.topology, seed, "cpu" if str(device) == "meta" else device)
+        self.streams = RandomStreams(self.topology, seed, device if str(device).startswith("cuda") else "cpu")
         chosen = dtype or config.dtype or torch.float32
         assert isinstance(chosen, torch.dtype)
         make = ParameterMaker(self.topology, source or Drawn(seed), chosen, device)

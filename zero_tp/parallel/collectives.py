@@ -28,12 +28,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def group_size(group: Group) -> int:
     """Return the number of ranks in the group; 1 when there is none."""
-    return dist.get_world_size(group) if group is not None else 1
+    return group.size() if group is not None else 1
 
 
 def group_rank(group: Group) -> int:
     """Return this rank's number in the group; 0 when there is none."""
-    return dist.get_rank(group) if group is not None else 0
+    return group.rank() if group is not None else 0
 
 
 class Pending:

@@ -1,200 +1,405 @@
-"""The dry run: forward and backward of the project's own model as rank 0 of the real world, without any data.
+"""The dry run: forward and backward of the project's own model as one rank of the real world, without any data.
 
-The process group is torch's "fake" one, where collectives return at once, and tensors are fake ones on the device
-"cpu", which have shapes but no memory; what is measured is equal to that with real tensors. Not the meta device (it
-decomposes attention and counts its scores). Model states and ZeRO's buffers are not in it: DeepSpeed's engine does not
-run on fake tensors; they come from planning/zero.py.
+Tensors are fake ones, which have shapes but no memory, and the collectives' groups are fake too: they return at once.
+Every storage is followed from its making to its end, which gives the bytes of real tensors. Model states and ZeRO's
+buffers are not in it: DeepSpeed's engine does not run on fake tensors; they come from planning/zero.py.
+
+Layers that are alike in what they see and recompute, with neighbours that are alike, take the same bytes. So a model of
+few layers runs, and all L layers are their sum.
+
+What is planned for a CPU runs on fake "cpu" tensors. Not on the meta device: it decomposes attention and counts its
+scores. What is planned for an accelerator runs on tensors of a simulated one, so that the code takes the branches that
+it takes there; attention is put in a fused kernel's place.
 """
 
 from __future__ import annotations
 
 import bisect
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.config import RunConfig
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.data.batch import Batch
-from zero_tp.models.attention import SDPACore
+from zero_tp.models.architectures import architecture_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.planning.memory import CATEGORIES, Point, held_bytes
 from zero_tp.planning.tracking import Allocation, Allocations
-from zero_tp.planning.zero import ZeroMemory
 from zero_tp.topology import Topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What the bytes and seconds of a micro-batch depend on, beside the model.
+
+    Attributes:
+        length, batch: s and b.
+        dtype: "fp32", "bf16" or "fp16".
+        cpu: the ranks are CPU processes; else they have accelerators.
+        checkpointing: DeepSpeed's `activation_checkpointing` block.
+        documents: a token sees its own document alone (`data.document_attention` "reset").
+    """
+
+    length: int
+    batch: int
+    tensor: int = 1
+    sequence: bool = False
+    dtype: str = "bf16"
+    cpu: bool = False
+    policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
+    checkpointing: Mapping[str, Any] = field(default_factory=dict)
+    documents: bool = False
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def partitioned(self) -> bool:
+        """P_a: checkpoints are split over TP; under SP they are split already."""
+        return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
+
+    @property
+    def to_host(self) -> bool:
+        """P_a+cpu: an accelerator's checkpoints wait in host memory."""
+        return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
+
+    def kinds(self, windows: Sequence[int | None]) -> list[Kind]:
+        """Return what each layer is, at the micro-batch that keeps the most.
+
+        A micro-batch that keeps all its activations raises the peak to that of no recomputation.
+        """
+        again = set() if self.policy.keep_micro_batches else set(self.policy.recomputed_layers(len(windows)))
+        return [Kind(window, number in again) for number, window in enumerate(windows)]
+
+
+class Kind(NamedTuple):
+    """What tells the layers of a model apart: the window of their attention, and whether they recompute."""
+
+    window: int | None
+    recomputes: bool
+
+
+class Moment(NamedTuple):
+    """What exists at one point of a pass, beside parameters, gradients that are done and model states.
+
+    Attributes:
+        phase: "forward" or "backward". place: the layer's number, -1 before the first and L after the last.
+        activations: bytes that backward will want. transients: all others.
+        gradients: elements of parameters whose gradients are done.
+    """
+
+    phase: str
+    place: int
+    activations: float
+    transients: float
+    gradients: float
+
+
+# ---- one micro-batch -------------------------------------------------------------------------------------------------
+
+
+def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[Moment]:
+    """Return every moment of one micro-batch at which something is made, forward and backward, in order.
+
+    Args:
+        config: of the model.
+        whole: run all layers, instead of those of each kind that differ.
+    """
+    device = torch.device("cpu") if workload.cpu else accelerator()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        # In this thread: those of devices that have come since the process's first backward do not exist.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(FakeTensorMode())
+        if not workload.cpu:
+            stack.enter_context(_Kernels())
+            stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
+        spec = architecture_of(config).spec(config)
+        kinds = workload.kinds(spec.windows)
+        order = list(range(len(kinds)))
+        measured = kinds
+        if not whole:
+            measured = shortened(kinds)
+            places = {context: number for number, context in enumerate(contexts(measured))}
+            order = [places[context] for context in contexts(kinds)]
+        rotary = spec.rotary and replace(spec.rotary, by_length=False)  # fake positions have no greatest one
+        windows = tuple(kind.window for kind in measured)
+        model = ZeroTPForCausalLM(
+            config,
+            topology_of(workload.tensor, workload.sequence),
+            source=_Unfilled(),
+            dtype=DTYPES[workload.dtype],
+            device=device,
+            spec=replace(spec, layers=len(measured), windows=windows, rotary=rotary),
+        )
+        model.train()
+        numbers = tuple(number for number, kind in enumerate(measured) if kind.recomputes)
+        # One buffer for all checkpoints takes what they take one by one.
+        settings = {**workload.checkpointing, "contiguous_memory_optimization": False}
+        policy = _Numbered(**workload.policy.model_dump(), numbers=numbers)
+        ActivationMemory(model, policy, settings, device)
+        tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
+        parts = measure(model, Batch(tokens, tokens, *([tokens, tokens] if workload.documents else [])))
+    return parts.joined(order)
+
+
+@functools.cache
+def accelerator() -> torch.device:
+    """Return the device of the tensors that stand for an accelerator's: a simulated one, or CUDA where it is there."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    _setup_privateuseone_for_python_backend("sim")
+    runtime = torch.get_device_module("sim")
+    runtime.Stream = runtime.current_stream = _Stream
+    runtime.stream = nullcontext
+    return torch.device("sim")
+
+
 class _Unfilled:
-    """A source that leaves new parameters as they are."""
+    """A source leaves new parameters as they are."""
 
     def fill(self, *_: Any) -> None:
         pass
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What exists at one point of a pass, beside parameters, gradients that are done and model states [bytes].
+class _Numbered(RecomputePolicy):
+    """A policy for the layers of these numbers."""
 
-    Attributes:
-        name: "forward" or "backward". place: the layer's number, -1 before the first and L after the last.
-        activations: what backward will want. transients: everything else.
-        gradients: elements of parameters whose gradients are done.
-    """
+    numbers: tuple[int, ...]
 
-    name: str
-    place: int
+    def recomputed_layers(self, layers: int) -> Any:
+        return self.numbers
+
+
+def topology_of(tensor: int, sequence: bool) -> Topology:
+    """Return rank 0's place in a TP group whose other ranks do not exist. It needs no process group around it."""
+    topology = Topology(tensor, sequence, world=tensor)
+    if tensor > 1:
+        backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
+        group = dist.ProcessGroup(FakeStore(), 0, tensor)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group._set_default_backend(kind)
+        for device_type in ("cpu", "cuda", "privateuseone"):
+            group._register_backend(torch.device(device_type), kind, backend)
+        topology.tensor_group = group
+    return topology
+
+
+# ---- layers by their kind --------------------------------------------------------------------------------------------
+
+Context = tuple[Kind | None, Kind, Kind | None, bool]
+"""A layer's kind between those of its neighbours, and whether it is the first with its window, the last one in backward
+to let go of that window's mask."""
+
+
+def contexts(kinds: Sequence[Kind]) -> list[Context]:
+    """Return what the bytes of each layer depend on."""
+    around: list[Kind | None] = [None, *kinds, None]
+    seen: set[int | None] = set()
+    found: list[Context] = []
+    for number, kind in enumerate(kinds):
+        found.append((around[number], kind, around[number + 2], kind.window not in seen))
+        seen.add(kind.window)
+    return found
+
+
+def shortened(kinds: Sequence[Kind]) -> list[Kind]:
+    """Return fewer layers that have every context of the given ones and no other: of equal layers, three."""
+    found, wanted = list(kinds), set(contexts(kinds))
+
+    def cut() -> list[Kind] | None:
+        for length in range(len(found) - 1, 0, -1):
+            for start in range(len(found) - length + 1):
+                shorter = found[:start] + found[start + length :]
+                if set(contexts(shorter)) == wanted:
+                    return shorter
+        return None
+
+    while (shorter := cut()) is not None:
+        found = shorter
+    return found
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A stretch of a pass: its moments, and the changes over all of it, relative to its start."""
+
+    moments: list[Moment]
     activations: int
     transients: int
     gradients: int
 
 
 @dataclass(frozen=True)
-class DryRun:
-    """What one micro-batch does on rank 0.
+class Parts:
+    """A pass, cut where the layers begin and end: before them, the layers forward, the loss, the layers backward (in
+    forward's order), and after them."""
 
-    Attributes:
-        moments: every moment at which something was made, in order.
-        parameters: elements of this rank's shards.
-        seconds: that it took.
-    """
+    enter: Part
+    forward: list[Part]
+    turn: Part
+    backward: list[Part]
+    leave: Part
 
-    moments: tuple[Moment, ...]
-    parameters: int
-    seconds: float
-
-
-@contextmanager
-def fake_ranks(world: int) -> Iterator[None]:
-    """Rank 0 of a world whose other ranks do not exist: collectives return at once and leave garbage.
-
-    Raises:
-        RuntimeError: this process has a process group already.
-    """
-    if dist.is_initialized():
-        raise RuntimeError("a dry run needs a process without a process group")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def dry_run(config: RunConfig, *, fused_attention: bool = False) -> DryRun:
-    """One micro-batch, forward and backward, of the run's model and recomputation.
-
-    Args:
-        config: loaded with a world size.
-        fused_attention: take attention without its dropout, as accelerators' fused kernels keep no mask of it; else
-            what the CPU's kernels keep is measured.
-    """
-    assert config.world_size is not None
-    start = time.perf_counter()
-    parallel, block = config.zero_tp.parallel, config.zero_tp
-    with fake_ranks(config.world_size), FakeTensorMode():
-        topology = Topology(parallel.tensor, parallel.sequence)
-        model = ZeroTPForCausalLM(config.hf_config(), topology, source=_Unfilled(), dtype=DTYPES[config.dtype])
-        model.train()
-        if fused_attention:
-            for module in model.modules():
-                if isinstance(module, SDPACore):
-                    module.p = 0.0
-        settings = config.deepspeed_config().get("activation_checkpointing", {})
-        ActivationMemory(model, block.recompute_policy, settings, torch.device("cpu"))
-        tokens = torch.zeros(config.micro_batch, block.data.sequence_length, dtype=torch.long)
-        apart = block.data.document_attention == "reset"
-        moments = measure(model, Batch(tokens, tokens, *([tokens, tokens] if apart else [])))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return DryRun(moments, parameters, time.perf_counter() - start)
+    def joined(self, order: Sequence[int]) -> list[Moment]:
+        """Return the moments of a model whose layers are like those of these numbers."""
+        last = len(order)
+        stretches = [(-1, self.enter), *((place, self.forward[number]) for place, number in enumerate(order))]
+        stretches += [(last, self.turn), *((place, self.backward[order[place]]) for place in reversed(range(last)))]
+        found: list[Moment] = []
+        activations = transients = gradients = 0.0
+        for place, part in [*stretches, (-1, self.leave)]:
+            for one in part.moments:
+                found.append(
+                    Moment(
+                        one.phase,
+                        place,
+                        activations + one.activations,
+                        transients + one.transients,
+                        gradients + one.gradients,
+                    )
+                )
+            activations += part.activations
+            transients += part.transients
+            gradients += part.gradients
+        return found
 
 
-def measure(model: ZeroTPForCausalLM, batch: Batch) -> tuple[Moment, ...]:
-    """Forward and backward of one micro-batch; each gradient is let go of as soon as it is done."""
-    done: list[tuple[int, int, int]] = []
-    hooks: list[Any] = []
-    places = place_of_parameters(model)
-    with Allocations() as allocations:
+def measure(model: ZeroTPForCausalLM, batch: Batch) -> Parts:
+    """Run forward and backward of one micro-batch; each gradient is let go of as soon as it is done."""
+    done: list[tuple[int, int]] = []
+    handles: list[Any] = []
+    layers = [*model.transformer.layers, model.transformer.final_norm]
+    started: dict[int, int] = {}  # forward of each layer
+    returned: dict[int, int] = {}  # the gradient of its input is there
+    with Allocations(next(model.parameters()).device.type) as allocations:
         allocations.mark(model.parameters(), "parameters")
         allocations.mark(model.buffers(), "parameters")
 
         def let_go(parameter: nn.Parameter) -> None:
             parameter.grad = None
-            done.append((allocations.clock, parameter.numel(), places[parameter]))
+            done.append((allocations.clock, parameter.numel()))
+
+        def begins(number: int, stream: Tensor) -> None:
+            if number in started:  # recomputed
+                return
+            started[number] = allocations.clock
+            stream.register_hook(lambda _: returned.setdefault(number, allocations.clock) and None)
 
         for parameter in model.parameters():
-            hooks.append(parameter.register_post_accumulate_grad_hook(let_go))
+            handles.append(parameter.register_post_accumulate_grad_hook(let_go))
+        for number, layer in enumerate(layers):
+            handles.append(layer.register_forward_pre_hook(lambda _, inputs, number=number: begins(number, inputs[0])))
         begin = allocations.clock
-        started: list[int] = []
-        for module in (*model.transformer.layers, model.transformer.final_norm):
-            hooks.append(module.register_forward_pre_hook(lambda *_: started.append(allocations.clock)))
         loss = model(
             batch.input_ids,
             shift_labels=batch.labels,
             position_ids=batch.position_ids,
             document_ids=batch.document_ids,
         ).loss
-        forward = allocations.clock
+        turned = allocations.clock
         loss.backward()
         del loss
-    for hook in hooks:
-        hook.remove()
-    return _moments(allocations, begin, forward, done, started[: len(model.transformer.layers) + 1])
+    for handle in handles:
+        handle.remove()
+    numbers = range(len(layers))
+    ends = [started[number] for number in numbers] + [returned[number] for number in reversed(numbers)]
+    parts = _cut(allocations, [begin, *ends, allocations.clock], turned, done)
+    count = len(layers) - 1
+    return Parts(parts[0], parts[1 : count + 1], parts[count + 1], parts[count + 2 : -1][::-1], parts[-1])
 
 
-def place_of_parameters(model: ZeroTPForCausalLM) -> dict[nn.Parameter, int]:
-    """The layer's number of each parameter, -1 before the first and L after the last; a tied one is before."""
-    layers, places = len(model.transformer.layers), {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        after = parts[1] == "final_norm" or parts[0] == "head"
-        places[parameter] = int(parts[2]) if parts[1] == "layers" else layers if after else -1
-    return places
+def _cut(allocations: Allocations, ends: Sequence[int], turned: int, done: Sequence[tuple[int, int]]) -> list[Part]:
+    """Return the parts between the clocks `ends`. What is made before `turned` and gone after it is an activation."""
 
+    def is_kept(one: Allocation) -> bool:
+        return one.made <= turned and (one.gone is None or one.gone > turned)
 
-def _moments(
-    allocations: Allocations, begin: int, forward: int, done: Sequence[tuple[int, int, int]], started: Sequence[int]
-) -> tuple[Moment, ...]:
-    def kept(one: Allocation) -> bool:
-        return one.made <= forward and (one.gone is None or one.gone > forward)
+    count = len(ends) - 1
+    sizes = [[0, 0, 0] for _ in range(count)]  # transients, activations, gradients
+    moments: list[list[Moment]] = [[] for _ in range(count)]
 
-    sizes = {True: 0, False: 0}
-    moments: list[Moment] = []
-    waiting, finished = list(done), 0
-    for clock, one, sign in allocations.timeline():
-        if one.category is not None or clock <= begin:
+    def part_at(clock: int) -> int:
+        return min(count - 1, bisect.bisect_left(ends, clock) - 1)
+
+    events: list[tuple[int, int, Allocation | int]] = [
+        (clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None and clock > ends[0]
+    ]
+    events += [(clock, 2, elements) for clock, elements in done]
+    for clock, sign, one in sorted(events, key=lambda event: event[:2]):
+        number = part_at(clock)
+        size = sizes[number]
+        if isinstance(one, int):
+            size[2] += one
             continue
-        while waiting and waiting[0][0] < clock:
-            finished += waiting.pop(0)[1]
-        sizes[kept(one)] += sign * one.bytes
-        if sign < 0:
-            continue
-        if clock <= forward:
-            place = bisect.bisect_left(started, clock) - 1
-            moments.append(Moment("forward", place, sizes[True], sizes[False], 0))
-        else:
-            place = waiting[0][2] if waiting else -1
-            moments.append(Moment("backward", place, sizes[True], sizes[False], finished))
-    return tuple(moments)
+        size[is_kept(one)] += sign * one.bytes
+        if sign > 0:
+            phase = "forward" if clock <= turned else "backward"
+            moments[number].append(Moment(phase, 0, size[1], size[0], size[2]))
+    return [Part(found, size[1], size[0], size[2]) for found, size in zip(moments, sizes, strict=True)]
 
 
-def points(run: DryRun, zero: ZeroMemory) -> list[Point]:
-    """The measured micro-batch with ZeRO's account added, as the last micro-batch of a step."""
-    found = []
-    for number, moment in enumerate(run.moments):
-        micro, transients = zero.at.accumulation - 1, float(moment.transients)
-        held = zero.during(moment.name, moment.gradients, moment.place, micro, transients)
-        sizes = {**held_bytes(held), "activations": float(moment.activations), "transients": transients}
-        found.append(Point(moment.name, 2.0 * number / len(run.moments), sizes, held.host))
-    none = dict.fromkeys(CATEGORIES, 0.0)
-    for phase, held in (("reduce", zero.end_of_backward()), ("step", zero.step()), ("step", zero.states)):
-        found.append(Point(phase, 2.5, {**none, **held_bytes(held)}, held.host))
-    return found
+# ---- what the simulated device does not have ------------------------------------------------------------------------
+
+
+class _Kernels(TorchFunctionMode):
+    """The operations of an accelerator that fake tensors of a simulated one lack.
+
+    `scaled_dot_product_attention` would take torch's maths path there; the shapes of a fused kernel are put in its
+    place. Those keep Q, K, V, the mask, their output and the logarithm of each softmax's sum (torch's flash attention);
+    of dropout they keep a seed.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return _Fused.apply(*args[:4])
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return function(*args, **kwargs)
+
+
+class _Stream:
+    """A stream, and an event on it, of a device on which nothing takes time."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    wait_event = wait_stream
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None)

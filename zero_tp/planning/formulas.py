@@ -1,7 +1,8 @@
 """The papers' formulas: activations, parameters, model states, communication, FLOPs.
 
 Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, p pipeline size, m interleaved
-stages, N_d data-parallel size, Ψ parameters, B global batch. Sizes are bytes, activations have 16 bits.
+stages, N_d data-parallel size, Ψ parameters, B global batch. Sizes are bytes; activations have 16 bits unless e
+says otherwise.
 
 The first part counts the bytes of activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4
 and table 2). What a layer keeps, for 16-bit activations, masks of one byte, an MLP of 4h and dropout everywhere:
@@ -28,12 +29,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer on one rank.
+    """One transformer layer on one rank; by default the papers': 16 bits, an MLP of 4h, as many KV heads, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
         t: TP size.
         sequence: SP is on.
+        element: e, bytes of an element.
+        head_size, kv_heads, mlp_size: d, k and f where they are not h/a, a and 4h.
+        gated: the MLP multiplies its activation's output with a second product of its input.
+        residual_dropout, attention_dropout: whether there is any.
     """
 
     s: int
@@ -42,6 +47,13 @@ class Layer:
     a: int
     t: int = 1
     sequence: bool = False
+    element: int = 2
+    head_size: int | None = None
+    kv_heads: int | None = None
+    mlp_size: int | None = None
+    gated: bool = False
+    residual_dropout: bool = True
+    attention_dropout: bool = True
 
     @property
     def sbh(self) -> int:
@@ -53,6 +65,21 @@ class Layer:
         return self.sbh / self.t if self.sequence else self.sbh
 
     @property
+    def heads(self) -> float:
+        """Elements of the queries on this rank: sbad/t, with the papers' sizes sbh/t."""
+        return self.s * self.b * self.a * (self.head_size or self.h / self.a) / self.t
+
+    @property
+    def pairs(self) -> float:
+        """Elements of the keys on this rank, and of the values: sbkd/t."""
+        return self.heads * (self.kv_heads or self.a) / self.a
+
+    @property
+    def wide(self) -> float:
+        """Elements of the MLP's activation on this rank: sbf/t, with the papers' sizes 4sbh/t."""
+        return self.s * self.b * (self.mlp_size or 4 * self.h) / self.t
+
+    @property
     def scores(self) -> float:
         """Attention scores on this rank: as²b/t."""
         return self.a * self.s**2 * self.b / self.t
@@ -62,8 +89,9 @@ class Layer:
 
 
 def eager_core(layer: Layer) -> float:
-    """5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1's 5as/h)."""
-    return 5 * layer.scores
+    """5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1's 5as/h); e where there is no dropout."""
+    e = layer.element
+    return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
 
 def sdpa_fused_core(layer: Layer) -> float:
@@ -92,8 +120,13 @@ def kept(layer: Layer, core: Core = eager_core) -> float:
     """Nothing recomputed: sbh(10 + 24/t + 5as/(ht)) with the eager core, under SP sbh/t·(34 + 5as/h).
 
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel".
+    Other sizes are counted by the same rules: of a gated MLP its two products, the activation's output and their
+    product are kept.
     """
-    return 10 * layer.residual + 24 * layer.sbh / layer.t + core(layer)
+    e = layer.element
+    stream = 4 * e + (2 if layer.residual_dropout else 0)
+    attention = e * (2 * layer.heads + 2 * layer.pairs)
+    return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.wide
 
 
 def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)) -> float:
@@ -106,8 +139,8 @@ def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[st
     """
     saved = {
         "attention_core": core(layer),
-        "mlp_activation": 8 * layer.sbh / layer.t,
-        "norm": 4 * layer.residual,
+        "mlp_activation": layer.element * layer.wide,
+        "norm": 2 * layer.element * layer.residual,
     }
     return kept(layer, core) - sum(saved[module] for module in modules)
 
@@ -118,11 +151,21 @@ def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
     """
-    return 2 * layer.sbh / layer.t if partitioned else 2 * layer.residual
+    return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
 def kept_outside_layers(
-    s: int, b: int, h: int, v: int, layers: int, t: int, *, pipeline: int = 1, sequence: bool = True
+    s: int,
+    b: int,
+    h: int,
+    v: int,
+    layers: int,
+    t: int,
+    *,
+    pipeline: int = 1,
+    sequence: bool = True,
+    element: int = 2,
+    dropout: bool = True,
 ) -> float:
     """sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
 
@@ -131,10 +174,11 @@ def kept_outside_layers(
 
     Args:
         sequence: SP is on; without it only the logits are split.
+        element: bytes of an element. dropout: whether the input has any.
     """
     split = t if sequence else 1
-    last = 4 * s * b * (h / split + v / t) if pipeline == 1 else 0.0
-    return s * b * h * pipeline / split + last
+    last = s * b * (2 * element * h / split + 4 * v / t) if pipeline == 1 else 0.0
+    return (s * b * h * pipeline / split if dropout else 0.0) + last
 
 
 def pipeline_factor(pipeline: int, interleaving: int = 1) -> float:

@@ -1,19 +1,72 @@
-"""The two views of a rank's memory: what the papers count, and what this project with DeepSpeed allocates."""
+"""What one rank of a run allocates over a step: the dry run's activations on top of DeepSpeed's model states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
-from zero_tp.planning import formulas
-from zero_tp.planning.outside import Instant, micro_batch
-from zero_tp.planning.shape import Shape
-from zero_tp.planning.walk import Setting
-from zero_tp.planning.zero import Held, ZeroMemory
+from transformers import PretrainedConfig
+
+from zero_tp.config import RunConfig
+from zero_tp.models.spec import TransformerSpec
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning.dryrun import Moment, Workload, dry_run
+from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory, ZeroSettings
+from zero_tp.topology import Topology
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
+
+
+class Model(NamedTuple):
+    """A model, TP rank 0's parameters of it, and the elements of all of it."""
+
+    spec: TransformerSpec
+    parameters: Parameters
+    whole: int
+
+
+def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
+    """Return what a model built on the meta device says of itself, exact for every architecture.
+
+    Raises:
+        UserError: an architecture or size that is not supported.
+    """
+    model = ZeroTPForCausalLM(config, Topology(tensor, sequence, world=tensor), device="meta")
+    matrices: list[int] = []
+    flats: list[int] = []
+    whole = 0
+    for parameter in model.parameters():
+        dimensions = whole_shape(parameter)
+        (matrices if len(dimensions) >= 2 else flats).append(parameter.numel())
+        whole += math.prod(dimensions)
+    modules: list[tuple[int, ...]] = []
+    places: list[int] = []
+    for name, module in model.named_modules():
+        if sizes := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
+            modules.append(sizes)
+            parts = name.split(".")
+            after = name == "head" or "final_norm" in parts
+            places.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
+    return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(places)), whole)
+
+
+def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
+    """Return a run's micro-batch on one rank."""
+    block, parallel = config.zero_tp, config.zero_tp.parallel
+    return Workload(
+        length=block.data.sequence_length,
+        batch=config.micro_batch,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence and parallel.tensor > 1,
+        dtype=config.dtype,
+        cpu=cpu,
+        policy=block.recompute_policy,
+        checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
+        documents=block.data.document_attention == "reset",
+    )
 
 
 @dataclass(frozen=True)
@@ -38,147 +91,67 @@ class Point:
 
 
 @dataclass(frozen=True)
-class TrueView:
+class RankMemory:
     """What one rank allocates.
 
-    Args:
-        settings: of each layer.
+    Attributes:
+        moments: of one micro-batch.
     """
 
-    shape: Shape
-    settings: tuple[Setting, ...]
     zero: ZeroMemory
+    moments: list[Moment]
 
-    def points(self, *, ends_only: bool = False) -> list[Point]:
+    @cached_property
+    def points(self) -> list[Point]:
         """A step with its last micro-batch, in order; without accumulation that is all of it."""
-        instants = micro_batch(self.shape, self.settings, ends_only=ends_only, also=self.zero.changes_at)
-        last_micro = self.zero.at.accumulation - 1
-        forward = sum(instant.name == "forward" for instant in instants)
+        forward = sum(moment.phase == "forward" for moment in self.moments)
+        backward, last_micro = len(self.moments) - forward, self.zero.at.accumulation - 1
         found = []
-        for number, instant in enumerate(instants):
-            position = number / forward if number < forward else 1 + (number - forward) / (len(instants) - forward)
-            found.append(self._point(instant, position, last_micro))
-        found.append(self._bare("reduce", 2.0, self.zero.end_of_backward()))
-        found.append(self._bare("step", 2.5, self.zero.step()))
-        found.append(self._bare("step", 3.0, self.zero.states))
+        for number, one in enumerate(self.moments):
+            position = number / forward if number < forward else 1 + (number - forward) / backward
+            held = self.zero.during(one.phase, one.gradients, one.place, last_micro, one.transients)
+            found.append(_point(one.phase, position, held, one.activations, one.transients))
+        found.append(_point("reduce", 2.0, self.zero.end_of_backward()))
+        found.append(_point("step", 2.5, self.zero.step()))
+        found.append(_point("step", 3.0, self.zero.states))
         return found
 
     @cached_property
     def peak(self) -> Point:
-        """The moment at which the device holds the most."""
-        return max(self.points(ends_only=True), key=lambda point: point.total)
+        """The moment at which the device holds the most; a CPU rank's host memory is its device's."""
+        return max(self.points, key=lambda point: point.total + (point.host if self.zero.at.cpu else 0.0))
 
     @cached_property
     def host(self) -> float:
         """The most in host memory, of one rank [bytes]."""
         return max(self.zero.states.host, self.zero.step().host)
 
-    def _point(self, instant: Instant, position: float, micro: int) -> Point:
-        held = self.zero.during(instant.name, instant.gradients, instant.place, micro, instant.transients)
-        return Point(
-            instant.name,
-            position,
-            {**held_bytes(held), "activations": instant.activations, "transients": instant.transients},
-            held.host,
-        )
 
-    def _bare(self, phase: str, position: float, held: Held) -> Point:
-        return Point(phase, position, {**held_bytes(held), "activations": 0.0, "transients": 0.0}, held.host)
+def _point(phase: str, position: float, held: StateBytes, activations: float = 0.0, transients: float = 0.0) -> Point:
+    states = {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
+    return Point(phase, position, {**states, "activations": activations, "transients": transients}, held.host)
 
 
-def held_bytes(held: Held) -> dict[str, float]:
-    """ZeRO's part of CATEGORIES."""
-    return {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
+def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:
+    """Return DeepSpeed's account of these parameters.
+
+    On the CPU memory is taken when it is touched, so of a bucket only what gradients can fill is counted.
+    """
+    if settings.cpu:
+        settings = replace(settings, reduce_bucket=min(settings.reduce_bucket, parameters.total))
+    return ZeroMemory(parameters, settings)
 
 
-@dataclass(frozen=True)
-class PaperView:
-    """What the papers count for one rank [bytes].
+def rank_memory(config: RunConfig, *, cpu: bool, model: Model | None = None, whole: bool = False) -> RankMemory:
+    """Return what one rank of the run allocates.
 
     Args:
-        parameters: of the whole model; states are split over TP and pipeline stages evenly.
-        pipeline, interleaving: p and m; runs themselves have none.
+        config: loaded with a world size.
+        cpu: the ranks are CPU processes; else they have accelerators.
+        model: what `model_of` gives, if it is known.
+        whole: dry-run all layers.
     """
-
-    shape: Shape
-    setting: Setting
-    mode: str
-    parameters: int
-    stage: int
-    data: int
-    pipeline: int = 1
-    interleaving: int = 1
-    modules: Sequence[str] = field(default=("attention_core",))
-
-    def layer(self) -> formulas.Layer:
-        at = self.setting
-        return formulas.Layer(at.s, at.b, self.shape.hidden, self.shape.heads, at.t, at.sequence)
-
-    def layer_bytes(self) -> float:
-        layer = self.layer()
-        core = formulas.eager_core if self.shape.eager else formulas.sdpa_fused_core
-        if self.mode == "full":
-            return formulas.kept_full(layer, partitioned=self.setting.partitioned)
-        if self.mode == "selective":
-            return formulas.kept_selective(layer, core, self.modules)
-        return formulas.kept(layer, core)
-
-    def bytes(self) -> dict[str, float]:
-        """By category: parameters, gradients, optimizer, activations, activations outside the layers."""
-        own = self.parameters / (self.setting.t * self.pipeline)
-        split = {
-            0: (1, 1, 1),
-            1: (1, 1, self.data),
-            2: (1, self.data, self.data),
-            3: (self.data, self.data, self.data),
-        }[self.stage]
-        at, shape = self.setting, self.shape
-        activations = shape.layers * self.layer_bytes() * formulas.pipeline_factor(self.pipeline, self.interleaving)
-        outside = formulas.kept_outside_layers(
-            at.s, at.b, shape.hidden, shape.vocabulary, shape.layers, at.t, pipeline=self.pipeline, sequence=at.sequence
-        )
-        return {
-            "parameters": 2 * own / split[0],
-            "gradients": 2 * own / split[1],
-            "optimizer": formulas.OPTIMIZER_BYTES * own / split[2],
-            "activations": activations,
-            "outside layers": outside,
-        }
-
-
-def layer_settings(
-    windows: Sequence[int | None],
-    base: Setting,
-    policy: Any,
-    recomputed: Sequence[int],
-    activation_checkpointing: dict[str, Any],
-) -> tuple[Setting, ...]:
-    """Each layer's setting under a recompute policy.
-
-    Args:
-        windows: of each layer.
-        base: of a layer that recomputes nothing.
-        policy: `zero_tp.recompute` in its long form.
-        recomputed: numbers of the layers that it recomputes.
-        activation_checkpointing: DeepSpeed's block.
-    """
-    if policy.mode == "none" or policy.keep_micro_batches:
-        return of_each_layer(windows, base)
-    modules = ("layer",) if policy.mode == "full" else tuple(policy.chosen_modules)
-    full = policy.mode == "full"
-    again = replace(
-        base,
-        modules=modules,
-        partitioned=full and bool(activation_checkpointing.get("partition_activations")) and not base.sequence
-        and base.t > 1,
-        to_host=full and bool(activation_checkpointing.get("cpu_checkpointing")) and not base.cpu,
-    )  # fmt: skip
-    chosen = set(recomputed)
-    pairs = zip(of_each_layer(windows, base), of_each_layer(windows, again), strict=True)
-    return tuple(pair[number in chosen] for number, pair in enumerate(pairs))
-
-
-def of_each_layer(windows: Sequence[int | None], setting: Setting) -> tuple[Setting, ...]:
-    """The setting with each layer's window."""
-    kinds = {window: replace(setting, window=window) for window in set(windows)}
-    return tuple(kinds[window] for window in windows)
+    parallel = config.zero_tp.parallel
+    parameters = (model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)).parameters
+    zero = zero_memory(parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
+    return RankMemory(zero, dry_run(config.hf_config(), workload_of(config, cpu=cpu), whole=whole))

@@ -12,7 +12,7 @@ from zero_tp.constants import GIB
 from zero_tp.errors import UserError
 from zero_tp.planning import pictures, report
 from zero_tp.planning.plan import Plan
-from zero_tp.planning.search import Candidate, Found
+from zero_tp.planning.search import Candidate, Search
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
@@ -26,11 +26,11 @@ td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { backg
 """
 
 
-def write_page(plan: Plan, path: Path, found: Found | None, shown: Sequence[Candidate] | None) -> list[Path]:
+def write_page(plan: Plan, path: Path, search: Search | None, shown: Sequence[Candidate]) -> list[Path]:
     """Write the page of a plan.
 
     Args:
-        found, shown: what a search gave, if there was one.
+        search, shown: a search and its fastest, if there was one.
 
     Returns:
         The files written: the page, then a PNG for each picture.
@@ -42,9 +42,9 @@ def write_page(plan: Plan, path: Path, found: Found | None, shown: Sequence[Cand
     parts = [f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>']
     parts.append(f"<pre>{html.escape(report.describe(plan))}</pre>")
     parts += [svg(figure) for figure in figures.values()]
-    if found is not None and shown is not None:
+    if search is not None:
         parts.append("<h2>Other settings, the fastest that fit</h2>")
-        parts.append(f"<p>{len(found.fitting)} of {found.tried} fit; times are an estimate.</p>")
+        parts.append(f"<p>By formulas {search.fitting} of {len(search.ranked)} fit; times are an estimate.</p>")
         parts.append(_table(plan, shown))
     title = f"{plan.config.name}: {plan.ranks} × {plan.device.name}"
     return write(path, title, parts, figures)

@@ -8,7 +8,8 @@ from typing import Any
 
 from zero_tp.constants import GIB
 from zero_tp.errors import UserError
-from zero_tp.planning.memory import CATEGORIES, Point, TrueView
+from zero_tp.planning.dryrun import dry_run
+from zero_tp.planning.memory import CATEGORIES, Point, RankMemory
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.report import TITLES
 from zero_tp.planning.zero import ZeroMemory
@@ -177,7 +178,7 @@ def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one
 def of_plan(plan: Plan) -> dict[str, Any]:
     """Every figure of a plan by the name of its file."""
     limit = plan.device.memory_gib
-    points = plan.true.points()
+    points = plan.memory.points
     return {
         "memory": bars("Memory of each rank, by category", _rank_bars(plan, points), limit),
         "over_time": over_time("Memory over one step", points, limit, "one step, its last micro-batch"),
@@ -202,23 +203,23 @@ def _rank_bars(plan: Plan, points: Sequence[Point]) -> list[Stack]:
 
 
 def _by_sequence(plan: Plan, limit: float | None) -> Any:
-    at, tensor = plan.true.settings[0].s, plan.true.settings[0].t
-    lengths = [length for power in range(-3, 5) if (length := int(at * 2.0**power)) >= 2 * tensor]
+    at, config = plan.paper.workload, plan.config.hf_config()
+    lengths = [length for power in range(-3, 5) if (length := int(at.length * 2.0**power)) >= 2 * at.tensor]
     peaks = []
     for length in lengths:
-        settings = tuple(replace(setting, s=length) for setting in plan.true.settings)
-        peaks.append(replace(plan.true, settings=settings).peak.bytes)
+        moments = dry_run(config, replace(at, length=length - length % at.tensor))
+        peaks.append(RankMemory(plan.memory.zero, moments).peak.bytes)
     title = "Memory at its peak against sequence length"
     figure, axes = areas(title, "tokens of one sequence", lengths, peaks, limit, doubling=True)
-    axes.axvline(at, color="#888888", linewidth=0.8)
-    axes.text(at, 0.97, " this run", transform=axes.get_xaxis_transform(), fontsize=9, va="top", color="#444444")
+    axes.axvline(at.length, color="#888888", linewidth=0.8)
+    axes.text(at.length, 0.97, " this run", transform=axes.get_xaxis_transform(), fontsize=9, va="top", color="#444444")
     return figure
 
 
 def _by_stage(plan: Plan) -> list[Stack]:
     found = []
     for stage in range(4):
-        given = plan.true.zero.at
+        given = plan.memory.zero.at
         offload = given.offload_optimizer and stage > 0
         overlap = stage == 3 if given.stage == 3 or stage == 3 else given.overlap
         zero = replace(
@@ -228,7 +229,7 @@ def _by_stage(plan: Plan) -> list[Stack]:
             offload_param=given.offload_param and stage == 3,
             overlap=overlap,
         )
-        view = TrueView(plan.true.shape, plan.true.settings, ZeroMemory(plan.true.zero.parameters, zero))
+        memory = RankMemory(ZeroMemory(plan.memory.zero.parameters, zero), plan.memory.moments)
         here = "  ← this run" if stage == given.stage else ""
-        found.append(Stack(f"ZeRO-{stage}{here}", view.peak.bytes))
+        found.append(Stack(f"ZeRO-{stage}{here}", memory.peak.bytes))
     return found

@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zero_tp.config import RunConfig
+from zero_tp.config.source import read_json
+from zero_tp.config.validation import validate
 from zero_tp.constants import GIB
-from zero_tp.devices import Device
+from zero_tp.devices import Device, named_device
 from zero_tp.errors import UserError
-from zero_tp.models.flops import utilisation
+from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
-from zero_tp.planning.memory import PaperView, Point, TrueView
-from zero_tp.planning.shape import Shape
+from zero_tp.planning.memory import Model, Point, RankMemory, model_of, rank_memory, workload_of
+from zero_tp.planning.papers import PaperView
 from zero_tp.planning.timing import StepTime, Timing
-from zero_tp.planning.views import model_of, paper_view, true_view
-from zero_tp.planning.zero import Parameters
 
-Model = tuple[Shape, Parameters, int]
+
+def device(name: str, ranks: int = 1) -> Device:
+    """Return the device of a name in `zero_tp.devices.NAMES`, or that of a JSON file.
+
+    Args:
+        ranks: of the run; CPU ranks share one machine's memory and cores.
+
+    Raises:
+        ConfigError: an unknown name, or a file that does not describe a device.
+    """
+    if name.endswith(".json"):
+        return validate(Device, read_json(Path(name)), name)
+    return named_device(name, ranks)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The peak of a dry run of all layers, that of the plan, and how long the first took [s]."""
+
+    whole: Point
+    planned: Point
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "dry_run_bytes": {"phase": self.whole.phase, "total": self.whole.total, **self.whole.bytes},
+            "true_view_bytes": {"phase": self.planned.phase, "total": self.planned.total, **self.planned.bytes},
+        }
 
 
 @dataclass(frozen=True)
@@ -32,7 +62,7 @@ class Plan:
     config: RunConfig
     device: Device
     model: Model
-    true: TrueView
+    memory: RankMemory
     paper: PaperView
     time: StepTime
     pipeline: int = 1
@@ -45,12 +75,12 @@ class Plan:
 
     @property
     def peak(self) -> Point:
-        return self.true.peak
+        return self.memory.peak
 
     @property
     def needed(self) -> float:
         """Bytes of the device's memory: the peak with the allocator's gaps and what is reserved."""
-        return needed(self.true, self.device)
+        return needed(self.memory.peak, self.device)
 
     @property
     def spare(self) -> float:
@@ -60,7 +90,7 @@ class Plan:
     @property
     def host_spare(self) -> float:
         """Bytes of a node's host memory that stay free; negative: short by so much."""
-        return self.device.host_memory_gib * GIB - host_needed(self.true, self.device, self.ranks)
+        return self.device.host_memory_gib * GIB - host_needed(self.memory.host, self.device, self.ranks)
 
     @property
     def fits(self) -> bool:
@@ -74,7 +104,7 @@ class Plan:
     @property
     def model_flops(self) -> float:
         """Of one step, all devices together."""
-        return self.model[0].model_flops(self.config.global_batch, self.config.zero_tp.data.sequence_length)
+        return model_flops(self.model.spec, self.config.global_batch, self.config.zero_tp.data.sequence_length)
 
     @property
     def mfu(self) -> float | None:
@@ -84,14 +114,20 @@ class Plan:
 
     def elements_sent(self) -> dict[str, float]:
         """What one rank sends in a step over TP and over DP, as the papers count."""
-        config, layer = self.config, self.paper.layer()
-        layers = self.model[0].layers / self.pipeline
+        config, layer, policy = self.config, self.paper.layer, self.paper.workload.policy
+        layers = self.model.spec.layers / self.pipeline
         return {
-            "tensor": config.accumulation * layers * formulas.tensor_volume(layer, self.paper.mode),
+            "tensor": config.accumulation * layers * formulas.tensor_volume(layer, policy.mode),
             "data": formulas.zero_volume(
-                self.model[2] / (layer.t * self.pipeline), config.zero_stage, config.data_parallel
+                self.model.whole / (layer.t * self.pipeline), config.zero_stage, config.data_parallel
             ),
         }
+
+    def compare(self) -> Comparison:
+        """Dry-run all layers, beside the sum of those that differ."""
+        start = time.perf_counter()
+        whole = rank_memory(self.config, cpu=self.device.is_cpu, model=self.model, whole=True).peak
+        return Comparison(whole, self.peak, time.perf_counter() - start)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with units in the names."""
@@ -101,8 +137,8 @@ class Plan:
             "config": str(config.path),
             "model": {
                 "model_type": config.hf_config().model_type,
-                "parameters": self.model[2],
-                "parameters_of_rank": self.model[1].total,
+                "parameters": self.model.whole,
+                "parameters_of_rank": self.model.parameters.total,
             },
             "device": self.device.model_dump(),
             "ranks": self.ranks,
@@ -136,15 +172,19 @@ class Plan:
         }
 
 
-def needed(view: TrueView, device: Device) -> float:
-    """Bytes of the device's memory, margins included. A CPU rank's device is its host."""
-    tensors = view.peak.total + (view.host if device.is_cpu else 0.0)
+def needed(peak: Point, device: Device) -> float:
+    """Return bytes of the device's memory, margins included. A CPU rank's device is its host."""
+    tensors = peak.total + (peak.host if device.is_cpu else 0.0)
     return tensors * (1 + device.fragmentation) + device.reserved_gib * GIB
 
 
-def host_needed(view: TrueView, device: Device, ranks: int) -> float:
-    """Bytes of a node's host memory."""
-    return 0.0 if device.is_cpu else view.host * min(device.per_node, ranks)
+def host_needed(host: float, device: Device, ranks: int) -> float:
+    """Return bytes of a node's host memory.
+
+    Args:
+        host: of one rank.
+    """
+    return 0.0 if device.is_cpu else host * min(device.per_node, ranks)
 
 
 def check_device(device: Device, config: RunConfig) -> None:
@@ -179,45 +219,27 @@ def plan(
     check_device(device, config)
     parallel = config.zero_tp.parallel
     model = model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)
-    layers = model[0].layers
+    layers = model.spec.layers
     if layers % (pipeline * interleaving):
         stages = f"{pipeline} stages" + (f" × {interleaving}" if interleaving > 1 else "")
         raise UserError(f"--pipeline: {layers} layers do not divide by {stages}; choose factors of {layers}")
-    true = true_view(config, cpu=device.is_cpu, model=model)
-    paper = paper_view(config, pipeline=pipeline, interleaving=interleaving, model=model)
+    memory = rank_memory(config, cpu=device.is_cpu, model=model)
+    workload, zero = workload_of(config, cpu=device.is_cpu), memory.zero
     return Plan(
         config=config,
         device=device,
         model=model,
-        true=true,
-        paper=paper,
-        time=timing(config, device, true, pipeline, interleaving).estimate(),
+        memory=memory,
+        paper=PaperView(model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving),
+        time=Timing(
+            spec=model.spec,
+            at=workload,
+            zero=zero.at,
+            parameters=zero.parameters.total,
+            device=device,
+            pipeline=pipeline,
+            interleaving=interleaving,
+        ).estimate(),
         pipeline=pipeline,
         interleaving=interleaving,
     )
-
-
-def timing(config: RunConfig, device: Device, true: TrueView, pipeline: int = 1, interleaving: int = 1) -> Timing:
-    zero = true.zero
-    return Timing(
-        shape=true.shape,
-        settings=true.settings,
-        zero=zero.at,
-        parameters=zero.parameters.total,
-        device=device,
-        dtype=config.dtype,
-        pipeline=pipeline,
-        interleaving=interleaving,
-    )
-
-
-def as_on_the_cpu(config: RunConfig, model: Model, *, fused_attention: bool) -> TrueView:
-    """The true view that a dry run is compared with, which runs the CPU's kernels.
-
-    Args:
-        fused_attention: see `dryrun.dry_run`.
-    """
-    shape, parameters, whole = model
-    if fused_attention and not shape.eager:
-        shape = replace(shape, attention_dropout=False)
-    return true_view(config, cpu=True, model=(shape, parameters, whole))

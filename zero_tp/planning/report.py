@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_tp.constants import GIB
-from zero_tp.planning.dryrun_result import Comparison
 from zero_tp.planning.memory import CATEGORIES
-from zero_tp.planning.plan import Plan
-from zero_tp.planning.search import Candidate, Found
+from zero_tp.planning.plan import Comparison, Plan
+from zero_tp.planning.search import Candidate, Search
 
 TITLES = {
     "parameters": "parameters",
@@ -29,7 +28,7 @@ def describe(plan: Plan) -> str:
 
 def heading(plan: Plan) -> list[str]:
     config, block = plan.config, plan.config.zero_tp
-    model, parameters = config.hf_config(), plan.model[2]
+    model, parameters = config.hf_config(), plan.model.whole
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
     stages = f" × {plan.pipeline} pipeline stages" if plan.pipeline > 1 else ""
     sequence = ", SP" if block.parallel.sequence else ""
@@ -38,7 +37,7 @@ def heading(plan: Plan) -> list[str]:
     if config.nvme_paths:
         notes.append("NVMe is counted as host memory")
     return [
-        f"{model.model_type}, {parameters:,} parameters, {plan.model[1].total:,} a TP rank",
+        f"{model.model_type}, {parameters:,} parameters, {plan.model.parameters.total:,} a TP rank",
         f"{plan.ranks} × {plan.device.name} = {sizes}{stages}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
         f"recompute {policy.mode}, {block.attention}",
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro {config.micro_batch} × "
@@ -61,16 +60,19 @@ def memory(plan: Plan) -> list[str]:
             continue
         counted = f"{paper[name] / GIB:10.2f}" if name in paper else " " * 10
         lines.append(f"  {TITLES[name]:26}{counted}{peak.bytes[name] / GIB:12.2f}")
-    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{peak.total / GIB:12.2f}")
-    device = plan.device
-    gaps = peak.total * device.fragmentation / GIB
+    device, together = plan.device, peak.total
+    if device.is_cpu and peak.host:
+        lines.append(f"  {'offloaded':26}{'':10}{peak.host / GIB:12.2f}")
+        together += peak.host
+    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{together / GIB:12.2f}")
+    gaps = together * device.fragmentation / GIB
     lines.append(
         f"  the peak is in {PHASES[peak.phase]}; with {device.reserved_gib:g} GiB for context and kernels and "
         f"{gaps:.2f} for gaps {plan.needed / GIB:.2f} of {device.memory_gib:.4g} GiB: {verdict(plan)}"
     )
-    if plan.true.host and not device.is_cpu:
+    if plan.memory.host and not device.is_cpu:
         node = min(device.per_node, plan.ranks)
-        each, together = plan.true.host / GIB, node * plan.true.host / GIB
+        each, together = plan.memory.host / GIB, node * plan.memory.host / GIB
         lines.append(
             f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:.4g} for {node} of a node"
         )
@@ -105,23 +107,22 @@ def time(plan: Plan) -> list[str]:
 def dry_run(comparison: Comparison) -> list[str]:
     lines = [
         "",
-        f"dry run of one micro-batch with the CPU's kernels: {comparison.seconds:.1f} s, model states by formula",
-        f"{'at the peak [GiB]':28}{'dry run':>10}{'true view':>12}",
+        f"dry run of one micro-batch with all layers: {comparison.seconds:.1f} s, model states by formula",
+        f"{'at the peak [GiB]':28}{'all layers':>10}{'planned':>12}",
     ]
+    whole, planned = comparison.whole, comparison.planned
     for name in CATEGORIES:
-        measured, ours = comparison.measured.bytes[name], comparison.ours.bytes[name]
-        if measured or ours:
-            lines.append(f"  {TITLES[name]:26}{measured / GIB:10.3f}{ours / GIB:12.3f}")
-    measured, ours = comparison.measured.total, comparison.ours.total
-    lines.append(f"  {'together':26}{measured / GIB:10.3f}{ours / GIB:12.3f}   {ours / measured - 1:+.2%}")
-    return lines
+        if whole.bytes[name] or planned.bytes[name]:
+            lines.append(f"  {TITLES[name]:26}{whole.bytes[name] / GIB:10.3f}{planned.bytes[name] / GIB:12.3f}")
+    difference = planned.total / whole.total - 1
+    return [*lines, f"  {'together':26}{whole.total / GIB:10.3f}{planned.total / GIB:12.3f}   {difference:+.2%}"]
 
 
-def advice(found: Found, shown: Sequence[Candidate], plan: Plan) -> list[str]:
+def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:
     """The table of the fastest candidates, and why the present settings are not among them."""
     lines = [
         "",
-        f"{len(found.fitting)} of {found.tried} settings fit; the fastest (an estimate):",
+        f"by formulas {search.fitting} of {len(search.ranked)} settings fit; the fastest (an estimate), run dry:",
         f"{'':4}{'s a step':>10}{'tokens/s':>12}{'GiB':>8}  settings",
     ]
     for number, one in enumerate(shown, start=1):

@@ -1,27 +1,33 @@
-"""Advice: settings that are free to change, at the run's global batch and world size, the fastest that fit first."""
+"""Advice: settings that are free to change, at the run's global batch and world size, the fastest that fit first.
+
+All are ranked by formulas; what is listed has been run dry, and accepted as a run is.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.config import RunConfig
+from zero_tp.config.source import apply_overrides, read_json
 from zero_tp.constants import GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.planning.memory import Point, TrueView, of_each_layer
-from zero_tp.planning.plan import Model, check_device, host_needed, needed
+from zero_tp.parallel.loss import CHUNK_ELEMENTS
+from zero_tp.planning.dryrun import Moment, Workload, dry_run
+from zero_tp.planning.memory import Model, Point, RankMemory, model_of, workload_of, zero_memory
+from zero_tp.planning.papers import PaperView
+from zero_tp.planning.plan import check_device, host_needed, needed
 from zero_tp.planning.timing import StepTime, Timing
-from zero_tp.planning.views import base_setting, model_of
-from zero_tp.planning.walk import Setting
 from zero_tp.planning.zero import ZeroMemory, ZeroSettings
 
-MODULES: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention_core",), "full": ("layer",)}
+MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Choice:
     tensor: int
     sequence: bool
     stage: int
-    recompute: str
+    recompute: RecomputeMode
     micro: int
     accumulation: int
     offload_optimizer: bool
@@ -59,69 +65,163 @@ class Candidate:
     """
 
     choice: Choice
+    model: Model
+    workload: Workload
+    zero: ZeroMemory
     peak: Point
     needed: float
     host: float
     short: float
     time: StepTime
 
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, with units in the names."""
+        peak = self.peak
+        return {
+            **vars(self.choice),
+            "needed_bytes": self.needed,
+            "host_node_bytes": self.host,
+            "peak_bytes": {"phase": peak.phase, "total": peak.total, "host": peak.host, **peak.bytes},
+            "step_seconds": {**self.time.terms(), "total": self.time.total},
+        }
 
-@dataclass(frozen=True)
-class Found:
-    """
+
+class Search:
+    """A search weighs the other settings of a run.
+
     Attributes:
-        tried: how many candidates there were.
-        fitting: those that fit, the fastest first.
-        smallest: the one that is short of the least memory.
+        ranked: by formulas: those that fit before those that don't, the faster first, or the nearest to fitting.
+        fitting: how many of them fit.
     """
 
-    tried: int
-    fitting: tuple[Candidate, ...]
-    smallest: Candidate
+    def __init__(self, config: RunConfig, device: Device):
+        """
+        Raises:
+            UserError: the device can't compute in the run's dtype; no setting splits this world size.
+        """
+        check_device(device, config)
+        self.config, self.device = config, device
+        self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
+        self.ranked = [self._estimated(choice, model) for choice, model in _choices(config, cpu=device.is_cpu)]
+        if not self.ranked:
+            raise UserError(
+                f"--search: no tensor size splits {config.world_size} ranks, the model and a global batch of "
+                f"{config.global_batch}; change one of them"
+            )
+        self.ranked.sort(key=lambda one: (max(0.0, one.short), one.time.total, one.needed))
+        self.fitting = sum(one.short <= 0 for one in self.ranked)
 
+    def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Candidate], dict[str, Any]]:
+        """Return the fastest `top` whose dry run fits and that a run accepts, and the first one's config.
 
-def search(config: RunConfig, device: Device) -> Found:
-    """
-    Raises:
-        UserError: the device can't compute in the run's dtype; no setting splits this world size.
-    """
-    check_device(device, config)
-    zero = config.deepspeed_config()
-    fitting: list[Candidate] = []
-    smallest: Candidate | None = None
-    tried = 0
-    for choice, model in _choices(config, cpu=device.is_cpu):
-        candidate = _evaluate(config, device, zero, choice, model)
-        tried += 1
-        if candidate.short <= 0:
-            fitting.append(candidate)
-        if smallest is None or candidate.short < smallest.short:
-            smallest = candidate
-    if smallest is None:
-        raise UserError(
-            f"--search: no tensor size splits {config.world_size} ranks, the model and a global batch of "
-            f"{config.global_batch}; change one of them"
+        Raises:
+            UserError: nothing fits; says what is short and by how much.
+        """
+        raw = read_json(self.config.path)
+        apply_overrides(raw, overrides)
+        shown: list[Candidate] = []
+        best: dict[str, Any] = {}
+        smallest, refused = None, None
+        assert self.config.world_size is not None
+        for estimated in self.ranked[: max(self.fitting, 1)]:
+            one = self._run_dry(estimated)
+            if smallest is None or one.short < smallest.short:
+                smallest = one
+            if one.short > 0:
+                continue
+            written = changed(raw, one.choice, self.config.global_batch)
+            refusal = accepted(written, self.config.world_size)
+            if refusal is not None:
+                refused = refusal
+                continue
+            best = best or written
+            shown.append(one)
+            if len(shown) == top:
+                break
+        if not shown and refused is not None:
+            raise UserError(f"--search: every setting that fits is refused, the last one because: {refused}")
+        if not shown:
+            assert smallest is not None
+            raise UserError(self._short(smallest))
+        return shown, best
+
+    def _short(self, least: Candidate) -> str:
+        config, device = self.config, self.device
+        parts = sorted(least.peak.bytes.items(), key=lambda item: -item[1])[:3]
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+        return (
+            f"{config.path}: does not fit {config.world_size} × {device.name} in any of {len(self.ranked)} ways: "
+            f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:.4g} GiB a "
+            f"device ({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's host "
+            f"memory, short by {least.short / GIB:.1f} GiB a device; use more or larger devices"
         )
-    fitting.sort(key=lambda one: (one.time.total, one.needed))
-    return Found(tried, tuple(fitting), smallest)
+
+    def _estimated(self, choice: Choice, model: Model) -> Candidate:
+        config, device = self.config, self.device
+        assert config.world_size is not None
+        deepspeed = config.deepspeed_config()
+        given = ZeroSettings.of(deepspeed, config.world_size // choice.tensor, cpu=device.is_cpu)
+        settings = replace(
+            given,
+            stage=choice.stage,
+            accumulation=choice.accumulation,
+            offload_optimizer=choice.offload_optimizer,
+            offload_param=choice.offload_param,
+            overlap=choice.stage == 3 if given.stage == 3 or choice.stage == 3 else given.overlap,
+        )
+        zero = zero_memory(model.parameters, settings)
+        own = workload_of(config, cpu=device.is_cpu)
+        workload = replace(
+            own,
+            batch=choice.micro,
+            tensor=choice.tensor,
+            sequence=choice.sequence,
+            policy=RecomputePolicy(mode=choice.recompute),
+            checkpointing=own.checkpointing if choice.recompute == "full" else {},
+        )
+        memory = RankMemory(zero, _estimate(model, workload, zero))
+        time = Timing(model.spec, workload, zero.at, model.parameters.total, device).estimate()
+        return self._candidate(choice, model, workload, memory, time)
+
+    def _run_dry(self, one: Candidate) -> Candidate:
+        choice = one.choice
+        key = (choice.tensor, choice.sequence, choice.micro, choice.recompute)
+        if key not in self._dry_runs:
+            self._dry_runs[key] = dry_run(self.config.hf_config(), one.workload)
+        memory = RankMemory(one.zero, self._dry_runs[key])
+        return self._candidate(choice, one.model, one.workload, memory, one.time)
+
+    def _candidate(
+        self, choice: Choice, model: Model, workload: Workload, memory: RankMemory, time: StepTime
+    ) -> Candidate:
+        device = self.device
+        own, host = needed(memory.peak, device), host_needed(memory.host, device, self.config.world_size or 1)
+        lacking = (host - device.host_memory_gib * GIB) / device.per_node
+        short = max(own - device.memory_gib * GIB, lacking)
+        return Candidate(choice, model, workload, memory.zero, memory.peak, own, host, short, time)
 
 
-def refuse_if_nothing_fits(found: Found, config: RunConfig, device: Device) -> None:
+def _estimate(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment]:
+    """Return a few moments by the papers' formulas: the end of forward, and both ends of the layers' backward.
+
+    Beside what is kept, a layer that runs again has its activations whole, the output layer its gradient in fp32 (as
+    the loss of parallel/loss.py makes it), and an eager core its scores' gradients.
     """
-    Raises:
-        UserError: no candidate fits; says what is short and by how much.
-    """
-    if found.fitting:
-        return
-    least = found.smallest
-    parts = sorted(least.peak.bytes.items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
-    raise UserError(
-        f"{config.path}: does not fit {config.world_size} × {device.name} in any of {found.tried} ways: "
-        f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:.4g} GiB a "
-        f"device ({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's host memory, "
-        f"short by {least.short / GIB:.1f} GiB a device; use more or larger devices"
-    )
+    paper, layers = PaperView(model, workload, zero.at.stage, zero.at.data), model.spec.layers
+    logits = 4.0 * workload.length * workload.batch * model.spec.vocabulary / workload.tensor
+    kept = paper.layers_bytes() + paper.outside_bytes() - logits
+    again = paper.layer_bytes(recomputes=False)
+    gradient = 4 * model.spec.vocabulary * model.spec.hidden / workload.tensor
+    chunk = 2 * min(logits, 4.0 * CHUNK_ELEMENTS)
+    stream = 4 * workload.element * paper.layer.residual
+    most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
+    total = float(zero.parameters.total)
+    return [
+        Moment("forward", layers, kept + gradient, chunk, 0.0),
+        Moment("backward", layers - 1, kept, again + stream + gradient / 4 * workload.element, 0.0),
+        Moment("backward", min(max(most, 0), layers - 1), kept / 2, again + stream, total / 2),
+        Moment("backward", 0, kept / layers, again + stream, total),
+    ]
 
 
 def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
@@ -140,8 +240,8 @@ def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
             except UserError:  # heads or MLP do not divide
                 break
             # A fused attention keeps nothing that selective recomputation would save.
-            fused = not (model[0].eager or (cpu and model[0].attention_dropout))
-            modes = [mode for mode in MODULES if not (fused and mode == "selective")]
+            fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
+            modes = [mode for mode in MODES if not (fused and mode == "selective")]
             for micro in _divisors(total // data):
                 for stage in range(4):
                     for recompute in modes:
@@ -156,34 +256,6 @@ def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _evaluate(
-    config: RunConfig, device: Device, deepspeed: Mapping[str, Any], choice: Choice, model: Model
-) -> Candidate:
-    shape, parameters, _ = model
-    base: Setting = base_setting(config, cpu=device.is_cpu)
-    setting = replace(
-        base, b=choice.micro, t=choice.tensor, sequence=choice.sequence, modules=MODULES[choice.recompute]
-    )
-    assert config.world_size is not None
-    given = ZeroSettings.of(deepspeed, config.world_size // choice.tensor, cpu=device.is_cpu)
-    zero = replace(
-        given,
-        stage=choice.stage,
-        accumulation=choice.accumulation,
-        offload_optimizer=choice.offload_optimizer,
-        offload_param=choice.offload_param,
-        overlap=choice.stage == 3 if given.stage == 3 or choice.stage == 3 else given.overlap,
-    )
-    settings = of_each_layer(shape.windows, setting)
-    view = TrueView(shape, settings, ZeroMemory(parameters, zero))
-    peak = view.peak
-    own, host = needed(view, device), host_needed(view, device, config.world_size)
-    lacking = (host - device.host_memory_gib * GIB) / device.per_node
-    short = max(own - device.memory_gib * GIB, lacking)
-    time = Timing(shape, settings, zero, parameters.total, device, config.dtype).estimate()
-    return Candidate(choice, peak, own, host, short, time)
 
 
 # ---- back to a config ------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_tp.devices import Device
-from zero_tp.planning.shape import Shape
-from zero_tp.planning.walk import Setting
+from zero_tp.models.flops import forward_flops
+from zero_tp.models.spec import TransformerSpec
+from zero_tp.planning.dryrun import Workload
 from zero_tp.planning.zero import ZeroSettings
 
 LATENCY = 1e-5
@@ -63,17 +64,15 @@ class Timing:
     """What the time of a step is estimated from.
 
     Attributes:
-        settings: of each layer of one pipeline stage together with its neighbours': all L layers.
         parameters: elements on one rank of all stages together (Ψ/t).
         pipeline, interleaving: p and m.
     """
 
-    shape: Shape
-    settings: tuple[Setting, ...]
+    spec: TransformerSpec
+    at: Workload
     zero: ZeroSettings
     parameters: int
     device: Device
-    dtype: str
     pipeline: int = 1
     interleaving: int = 1
 
@@ -82,24 +81,24 @@ class Timing:
         Raises:
             ValueError: the device has no rate in this dtype.
         """
-        peak = self.device.tflops(self.dtype)
+        peak = self.device.tflops(self.at.dtype)
         if peak is None:
-            raise ValueError(f"{self.device.name} has no matrix rate in {self.dtype}")
+            raise ValueError(f"{self.device.name} has no matrix rate in {self.at.dtype}")
         rate = peak * 1e12 * self.device.matrix_share
-        at, shape, stages = self.settings[0], self.shape, self.pipeline
+        at, spec, stages = self.at, self.spec, self.pipeline
         micro = self.zero.accumulation
-        layer, core, logits = (flops / at.t for flops in shape.forward_flops(at.b, at.s))
-        core *= 1.0 if shape.eager else 0.5  # a fused kernel leaves out what the causal mask hides
-        layers = shape.layers / stages
+        layer, core, logits = (flops / at.tensor for flops in forward_flops(spec, at.batch, at.length))
+        core *= 1.0 if spec.attention == "eager" else 0.5  # a fused kernel leaves out what the causal mask hides
+        layers = spec.layers / stages
         last = logits if stages == 1 else logits / stages  # the last stage does it while others wait for less
         products = micro * 3 * (layers * (layer + core) + last) / rate
-        passes = self._elementwise_bytes() / (self.device.memory_gbps * 1e9 * self.device.memory_share)
+        passes = self._elementwise_bytes() / self._memory
         whole, cores = self._recomputed()
         again = micro * (whole * (layer + core) + cores * core) / stages / rate
         elementwise = micro * passes * (layers * (1 + BACKWARD_PASSES) + whole / stages)
         elementwise += micro * cores / stages * self._core_bytes() / self._memory
         collective, hidden_behind = self._tensor(), layer * (2 / 3) / rate  # weight and input gradients of two columns
-        exposed = collective[0] * (1 + whole / shape.layers) + max(0.0, collective[1] - hidden_behind)
+        exposed = collective[0] * (1 + whole / spec.layers) + max(0.0, collective[1] - hidden_behind)
         tensor = micro * layers * exposed
         data = self._data(products + again)
         bubble = (stages - 1) / (self.interleaving * micro) * (products + again + elementwise + tensor)
@@ -111,29 +110,31 @@ class Timing:
         return self.device.memory_gbps * 1e9 * self.device.memory_share
 
     def _recomputed(self) -> tuple[float, float]:
-        """(whole layers, attention cores alone) that backward runs again."""
-        whole = sum("layer" in one.modules for one in self.settings)
-        return whole, sum("attention_core" in one.modules for one in self.settings)
+        """(whole layers, attention cores alone) that backward runs again, in the mean over a step's micro-batches."""
+        policy, micro = self.at.policy, self.zero.accumulation
+        layers = len(policy.recomputed_layers(self.spec.layers)) * max(0, micro - policy.keep_micro_batches) / micro
+        cores = policy.mode == "selective" and "attention_core" in policy.chosen_modules
+        return layers * (policy.mode == "full"), layers * cores
 
     def _core_bytes(self) -> float:
-        at, shape, e = self.settings[0], self.shape, self.settings[0].e
-        scores = shape.heads / at.t * at.s**2 * at.b
-        if shape.eager:
-            return scores * (4 * e + (2 * e + 1 if shape.attention_dropout else 0))
-        return e * at.s * at.b * shape.head_size * (2 * shape.heads + 2 * shape.kv_heads) / at.t
+        at, spec, e = self.at, self.spec, self.at.element
+        scores = spec.heads / at.tensor * at.length**2 * at.batch
+        if spec.attention == "eager":
+            return scores * (4 * e + (2 * e + 1 if spec.dropouts.attention else 0))
+        return e * at.length * at.batch * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads) / at.tensor
 
     def _elementwise_bytes(self) -> float:
         """Bytes that the operations of one layer's forward beside the products read and write."""
-        at, shape, e = self.settings[0], self.shape, self.settings[0].e
-        tokens = at.s * at.b
-        residual = tokens * shape.hidden / (at.t if at.sequence else 1)
-        wide = tokens * shape.mlp_size / at.t
+        at, spec, e = self.at, self.spec, self.at.element
+        tokens = at.length * at.batch
+        residual = tokens * spec.hidden / (at.tensor if at.sequence else 1)
+        wide = tokens * spec.mlp_size / at.tensor
         norms = 2 * 2 * e * residual
-        dropped = 2 * ((2 * e + 1) if shape.residual_dropout else 0) * residual
+        dropped = 2 * ((2 * e + 1) if spec.dropouts.residual else 0) * residual
         sums = 2 * 3 * e * residual
-        activation = e * wide * (3 if shape.gated else 2)
-        heads = e * tokens * shape.head_size * (shape.heads + shape.kv_heads) / at.t
-        turning = 0 if shape.learned_positions else 4 * heads
+        activation = e * wide * (3 if spec.mlp == "gated" else 2)
+        heads = e * tokens * spec.head_size * (spec.heads + spec.kv_heads) / at.tensor
+        turning = 0 if spec.rotary is None else 4 * heads
         return norms + dropped + sums + activation + turning + 2 * heads + self._core_bytes()
 
     def _collective(self, elements: float, ranks: int, *, near: bool) -> float:
@@ -141,7 +142,7 @@ class Timing:
         if ranks == 1:
             return 0.0
         speed = (self.device.intra_gbps if near else self.device.inter_gbps) * 1e9 * self.device.link_share
-        return LATENCY + self.settings[0].e * elements * (ranks - 1) / ranks / speed
+        return LATENCY + self.at.element * elements * (ranks - 1) / ranks / speed
 
     def _tensor(self) -> tuple[float, float]:
         """(what waits, what overlaps) of one layer: forward's four halves of all-reduces and backward's.
@@ -149,15 +150,16 @@ class Timing:
         Under SP backward also gathers the two saved shards again, and all but the gathers of the row layers' output
         gradients overlap with products.
         """
-        at = self.settings[0]
-        half = self._collective(at.s * at.b * self.shape.hidden, at.t, near=at.t <= self.device.per_node)
+        at = self.at
+        tokens = at.length * at.batch
+        half = self._collective(tokens * self.spec.hidden, at.tensor, near=at.tensor <= self.device.per_node)
         if at.sequence:
             return 4 * half + 2 * half, 4 * half
         return 4 * half, 4 * half
 
     def _data(self, computing: float) -> float:
         zero = self.zero
-        near = self.settings[0].t * zero.data * self.pipeline <= self.device.per_node
+        near = self.at.tensor * zero.data * self.pipeline <= self.device.per_node
         own = self.parameters / self.pipeline
         half = self._collective(own, zero.data, near=near)
         micro = zero.accumulation
@@ -170,7 +172,7 @@ class Timing:
         calls = 0.0
         if zero.stage == 3 and zero.data > 1:
             hidden = computing
-            calls = LATENCY * self.shape.layers * 3 * micro  # each layer's collectives begin somewhere
+            calls = LATENCY * self.spec.layers * 3 * micro  # each layer's collectives begin somewhere
         elif zero.overlap:
             hidden = computing * (2 / 3 if zero.stage == 2 else 2 / 3 / micro)
         else:
@@ -181,18 +183,16 @@ class Timing:
 
     def _optimizer(self) -> tuple[float, float]:
         """(update, host copies). Masters and moments are read and written, gradients read, parameters written."""
-        zero, e = self.zero, self.settings[0].e
+        zero, e = self.zero, self.at.element
         own = self.parameters / self.pipeline
         part = own / (zero.data if zero.stage else 1)
         traffic = part * (2 * (4 + zero.moments) + 4 + e) + 4 * own  # and the norm's pass over the gradients
         to_host = self.device.host_gbps * 1e9 * self.device.link_share
-        copies = 0.0
-        if any(one.to_host for one in self.settings):
-            pass  # checkpoints' copies run beside the layers
+        copies = 0.0  # those of checkpoints run beside the layers
         if zero.offload_param:
             copies += 3 * zero.accumulation * e * part / to_host
         if not zero.offload_optimizer:
             return traffic / self._memory, copies
         copies += (zero.accumulation * e * part + e * part) / to_host
-        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.settings[0].t))
+        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.at.tensor))
         return traffic / share, copies

@@ -6,7 +6,6 @@ more. What operations use inside themselves (workspaces of kernels) is not seen,
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,9 +63,17 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_iter(results):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not self._is_from_outside(tensor, args, kwargs):
                 self._see(tensor, str(function))
         return results
+
+    def _is_from_outside(self, result: Tensor, args: Any, kwargs: Any) -> bool:
+        """Whether an operation has been given this storage, which none has made inside."""
+        address = result.untyped_storage()._cdata
+        return address not in self._alive and any(
+            isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
+            for tensor in tree_iter((args, kwargs))
+        )
 
     def _see(self, tensor: Tensor, operation: str) -> Allocation | None:
         kind = tensor.device.type
@@ -100,12 +107,6 @@ class Allocations(TorchDispatchMode):
             if allocation is not None:
                 allocation.category = category
 
-    def take_in_everything(self) -> None:
-        """Take in every tensor that exists now, the garbage collector's view of it."""
-        for thing in gc.get_objects():
-            if isinstance(thing, Tensor) and type(thing) is not torch.nn.UninitializedParameter:
-                self._see(thing, "outside")
-
     def known(self) -> set[int]:
         """Addresses of the storages that exist."""
         return set(self._alive)
@@ -118,19 +119,3 @@ class Allocations(TorchDispatchMode):
         events = [(allocation.made, allocation, 1) for allocation in self.all]
         events += [(allocation.gone, allocation, -1) for allocation in self.all if allocation.gone is not None]
         return sorted(events, key=lambda event: event[0])
-
-    def peak(self, first: int = 0, last: int | None = None) -> tuple[int, int]:
-        """(bytes, clock) of the most that existed at once, between two clocks."""
-        size = best = 0
-        at = first
-        for clock, allocation, sign in self.timeline():
-            if last is not None and clock > last:
-                break
-            size += sign * allocation.bytes
-            if clock >= first and size > best:
-                best, at = size, clock
-        return best, at
-
-    def held_at(self, clock: int) -> list[Allocation]:
-        """What existed at a clock."""
-        return [one for one in self.all if one.made <= clock and (one.gone is None or one.gone > clock)]

@@ -22,7 +22,7 @@ NORM_BYTES = 8
 """A gradient's norm is taken in fp64."""
 
 
-class Held(NamedTuple):
+class StateBytes(NamedTuple):
     """Bytes on the device at one moment, by category, and in host memory."""
 
     parameters: float = 0.0
@@ -92,14 +92,12 @@ class ZeroSettings:
     sub_group: int = 1_000_000_000
     moments: int = 8
     torch_optimizer: bool = False
-    recomputed: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool, recomputed: bool = False) -> ZeroSettings:
+    def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
         """
         Args:
             config: DeepSpeed's, without "auto".
-            recomputed: whole layers run again in backward.
         """
         zero = config.get("zero_optimization", {})
         half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
@@ -130,7 +128,6 @@ class ZeroSettings:
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
             torch_optimizer=bool(block.get("params", {}).get("torch_adam")) or block.get("type") == "SGD",
-            recomputed=recomputed,
             **given,
         )
 
@@ -170,20 +167,20 @@ class ZeroMemory:
         return total
 
     @cached_property
-    def states(self) -> Held:
+    def states(self) -> StateBytes:
         """What stays all the time once the first step has made the moments."""
         at, total, part = self.at, self.parameters.total, self.partition
         e, largest = at.element, self.parameters.largest
         if at.stage == 0:
             master = 4 * total if e < 4 else 0
-            return Held(parameters=e * total, optimizer=at.moments * total + master)
+            return StateBytes(parameters=e * total, optimizer=at.moments * total + master)
         master_moments = (4 + at.moments) * part
         if at.stage < 3:
             whole = e * sum(length * at.data for length in self.partitions)
             if not at.offload_optimizer:
-                return Held(parameters=whole, optimizer=master_moments)
+                return StateBytes(parameters=whole, optimizer=master_moments)
             copy = 4 * part + (e * part if e < 4 else 0)  # of the gradients, and of the weights on their way back
-            return Held(whole, buffers=e * largest, host=master_moments + copy + e * largest)
+            return StateBytes(whole, buffers=e * largest, host=master_moments + copy + e * largest)
         persistent = e * sum(size for size in self._distinct if size <= at.persistence_threshold)
         local = e * part
         host = local if at.offload_param else 0
@@ -191,7 +188,7 @@ class ZeroMemory:
         if at.offload_optimizer:
             host += master_moments + 4 * part
             gradients_on_host = e * part
-            return Held(
+            return StateBytes(
                 0 if at.offload_param else local,
                 gathered=persistent,
                 gradients=0,
@@ -199,7 +196,7 @@ class ZeroMemory:
                 host=host + gradients_on_host,
             )
         optimizer = master_moments
-        return Held(
+        return StateBytes(
             0 if at.offload_param else local,
             gathered=persistent,
             gradients=e * part,
@@ -226,26 +223,9 @@ class ZeroMemory:
         )
         return {where: at.element * elements for where, elements in most.items()}
 
-    @cached_property
-    def changes_at(self) -> tuple[int, ...]:
-        """Layers at which this account jumps: the first bucket is full, or the most is gathered."""
-        if self.at.stage == 3:
-            most = {phase: max(self.gathered_at, key=lambda at: (at[0] == phase, self.gathered_at[at]))
-                    for phase in ("forward", "backward")}  # fmt: skip
-            return tuple(place for _, place in most.values())
-        sizes: dict[int, int] = {}
-        for place, module in zip(self.parameters.places, self.parameters.modules, strict=True):
-            sizes[place] = sizes.get(place, 0) + sum(module)
-        done = 0
-        for place in sorted(sizes, reverse=True):
-            done += sizes[place]
-            if done > self.at.reduce_bucket:
-                return (place - 1, place, place + 1)
-        return ()
-
     # ---- over a step -------------------------------------------------------------------------------------------------
 
-    def during(self, phase: str, done: float, place: int, micro: int = 0, transients: float = 0.0) -> Held:
+    def during(self, phase: str, done: float, place: int, micro: int = 0, transients: float = 0.0) -> StateBytes:
         """Of a moment inside a micro-batch.
 
         Args:
@@ -290,7 +270,7 @@ class ZeroMemory:
             filled += size
         return filled
 
-    def end_of_backward(self) -> Held:
+    def end_of_backward(self) -> StateBytes:
         """When the last buckets are reduced, without activations."""
         at, held, e = self.at, self.states, self.at.element
         total, bucket = self.parameters.total, e * at.reduce_bucket
@@ -309,7 +289,7 @@ class ZeroMemory:
         buckets = bucket * (2 if at.overlap else 1)
         return held._replace(gradients=before + own, buffers=held.buffers + buckets + flattened)
 
-    def step(self) -> Held:
+    def step(self) -> StateBytes:
         """The most that the optimizer's step holds."""
         at, held, e = self.at, self.states, self.at.element
         if at.stage == 0:

@@ -1,0 +1,101 @@
+"""What the papers count for one rank of a run (planning/formulas.py), in the run's dtype and of its model's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zero_tp.planning import formulas
+from zero_tp.planning.dryrun import Workload
+from zero_tp.planning.memory import Model
+
+
+@dataclass(frozen=True)
+class PaperView:
+    """The papers' account [bytes].
+
+    Attributes:
+        stage, data: of ZeRO, over how many ranks.
+        pipeline, interleaving: p and m; runs themselves have none.
+    """
+
+    model: Model
+    workload: Workload
+    stage: int
+    data: int
+    pipeline: int = 1
+    interleaving: int = 1
+
+    @property
+    def layer(self) -> formulas.Layer:
+        at, spec = self.workload, self.model.spec
+        return formulas.Layer(
+            at.length,
+            at.batch,
+            spec.hidden,
+            spec.heads,
+            at.tensor,
+            at.sequence,
+            element=at.element,
+            head_size=spec.head_size,
+            kv_heads=spec.kv_heads,
+            mlp_size=spec.mlp_size,
+            gated=spec.mlp == "gated",
+            residual_dropout=spec.dropouts.residual > 0,
+            attention_dropout=spec.dropouts.attention > 0,
+        )
+
+    def layer_bytes(self, *, recomputes: bool) -> float:
+        """Return what one layer keeps of one micro-batch."""
+        layer, policy = self.layer, self.workload.policy
+        core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
+        if not recomputes or policy.mode == "none":
+            return formulas.kept(layer, core)
+        if policy.mode == "full":
+            if self.workload.to_host:
+                return 0.0
+            return formulas.kept_full(layer, partitioned=self.workload.partitioned)
+        return formulas.kept_selective(layer, core, policy.chosen_modules)
+
+    def layers_bytes(self) -> float:
+        """Return what the layers keep of p micro-batches in flight, some of which may keep everything."""
+        layers, policy = self.model.spec.layers, self.workload.policy
+        again = len(policy.recomputed_layers(layers))
+        everything = layers * self.layer_bytes(recomputes=False)
+        less = again * self.layer_bytes(recomputes=True) + (layers - again) * self.layer_bytes(recomputes=False)
+        share = min(policy.keep_micro_batches, self.pipeline) / self.pipeline
+        return (share * everything + (1 - share) * less) * formulas.pipeline_factor(self.pipeline, self.interleaving)
+
+    def outside_bytes(self) -> float:
+        """Return what is kept outside the layers."""
+        at, spec = self.workload, self.model.spec
+        return formulas.kept_outside_layers(
+            at.length,
+            at.batch,
+            spec.hidden,
+            spec.vocabulary,
+            spec.layers,
+            at.tensor,
+            pipeline=self.pipeline,
+            sequence=at.sequence,
+            element=at.element,
+            dropout=spec.dropouts.embedding > 0,
+        )
+
+    def bytes(self) -> dict[str, float]:
+        """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
+        own, e = self.model.whole / (self.workload.tensor * self.pipeline), self.workload.element
+        split = {
+            0: (1, 1, 1),
+            1: (1, 1, self.data),
+            2: (1, self.data, self.data),
+            3: (self.data, self.data, self.data),
+        }[self.stage]
+        # In fp32 the parameters are their own masters.
+        optimizer = formulas.OPTIMIZER_BYTES - (4 if e == 4 else 0)
+        return {
+            "parameters": e * own / split[0],
+            "gradients": e * own / split[1],
+            "optimizer": optimizer * own / split[2],
+            "activations": self.layers_bytes(),
+            "outside layers": self.outside_bytes(),
+        }
