@@ -15,10 +15,11 @@ from typing import Any
 
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.config import RunConfig
-from zero_tp.config.source import apply_overrides, read_json
+from zero_tp.config.source import apply_overrides
 from zero_tp.constants import GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
+from zero_tp.files import read_json
 from zero_tp.parallel.loss import CHUNK_ELEMENTS
 from zero_tp.planning.dryrun import Moment, Workload, dry_run
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, workload_of, zero_memory
