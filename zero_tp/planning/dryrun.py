@@ -129,7 +129,8 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         if not workload.cpu:
-            stack.enter_context(_Kernels())
+            stack.enter_context(_Unpinned())
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
             stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
         spec = architecture_of(config).spec(config)
         kinds = workload.kinds(spec.windows)
@@ -317,7 +318,7 @@ def measure(model: ZeroTPForCausalLM, batch: Batch) -> Parts:
             document_ids=batch.document_ids,
         ).loss
         turned = allocations.clock
-        torch.autograd.backward(loss)  # the method would leave out function modes
+        loss.backward()
         del loss
     for handle in handles:
         handle.remove()
@@ -361,21 +362,23 @@ def _cut(allocations: Allocations, ends: Sequence[int], turned: int, done: Seque
 # ---- what the simulated device does not have ------------------------------------------------------------------------
 
 
-class _Kernels(TorchFunctionMode):
-    """The operations of an accelerator that fake tensors of a simulated one lack.
-
-    `scaled_dot_product_attention` would take torch's maths path there; the shapes of a fused kernel are put in its
-    place. Those keep Q, K, V, the mask, their output and the logarithm of each softmax's sum (torch's flash attention);
-    of dropout they keep a seed.
-    """
+class _Unpinned(TorchFunctionMode):
+    """Makes memory that an accelerator asks to be page-locked without that."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            return _Fused.apply(*args[:4])
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return function(*args, **kwargs)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any) -> Any:
+    """Return what has the shapes of a fused kernel, in the place of `scaled_dot_product_attention`.
+
+    That would take torch's maths path on the simulated device. Fused kernels keep Q, K, V, the mask, their output and
+    the logarithm of each softmax's sum (torch's flash attention); of dropout they keep a seed.
+    """
+    return _Fused.apply(query, key, value, mask)
 
 
 class _Stream:
