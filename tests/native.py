@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
+from zero_tp.weights.export import live_entries
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:
@@ -31,6 +32,14 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under Hugging Face's names."""
     return tables.to_theirs(weights_of(config), ours.__getitem__)
+
+
+def native_tensors(model: ZeroTPForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
+    parameters = dict(model.named_parameters())
+    dtype = next(model.parameters()).dtype
+    for entry in live_entries(parameters, model.config, model.topology.tensor_group, dtype):
+        yield entry.name, entry.read()
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
 
 def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
     """Names of the module's weights that differ from the fp32 weights in its dtype. Collective."""
-    from zero_tp.weights.export import native_tensors
+    from tests.native import native_tensors
 
     return [
         name for name, tensor in native_tensors(engine.model) if not torch.equal(tensor, masters[name].to(tensor.dtype))

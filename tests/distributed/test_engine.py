@@ -47,7 +47,7 @@ def tokens_of_the_step() -> Tensor:
 
 def one_step(tensor: int, sequence: bool, stage: int) -> tuple[float, float, dict[str, Tensor]]:
     """Loss, gradient norm, and the weights that the engine started with."""
-    from zero_tp.weights.export import native_tensors
+    from tests.native import native_tensors
 
     topology = grid(tensor, sequence)
     engine = build(topology, stage)

@@ -18,7 +18,7 @@ from tests.compare import grid
 from tests.distributed.test_checkpoint import OFFLOADS
 from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
-from tests.native import to_theirs
+from tests.native import native_tensors, to_theirs
 from tests.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.convert import to_huggingface
@@ -27,7 +27,6 @@ from zero_tp.checkpoint.inspect import inspect
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import layout_of
 from zero_tp.topology import Topology
-from zero_tp.weights.export import native_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 32, "vocab_size": 509}

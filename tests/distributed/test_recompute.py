@@ -40,8 +40,8 @@ def run(
     seed: int, tensor: int, sequence: bool, stage: int, attention: str, dropout: float, names: list[str]
 ) -> dict[str, Any]:
     """On every rank: each policy's losses, norms and weights."""
+    from tests.native import native_tensors
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.weights.export import native_tensors
 
     config = GPT2Config(
         n_layer=3,

@@ -39,7 +39,7 @@ def export(directory: Path, **options: Any) -> None:
         for name, tensor in model.state_dict().items()
         if name != "lm_head.weight"
     ]
-    write_native(directory, TINY, entries, dtype=torch.float32, **options)
+    write_native(directory, TINY, entries, **options)
 
 
 @pytest.mark.parametrize("content", NOT_JSON)

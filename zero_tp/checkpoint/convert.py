@@ -5,6 +5,7 @@ It needs one process, no DeepSpeed, and memory for one parameter at a time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,16 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from zero_tp.checkpoint.directory import find_checkpoint, in_use
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import architecture_of
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
-from zero_tp.weights.native import native_entries
+from zero_tp.weights.native import native_entries, weights_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was converted; `tokenizer` is the directory that was copied, if there was one."""
+    """A checkpoint was converted; `tokenizer` is the directory that was copied, if there was one."""
 
     checkpoint: Path
     parameters: int
@@ -33,9 +33,10 @@ class Converted:
 
 
 def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
-    """A run's tokenizer: the one given, else the one that the run had, if it still is where it was.
+    """Return a run's tokenizer: the one given, else the one that the run had.
 
-    UserError: it isn't there, or is none.
+    Raises:
+        UserError: it isn't there, or is none.
     """
     if given is not None and not given.is_dir():
         raise UserError(f"--tokenizer: no directory {given}")
@@ -47,7 +48,7 @@ def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
 
 
 def config_of(manifest: dict[str, Any]) -> PretrainedConfig:
-    """The Hugging Face config of a checkpoint's model."""
+    """Return the Hugging Face config of a checkpoint's model."""
     fields = dict(manifest["model"])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
@@ -78,25 +79,22 @@ def to_huggingface(
             output,
             config,
             entries,
-            dtype=dtype,
             generation=GenerationConfig(**manifest["generation"]),
             tokenizer=found_tokenizer,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
         )
-    parameters = sum(torch.Size(entry.shape).numel() for entry in entries)
+    parameters = sum(math.prod(entry.shape) for entry in entries)
     return Converted(checkpoint, parameters, found_tokenizer)
 
 
 def checkpoint_entries(reader: CheckpointReader, config: PretrainedConfig, dtype: torch.dtype) -> list[Entry]:
-    """Every parameter's fp32 master under its Hugging Face name.
+    """Return every parameter's fp32 master under its Hugging Face name.
 
     Raises:
         UserError: the checkpoint lacks a parameter of the config's model.
     """
-    architecture = architecture_of(config)
-    weights = list(architecture.each_weight(architecture.spec(config)))
-    for weight in weights:
+    for weight in weights_of(config):
         if weight.ours not in reader.parameters:
             raise UserError(f"{reader.directory}: its manifest has no parameter {weight.ours}")
-    return native_entries(weights, lambda name: reader.parameters[name].shape, reader.whole, dtype)
+    return native_entries(config, lambda name: reader.parameters[name].shape, reader.whole, dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
 from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
+from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.engines import refuse_data_parallel_wrapper, refuse_engine_without_topology
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.spec import TransformerSpec
@@ -28,7 +30,7 @@ from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 from zero_tp.weights.export import save_pretrained
-from zero_tp.weights.load import load_pretrained
+from zero_tp.weights.load import PretrainedSource
 
 
 @dataclass
@@ -288,18 +290,25 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, directory: str | os.PathLike[str], topology: Topology | None = None, **options: Any
+        cls,
+        directory: str | os.PathLike[str],
+        topology: Topology | None = None,
+        *,
+        allow_pickle: bool = False,
+        **options: Any,
     ) -> Any:
         """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
 
         Args:
-            options: `seed`, `dtype`, `device` of the constructor; `allow_pickle` to read pickled weights where there
-                are no safetensors, with torch's restricted unpickler.
+            allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
+            options: `seed`, `dtype`, `device` of the constructor.
 
         Raises:
             UserError: no such model there, an unsupported architecture, or weights that do not fit it.
         """
-        return load_pretrained(cls, directory, topology, **options)
+        config = pretrained_config(Path(directory))
+        source = PretrainedSource(Path(directory), config, allow_pickle=allow_pickle)
+        return cls(config, topology, source=source, **options)
 
     def save_pretrained(  # type: ignore[override]
         self, directory: str | os.PathLike[str], **options: Any
@@ -309,4 +318,5 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             options: `dtype` of the written weights (default: the model's), `max_shard_size` such as "5GB".
         """
-        save_pretrained(self, directory, **options)
+        parameters = dict(self.named_parameters())
+        save_pretrained(directory, parameters, self.config, self.topology, generation=self.generation_config, **options)

@@ -1,23 +1,23 @@
-"""Weights out: native Hugging Face directories of safetensors, one parameter in memory at a time."""
+"""Weights are written as native Hugging Face directories of safetensors, one parameter in memory at a time."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
@@ -26,11 +26,9 @@ from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
+from zero_tp.topology import Topology
 from zero_tp.weights.files import INDEX
-from zero_tp.weights.native import native_entries, native_model, native_shapes
-
-if TYPE_CHECKING:
-    from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.weights.native import aliases_of, native_entries, native_model
 
 MAX_SHARD_SIZE = "5GB"
 _MODEL_FILES = ("config.json", "generation_config.json")
@@ -38,7 +36,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", "
 
 
 def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
-    """The whole tensor of a live parameter, on every rank.
+    """Return the whole tensor of a live parameter, on every rank.
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
@@ -54,25 +52,20 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
 
 
-def live_entries(model: ZeroTPForCausalLM, dtype: torch.dtype) -> list[Entry]:
-    """Every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
-    parameters = dict(model.named_parameters())
+def live_entries(
+    parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, group: Group, dtype: torch.dtype
+) -> list[Entry]:
+    """Return every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
     return native_entries(
-        model.architecture.each_weight(model.spec),
+        config,
         lambda name: whole_shape(parameters[name]),
-        lambda name: whole_parameter(parameters[name], model.topology.tensor_group),
+        lambda name: whole_parameter(parameters[name], group),
         dtype,
     )
 
 
-def native_tensors(model: ZeroTPForCausalLM) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
-    for entry in live_entries(model, next(model.parameters()).dtype):
-        yield entry.name, entry.read()
-
-
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
-    """File name → its tensors, packed as transformers does.
+    """Return file name → its tensors, packed as transformers does.
 
     Raises:
         UserError: `max_shard_size` is not a size.
@@ -80,15 +73,17 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
     if not re.fullmatch(r"0*[1-9]\d*([KMGTP]i?B)?", max_shard_size, re.IGNORECASE):
         raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
     by_name = {entry.name: entry for entry in entries}
-    state = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in by_name.items()}
-    split = split_torch_state_dict_into_shards(
-        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda entry: entry.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
     )
     return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
 def _replaceable(target: Path) -> bool:
-    """Is this nothing, an empty directory, or a model of transformers? A run has a config.json too, and checkpoints."""
+    """Return whether this is nothing, an empty directory or a model. A run has a config.json too, and checkpoints."""
     if not target.exists():
         return True
     if not target.is_dir():
@@ -102,7 +97,6 @@ def write_native(
     config: PretrainedConfig,
     entries: Sequence[Entry],
     *,
-    dtype: torch.dtype,
     generation: GenerationConfig | None = None,
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
@@ -115,8 +109,7 @@ def write_native(
 
     Args:
         entries: every whole tensor by its Hugging Face name, tied ones once; read one at a time, in the order of
-            `plan_shards`.
-        dtype: of the written weights, recorded in the config.
+            `plan_shards`. The config records their dtype.
         generation: settings of generation; by default those that the config implies.
         tokenizer: a directory whose files are copied in.
 
@@ -129,23 +122,23 @@ def write_native(
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
     if not _replaceable(target):
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
+    architecture = architecture_of(config)
     config = copy.deepcopy(config)
-    config.dtype = dtype
-    config.architectures = [architecture_of(config).native_class]
-    stored = architecture_of(config).stored
-    written = [replace(_as(dtype, entry), name=stored.get(entry.name, entry.name)) for entry in entries]
-    shards = plan_shards(written, max_shard_size)
-    expected, found = native_shapes(config), {entry.name: tuple(entry.shape) for entry in entries}
+    config.dtype, config.architectures = entries[0].dtype, [architecture.native_class]
+    native, aliases = native_model(config), aliases_of(config)
+    expected = {name: tuple(like.shape) for name, like in native.state_dict().items() if name not in aliases}
+    found = {entry.name: tuple(entry.shape) for entry in entries}
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):
             raise UserError(
-                f"tensor {name}: {config.architectures[0]} expects {expected.get(name)}, found {found.get(name)}"
+                f"tensor {name}: {architecture.native_class} expects {expected.get(name)}, found {found.get(name)}"
             )
+    named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
+    shards = plan_shards(named, max_shard_size)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _write_weights(temporary, shards)
-        native = native_model(config)
         native.config.save_pretrained(temporary)
         (generation or native.generation_config).save_pretrained(temporary)
         if tokenizer is not None:
@@ -163,10 +156,6 @@ def write_native(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _as(dtype: torch.dtype, entry: Entry) -> Entry:
-    return replace(entry, dtype=dtype, read=lambda: entry.read().to(dtype))
-
-
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     for file, entries in shards.items():
         write_tensors(directory / file, entries, {"format": "pt"}, hashed=False)
@@ -174,17 +163,18 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     if len(shards) == 1:
         return
     every = [entry for entries in shards.values() for entry in entries]
-    numbers = [torch.Size(entry.shape).numel() for entry in every]
-    total = sum(number * entry.dtype.itemsize for number, entry in zip(numbers, every, strict=True))
     index = {
-        "metadata": {"total_parameters": sum(numbers), "total_size": total},
+        "metadata": {
+            "total_parameters": sum(math.prod(entry.shape) for entry in every),
+            "total_size": sum(entry.size for entry in every),
+        },
         "weight_map": {entry.name: file for file, entries in shards.items() for entry in entries},
     }
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path) -> None:
-    """The directory may hold a whole model: only the tokenizer comes along, and no written file is replaced."""
+    """Copy a tokenizer, alone where a whole model is beside it, and replace no file that was written."""
     for file in sorted(tokenizer.iterdir()):
         foreign = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name in _MODEL_FILES
         if file.is_file() and not foreign and not (directory / file.name).exists():
@@ -192,32 +182,38 @@ def _copy_tokenizer(tokenizer: Path, directory: Path) -> None:
 
 
 def save_pretrained(
-    model: ZeroTPForCausalLM,
     directory: str | os.PathLike[str],
+    parameters: Mapping[str, nn.Parameter],
+    config: PretrainedConfig,
+    topology: Topology,
     *,
+    generation: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write a live model as its native class. Collective; global rank 0 writes and the others wait for it.
 
+    Args:
+        parameters: the model's, by name; sharded over the topology's TP group as their layouts say.
+        dtype: of the written weights; by default that of the parameters.
+
     Raises:
         UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
     """
-    chosen = dtype or next(model.parameters()).dtype
-    entries = live_entries(model, chosen)
+    chosen = dtype or next(iter(parameters.values())).dtype
+    entries = live_entries(parameters, config, topology.tensor_group, chosen)
     shards = plan_shards(entries, max_shard_size)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
     gathered = _gathered(entry for planned in shards.values() for entry in planned)
     failure: Exception | None = None
-    if model.topology.rank == 0:
+    if topology.rank == 0:
         streamed = [replace(entry, read=partial(next, gathered)) for entry in entries]
         try:
             write_native(
                 directory,
-                model.config,
+                config,
                 streamed,
-                dtype=chosen,
-                generation=model.generation_config,
+                generation=generation,
                 max_shard_size=max_shard_size,
                 overwrite=True,
             )

@@ -1,12 +1,10 @@
-"""Hugging Face weights in: a model is built with its weights read instead of drawn, each rank its slices alone."""
+"""A model is built with the weights of a Hugging Face directory instead of drawn ones; each rank reads its slices."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +13,18 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import Architecture, Weight, architecture_of
-from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.parallel.layout import Layout, Sharded
 from zero_tp.parallel.parameter import Init
+from zero_tp.tensors.files import DTYPE_NAMES
 from zero_tp.topology import Topology
-from zero_tp.weights.files import TensorFiles, open_weights
-from zero_tp.weights.native import native_shapes
+from zero_tp.weights.files import open_weights
+from zero_tp.weights.native import aliases_of, native_model, weights_of
 
 FLOATING = ("F64", "F32", "BF16", "F16")
 
 
 class PretrainedSource:
-    """The weights of a Hugging Face directory; a rank's slices of a tensor are read when its parameter is made."""
+    """A `WeightSource` that reads a Hugging Face directory: a rank's slices of a tensor when its parameter is made."""
 
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False):
         """Check that the directory's tensors are those of the config's model. Reads no tensor.
@@ -39,14 +37,12 @@ class PretrainedSource:
             UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
         """
         self.directory = directory
-        architecture = architecture_of(config)
-        self.weights = {weight.ours: weight for weight in architecture.each_weight(architecture.spec(config))}
-        self.files = open_weights(directory, allow_pickle)
+        self.weights = {weight.ours: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
-        shapes = native_shapes(config)
-        aliases = architecture.tied if config.tie_word_embeddings else {}
-        expected = shapes | {alias: shapes[source] for alias, source in aliases.items()}
-        self.stored = _names(self.files, expected, architecture, directory)
+        self.tensors = open_weights(directory, allow_pickle)
+        expected = {name: tuple(tensor.shape) for name, tensor in native_model(config).state_dict().items()}
+        self.stored = _names(self.tensors, expected.keys(), architecture_of(config), directory)
+        aliases = aliases_of(config)
         # Old files hold an alias beside its source.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
         for name, shape in expected.items():
@@ -56,10 +52,10 @@ class PretrainedSource:
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
     def _check(self, name: str, expected: tuple[int, ...]) -> None:
-        stored = self.stored[name]
-        found, dtype = self.files.shape(stored), self.files.dtype(stored)
-        if found != expected:
-            raise UserError(f"{self.directory}: tensor {name}: expected shape {expected}, found {found}")
+        found = self.tensors[self.stored[name]]
+        if tuple(found.shape) != expected:
+            raise UserError(f"{self.directory}: tensor {name}: expected shape {expected}, found {tuple(found.shape)}")
+        dtype = DTYPE_NAMES.get(found.dtype, str(found.dtype))
         if dtype not in FLOATING:
             raise UserError(f"{self.directory}: tensor {name}: expected one of {', '.join(FLOATING)}, found {dtype}")
 
@@ -79,7 +75,7 @@ class PretrainedSource:
             at += rows + padding
 
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
-        """Rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
+        """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
         for run in weight.runs(rows):
             first, last = run.start, run.start + run.length
@@ -93,29 +89,31 @@ class PretrainedSource:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _slice(self, theirs: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
-        """A slice of one of their tensors, as ours lies."""
-        if transposed:
-            index = (slice(None),) * (2 - len(index)) + index[::-1]
-        piece: Tensor = self.files.get_slice(self.stored[theirs])[index]
-        alias = self.aliases.get(theirs)
-        if alias is not None and not torch.equal(piece, self.files.get_slice(self.stored[alias])[index]):
+        """Return a slice of one of their tensors, indexed as ours lies."""
+
+        def piece(name: str) -> Tensor:
+            tensor = self.tensors[self.stored[name]]
+            return (tensor.t() if transposed else tensor)[index]
+
+        found, alias = piece(theirs), self.aliases.get(theirs)
+        if alias is not None and not torch.equal(found, piece(alias)):
             raise UserError(
                 f"{self.directory}: tensors {theirs} and {alias} differ, but its config ties them; set "
                 "tie_word_embeddings to false in its config.json"
             )
-        return piece.t() if transposed else piece
+        return found
 
 
 def _names(
-    files: TensorFiles, expected: dict[str, tuple[int, ...]], architecture: Architecture, directory: Path
+    tensors: Mapping[str, Tensor], expected: Collection[str], architecture: Architecture, directory: Path
 ) -> dict[str, str]:
-    """Name in the native class → name in the files.
+    """Return name in the native class → name in the files.
 
     Files of the bare decoder leave out the prefix of the class with a head; what the architecture ignores is left out.
     """
     stored: dict[str, str] = {}
     named = {theirs: name for name, theirs in architecture.stored.items()}
-    for found in files.names():
+    for found, tensor in tensors.items():
         name = named.get(found, found)
         name = name if name in expected else architecture.base_prefix + name
         if name in stored:
@@ -124,30 +122,14 @@ def _names(
             stored[name] = found
         elif not any(re.fullmatch(f"({re.escape(architecture.base_prefix)})?{old}", found) for old in architecture.old):
             raise UserError(
-                f"{directory}: unexpected tensor {found} of shape {files.shape(found)}; {architecture.native_class} "
+                f"{directory}: unexpected tensor {found} of shape {tuple(tensor.shape)}; {architecture.native_class} "
                 "with this config.json has none of that name"
             )
     return stored
 
 
-def load_pretrained(
-    cls: type[Any],
-    directory: str | os.PathLike[str],
-    topology: Topology | None = None,
-    *,
-    allow_pickle: bool = False,
-    **options: Any,
-) -> Any:
-    """A `cls` model with the weights of a Hugging Face directory. See `ZeroTPForCausalLM.from_pretrained`."""
-    path = Path(directory)
-    config = pretrained_config(path)
-    source = PretrainedSource(path, config, allow_pickle=allow_pickle)
-    options.setdefault("dtype", config.dtype or torch.float32)
-    return cls(config, topology, source=source, **options)
-
-
 def generation_config(directory: Path) -> GenerationConfig | None:
-    """The directory's settings of generation; None where it has none.
+    """Return the directory's settings of generation; None where it has none.
 
     Raises:
         UserError: they can't be read.

@@ -1,9 +1,8 @@
-"""The native transformers class of a config, without data: what it is made of, what its tensors look like, and how they
-come from our parameters."""
+"""The native transformers class of a config has tensors of these names and shapes, made of our parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,25 +16,29 @@ from zero_tp.tensors.files import Entry
 
 
 def native_model(config: PretrainedConfig) -> Any:
-    """The model on the meta device."""
+    """Build the model on the meta device."""
     with init_empty_weights(include_buffers=True):
         return AutoModelForCausalLM.from_config(config)
 
 
-def native_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor by its name; tied ones once."""
-    aliases = architecture_of(config).tied if config.tie_word_embeddings else {}
-    state = native_model(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in aliases}
+def aliases_of(config: PretrainedConfig) -> dict[str, str]:
+    """Return the tensors that are tied to another, alias → source; files hold the source."""
+    return architecture_of(config).tied if config.tie_word_embeddings else {}
+
+
+def weights_of(config: PretrainedConfig) -> list[Weight]:
+    """Return every parameter of a model of this config, under both names."""
+    architecture = architecture_of(config)
+    return list(architecture.each_weight(architecture.spec(config)))
 
 
 def native_entries(
-    weights: Iterable[Weight],
+    config: PretrainedConfig,
     shape: Callable[[str], tuple[int, ...]],
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
 ) -> list[Entry]:
-    """Every Hugging Face tensor, read from our parameters one at a time.
+    """Return every Hugging Face tensor in `dtype`, read from our parameters one at a time.
 
     One parameter can be several tensors (gate and up), or several one (fused Q, K and V): what was not asked for yet is
     kept, so that tensors that are read one after another read it once.
@@ -45,7 +48,7 @@ def native_entries(
         read: our parameter's name → the whole of it.
     """
     makers: dict[str, list[Weight]] = {}
-    for weight in weights:
+    for weight in weights_of(config):
         for name in weight.names:
             makers.setdefault(name, []).append(weight)
     kept: dict[str, Tensor] = {}
@@ -54,7 +57,7 @@ def native_entries(
         if name not in kept:
             kept.clear()
             kept.update(to_theirs(makers[name], read))
-        return kept.pop(name)
+        return kept.pop(name).to(dtype)
 
     return [
         Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(theirs, name))
