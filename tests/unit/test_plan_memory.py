@@ -131,7 +131,8 @@ RECOMPUTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("policy", RECOMPUTED, ids=lambda policy: " ".join(map(str, policy.values())))
 @pytest.mark.parametrize("split", [False, True], ids=["", "P_a+cpu"])
 def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -> None:
-    overrides = ["zero_tp.model.n_layer=11", f"zero_tp.recompute={json.dumps(policy)}"]
+    overrides = ["zero_tp.model.n_layer=11", "gradient_accumulation_steps=2"]
+    overrides += [f"zero_tp.recompute={json.dumps(policy)}"]
     if split and policy["mode"] == "full":
         blocks = {"partition_activations": True, "cpu_checkpointing": True}
         overrides += [f"activation_checkpointing={json.dumps(blocks)}", "zero_tp.parallel.sequence=false"]
