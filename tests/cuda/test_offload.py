@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from zero_tp.activations.contiguous import ContiguousBuffer
 from zero_tp.activations.memory import ActivationMemory
-from zero_tp.activations.offload import Host
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.activations.stores import ContiguousBuffer, Host
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 pytestmark = pytest.mark.cuda

@@ -184,7 +184,7 @@ def loss_scales(kind: str, overflows: list[bool], resume_at: int) -> tuple[list[
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    from zero_tp.zero.progress import loss_scale_of, set_loss_scale
+    from zero_tp.zero.states import loss_scale_of, set_loss_scale
 
     arguments = {"init_scale": 2.0**16, "scale_window": 3, "min_scale": 1.0}
 

@@ -55,7 +55,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "window-one-wider": Mutant(
         "A token sees one token more than its window holds.",
-        "zero_tp/models/attention_mask.py",
+        "zero_tp/models/context.py",
         "seen = seen & (key > query - self.window)",
         "seen = seen & (key >= query - self.window)",
         (FEWER,),

@@ -78,7 +78,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "slot-handed-out-twice": Mutant(
         "The contiguous buffer gives the same place to two checkpoints, and the later one overwrites the earlier.",
-        "zero_tp/activations/contiguous.py",
+        "zero_tp/activations/stores.py",
         "_Slot(self._free.pop(), tensor.shape)",
         "_Slot(self._free[-1], tensor.shape)",
         (RECOMPUTE_TP,),
@@ -115,7 +115,7 @@ MUTANTS: dict[str, Mutant] = {
     # ---- packed documents ------------------------------------------------------------------------------------------
     "documents-see-each-other": Mutant(
         "Attention runs on over the documents of a row.",
-        "zero_tp/models/attention_mask.py",
+        "zero_tp/models/context.py",
         "seen = seen & (self.documents[:, None, :, None] == self.documents[:, None, None, :])",
         "pass",
         (DOCUMENTS + "[2-True-llama]",),
@@ -151,14 +151,14 @@ MUTANTS: dict[str, Mutant] = {
     # ---- engine ----------------------------------------------------------------------------------------------------
     "norm-of-rank-zero": Mutant(
         "Without ZeRO the gradient norm counts the shards of TP rank 0 only, and clipping changes.",
-        "zero_tp/zero/clipping.py",
+        "zero_tp/zero/stages.py",
         "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
         "topology.tensor_rank == 0",
         (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),
     ),
     "replicas-counted-on-every-rank": Mutant(
         "Without ZeRO the gradient norm counts replicated parameters t times.",
-        "zero_tp/zero/clipping.py",
+        "zero_tp/zero/stages.py",
         "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
         "True",
         (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),

@@ -11,7 +11,7 @@ from transformers import GPT2Config
 
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.attention import CORES
-from zero_tp.models.attention_mask import AttentionMask
+from zero_tp.models.context import AttentionMask
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 

@@ -10,7 +10,7 @@ import pytest
 from tests.mistakes import Mistake
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
-from zero_tp.zero.nvme import check_nvme
+from zero_tp.process.connect import check_nvme
 
 
 def paths(tmp_path: Path, block: str, directory: Path) -> dict[str, Path]:

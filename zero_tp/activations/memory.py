@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_tp.activations.contiguous import Contiguous, ContiguousBuffer
-from zero_tp.activations.offload import Host
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, Remade, recomputed
-from zero_tp.activations.store import InPlace, Partitioned, Store
+from zero_tp.activations.stores import Contiguous, ContiguousBuffer, Host, InPlace, Partitioned, Store
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero_tp.activations.store import Store
+from zero_tp.activations.stores import Store
 from zero_tp.parallel.random import RandomStreams
 
 Forward = Callable[..., Tensor]

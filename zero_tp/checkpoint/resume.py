@@ -26,7 +26,6 @@ from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.tensors.files import Destination
 from zero_tp.topology import Topology
-from zero_tp.zero.progress import restore_progress
 from zero_tp.zero.stages import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
 
@@ -144,7 +143,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
                 failure = error
             whole.agree(failure)
         zero.fill_module()
-        restore_progress(zero, manifest["progress"])
+        zero.restore_progress(manifest["progress"])
         _restore_streams(zero, checkpoint, manifest, parallelism_of(config))
     model.generation_config = GenerationConfig(**manifest["generation"])
     step: int = manifest["step"]

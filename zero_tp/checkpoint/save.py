@@ -26,7 +26,6 @@ from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_nam
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.tensors.files import Entry, Written, write_tensors
-from zero_tp.zero.progress import progress_of
 from zero_tp.zero.stages import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
 
@@ -173,7 +172,7 @@ class Saver:
             "generation": model.generation_config.to_dict(),
             "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
             "kinds": states.kinds(),
-            "progress": progress_of(self.zero),
+            "progress": self.zero.progress(),
             "fixed": fixed_of(self.config),
             "corpora": self.corpora,
             "tokenizer": str(self.tokenizer) if self.tokenizer else None,

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_tp.models.attention_mask import AttentionMask
-from zero_tp.models.context import ForwardContext
+from zero_tp.models.context import AttentionMask, ForwardContext
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import rotate
 from zero_tp.models.projection import projection

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from zero_tp.models.attention import CORES, Attention
-from zero_tp.models.attention_mask import AttentionMask
-from zero_tp.models.context import ForwardContext
+from zero_tp.models.context import AttentionMask, ForwardContext
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS, rotation

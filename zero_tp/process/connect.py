@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,7 +76,6 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import check_accelerator
-    from zero_tp.zero.nvme import check_nvme
 
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
@@ -95,6 +94,36 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     return connect(
         environment, accelerator.device_name(), parallel.tensor, parallel.sequence, timeout=timeout, join=join
     )
+
+
+def check_nvme(paths: Mapping[str, Path], has_libaio: Callable[[], bool] | None = None) -> None:
+    """Check that this machine can offload to these directories.
+
+    Args:
+        paths: the directory of each offload block of the config whose device is "nvme", by the block's name.
+        has_libaio: whether DeepSpeed's asynchronous I/O can be built here; by default it is tried, which compiles a
+            few lines.
+
+    Raises:
+        UserError: `nvme_path` is not a directory that can be written, or libaio is missing.
+    """
+    for name, path in paths.items():
+        key = f"zero_optimization.{name}"
+        if not path.is_dir():
+            raise UserError(f"{key}.nvme_path: {path} is not a directory on this machine; create it, or name another")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise UserError(f"{key}.nvme_path: {path} cannot be written; change its permissions, or name another")
+        if not (has_libaio or _has_libaio)():
+            raise UserError(
+                f'{key}.device: "nvme" needs libaio with its headers, which were not found; install libaio-dev '
+                '(Debian, Ubuntu) or libaio-devel (Fedora, RHEL), or use "cpu"'
+            )
+
+
+def _has_libaio() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible())
 
 
 def without_shared_memory_collectives() -> None:

@@ -6,7 +6,7 @@ What differs between the stages is said here, so that training and checkpoints n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,22 @@ import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from torch import Tensor, nn
 
+from zero_tp.parallel.collectives import all_reduce
+from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
-from zero_tp.zero.clipping import clip_gradients, gradient_norm
-from zero_tp.zero.states import Fragment, OptimizerStates, StatesOnNVMe, partition_of
+from zero_tp.zero.states import (
+    Fragment,
+    OptimizerStates,
+    StatesOnNVMe,
+    loss_scale_of,
+    partition_of,
+    set_loss_scale,
+)
 
 if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class ZeroEngine(ABC):
@@ -77,6 +87,27 @@ class ZeroEngine(ABC):
         """Return the masters and the optimizer's states that this rank holds."""
         return OptimizerStates(self.fragments(), self.optimizer)
 
+    def progress(self) -> dict[str, Any]:
+        """Return how far the run is, in numbers that all ranks share, as a checkpoint's manifest keeps them."""
+        return {
+            "optimizer_steps": self.states().steps,
+            "counters": {name: getattr(self.engine, name) for name in COUNTERS},
+            "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
+            "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "loss_scale": loss_scale_of(self.optimizer),
+        }
+
+    def restore_progress(self, progress: dict[str, Any]) -> None:
+        """Bring the engine to what `progress` gave."""
+        self.states().set_steps(progress["optimizer_steps"])
+        for name, value in progress["counters"].items():
+            setattr(self.engine, name, value)
+        if self.scheduler is not None and progress["schedule"] is not None:
+            self.scheduler.load_state_dict(progress["schedule"])
+        for group, rate in zip(self.optimizer.param_groups, progress["learning_rates"], strict=True):
+            group["lr"] = rate
+        set_loss_scale(self.optimizer, progress["loss_scale"])
+
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
         """Yield what this rank holds of each parameter, in the model's order; some may be empty."""
@@ -90,8 +121,36 @@ class ZeroEngine(ABC):
         """Bring the module's weights to the masters, as an optimizer step does. Collective over DP."""
 
 
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Tensor:
+    """Return the 2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks.
+
+    Shards count on every rank, replicated parameters once. All-reduce of one number over TP.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        total = total.to(parameter.device)
+        if parameter.grad is not None and (isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0):
+            total += parameter.grad.double().square().sum()
+    return all_reduce(total, topology.tensor_group).sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
+    factor = limit / (norm.item() + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
+    if factor < 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
 class WithoutZero(ZeroEngine):
-    """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, see clipping.py."""
+    """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
+
+    ZeRO-1, -2 and -3 compute both themselves, in fp64. Without ZeRO, DeepSpeed takes fp32 norms (inexact at 1e-4 on
+    CPUs), reports none in fp32, and in 16 bit counts only the gradients of TP rank 0. So DeepSpeed's clipping is off.
+    """
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
         self._limit = float(settings.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
