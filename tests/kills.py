@@ -27,12 +27,12 @@ import psutil
 from tests.launched import environment, furnish, launch, metrics_of
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
+    check_file,
     checkpoints_of,
     complete_steps,
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.verify import check_file
 
 WORLD, STEPS_BETWEEN, TARGETS = 4, 3, ("rank", "launch.py", "machine")
 LIMIT = 180.0

@@ -11,17 +11,12 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.models import architectures as tables
-from zero_tp.models.architectures import Weight, architecture_of
+from zero_tp.models.architectures import weights_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
 from zero_tp.weights.export import live_entries
-
-
-def weights_of(config: PretrainedConfig) -> list[Weight]:
-    architecture = architecture_of(config)
-    return list(architecture.each_weight(architecture.spec(config)))
 
 
 def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

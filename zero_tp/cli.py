@@ -9,10 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from zero_tp.errors import UserError, one_line
+from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line
 
-BAD_INPUT = 2
-INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -21,11 +19,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (python {sys.argv[0]} --help explains the arguments)")
-
-
-def error_line(error: object) -> str:
-    """Return the one line that a person reads of `error`."""
-    return f"error: {one_line(str(error))}"
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

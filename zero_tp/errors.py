@@ -1,10 +1,13 @@
-"""What a person can cause: errors that are one clear line and end a command with exit status 2."""
+"""What a person can cause: errors that are one clear line, and the statuses that commands and ranks exit with."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterable
+
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
 class UserError(ValueError):
@@ -35,6 +38,11 @@ def one_line(text: str, limit: int | None = None) -> str:
     """Return `text` with its lines and blanks joined by single blanks, cut after `limit` characters."""
     line = " ".join(text.split())
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
+
+
+def error_line(error: object) -> str:
+    """Return the one line that a person reads of `error`."""
+    return f"error: {one_line(str(error))}"
 
 
 def first_line(error: BaseException) -> str:

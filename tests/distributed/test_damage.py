@@ -19,13 +19,13 @@ from tests.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     TEMPORARY,
+    check_file,
     checkpoints_of,
     complete_steps,
     read_manifest,
     step_directory,
 )
 from zero_tp.checkpoint.reader import CheckpointReader, states_file
-from zero_tp.checkpoint.verify import check_file
 
 
 def flip_a_bit(file: Path) -> None:
@@ -62,8 +62,7 @@ def start(path: str, run: str, given: str | None = None) -> tuple[str, list[str]
     """(the checkpoint that a start takes, or its error; what it says of others)."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import find_resumable, take_whole
-    from zero_tp.checkpoint.verify import Verification
+    from zero_tp.checkpoint.resume import Verification, find_resumable, take_whole
     from zero_tp.config import RunConfig
     from zero_tp.errors import UserError
 

@@ -122,9 +122,10 @@ MUTANTS: dict[str, Mutant] = {
     "qkv-cut-plainly-on-import": Mutant(
         "Import cuts c_attn into t plain pieces.",
         "zero_tp/weights/load.py",
-        "for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):",
-        "layout = type(layout)(layout.dim, (sum(layout.parts),), layout.padded)\n"
-        "        for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):",
+        "for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):",
+        'if hasattr(layout, "parts"):\n'
+        "            layout = type(layout)(layout.dim, (sum(layout.parts),), layout.padded)\n"
+        "        for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):",
         (WEIGHTS + "test_from_pretrained[changes0-5GB-saved0-None]",),
     ),
     "qkv-joined-plainly-on-export": Mutant(

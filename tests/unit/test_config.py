@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import config_page
 from tests.mistakes import MISTAKES, RIGHT, Mistake
 from zero_tp.checkpoint.identity import fixed_of
-from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe, docs
-from zero_tp.config.batch import resolve_batch
+from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe
+from zero_tp.config.resolve import resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import nested_names, validate
@@ -346,4 +347,4 @@ def test_the_description_shows_the_sums(tmp_path: Path) -> None:
 
 def test_the_documentation_is_current() -> None:
     page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == docs.page(), "run python -m zero_tp.config.docs --write docs/config.md"
+    assert page == config_page.page(), "run python -m tests.config_page --write docs/config.md"

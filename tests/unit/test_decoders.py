@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.compare import check_close
 from tests.decoders import BATCH, MODEL_TYPES, decoder, decoder_fields, tokens_for
-from tests.native import gradients, parallel_model, to_ours, weights_of
+from tests.native import gradients, parallel_model, to_ours
+from zero_tp.models.architectures import weights_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 

@@ -16,9 +16,9 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from zero_tp.checkpoint.directory import find_checkpoint, in_use
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
+from zero_tp.models.architectures import weights_of
 from zero_tp.tensors.files import Entry
-from zero_tp.weights.export import MAX_SHARD_SIZE, write_native
-from zero_tp.weights.native import native_entries, weights_of
+from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +143,25 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         if found != written["bytes"]:
             raise Damaged(file, f"has {found} bytes, not {written['bytes']}")
     return manifest
+
+
+def check_file(file: Path, manifested: dict[str, Any], read: Callable[[], Written] | None = None) -> None:
+    """Check that a file has the SHA-256 that the manifest says.
+
+    Args:
+        read: gives what was found, where it isn't read here.
+
+    Raises:
+        Damaged: it has another one, or cannot be read.
+    """
+    from zero_tp.tensors.files import read_hashed
+
+    try:
+        found = read() if read else read_hashed(file)
+    except OSError as error:
+        raise Damaged(file, f"cannot be read ({error.strerror})") from error
+    if found.sha256 != manifested["sha256"]:
+        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested['sha256'][:12]}…")
 
 
 def _sync(path: Path) -> None:

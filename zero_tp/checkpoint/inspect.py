@@ -9,9 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero_tp.checkpoint.directory import Damaged, complete_steps, find_checkpoint, in_use
+from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use
 from zero_tp.checkpoint.identity import describe_parallelism
-from zero_tp.checkpoint.verify import check_file
 from zero_tp.tensors.files import read_header
 
 SAVED_AT = ("tensor", "data", "sequence", "zero_stage", "dtype")

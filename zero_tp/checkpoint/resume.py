@@ -7,8 +7,11 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,13 +21,12 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.directory import Damaged
+from zero_tp.checkpoint.directory import Damaged, check_file, read_manifest
 from zero_tp.checkpoint.identity import check_same_run, parallelism_of
 from zero_tp.checkpoint.reader import CheckpointReader, Described, destinations_of, states_file
-from zero_tp.checkpoint.verify import Verification
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
-from zero_tp.tensors.files import Destination
+from zero_tp.tensors.files import Destination, read_hashed
 from zero_tp.topology import Topology
 from zero_tp.zero.stages import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
@@ -42,13 +44,13 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
     """
     if given is not None:
         checkpoint = directory.find_checkpoint(given)
-        check_same_run(checkpoint, directory.read_manifest(checkpoint), config)
+        check_same_run(checkpoint, read_manifest(checkpoint), config)
         return checkpoint
     steps = directory.complete_steps(run)
     while steps:
         checkpoint = directory.step_directory(run, steps.pop())
         try:
-            manifest = directory.read_manifest(checkpoint)
+            manifest = read_manifest(checkpoint)
         except Damaged as error:
             if config.zero_tp.checkpoint.on_corrupt == "stop" or not steps:
                 raise UserError(offer(error, run)) from error
@@ -105,6 +107,72 @@ def take_whole(
             checkpoint = before
 
 
+class Verification:
+    """A verification reads and hashes a checkpoint, each rank its share of the files, on a thread that starts at once.
+
+    Each file is read once from end to end, and on the way brought to where its bytes belong. Leaving the block that it
+    opens ends the reading.
+    """
+
+    def __init__(self, checkpoint: Path, own: str | None = None, destinations: Iterable[Destination] = ()):
+        """
+        Args:
+            own: the file that is this rank's share, where there is one for each rank.
+            destinations: where bytes of `own` belong.
+
+        Raises:
+            Damaged, UserError: see `read_manifest`.
+        """
+        self.checkpoint = checkpoint
+        self._files: dict[str, Any] = read_manifest(checkpoint)["files"]
+        self._thread, self._given_up = ThreadPoolExecutor(1), Event()
+        share = [own] if own else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
+        self._readings = {
+            name: self._thread.submit(read_hashed, checkpoint / name, destinations if own else (), self._given_up)
+            for name in share
+        }
+
+    def agree(self, failure: Exception | None = None) -> None:
+        """Wait for the reading; no rank goes on unless all found their files whole and none failed. Collective.
+
+        Args:
+            failure: what this rank's work on the files, which may be damaged, has ended with.
+
+        Raises:
+            Damaged: on every rank, naming the first damaged file.
+            UserError: another rank has failed; where it is this one, its own error.
+        """
+        told = (self._damage(), None if failure is None else str(failure))
+        ranks: list[tuple[tuple[str, str] | None, str | None]] = [told] * dist.get_world_size()
+        dist.all_gather_object(ranks, told)
+        for damage, _ in ranks:
+            if damage is not None:
+                raise Damaged(self.checkpoint / damage[0], damage[1])
+        if failure is not None:
+            raise failure
+        for _, failed in ranks:
+            if failed is not None:
+                raise UserError(failed)
+
+    def _damage(self) -> tuple[str, str] | None:
+        """Return (file, what is wrong) of the first of this rank's files that is not as it was written."""
+        try:
+            for name, reading in self._readings.items():
+                check_file(self.checkpoint / name, self._files[name], reading.result)
+        except Damaged as error:
+            return error.file.name, error.problem
+        return None
+
+    def __enter__(self) -> Verification:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._given_up.set()
+        self._thread.shutdown(cancel_futures=True)
+
+
 def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
     """Restore masters, moments, counts, schedule, loss scale and random streams, and see that every file is whole.
     Collective.
@@ -121,7 +189,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
     """
     states, topology, model = zero.states(), zero.topology, zero.model
     with directory.in_use(checkpoint):
-        manifest = directory.read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint)
         same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
         own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
         pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest["kinds"]]

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from zero_tp.config.resolve import dtype_name, look_up
 from zero_tp.config.schema import ZeroTP
-from zero_tp.config.source import dtype_name, look_up
 from zero_tp.errors import ConfigError, shown
 
 

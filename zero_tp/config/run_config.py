@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.batch import BATCH_FIELDS, BatchSizes, resolve_batch
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
-from zero_tp.config.model import FROM, check_model, check_recompute
 from zero_tp.config.refusals import check_refusals
-from zero_tp.config.schema import ZeroTP
-from zero_tp.config.source import apply_overrides, dtype_name, resolve_auto
+from zero_tp.config.resolve import BATCH_FIELDS, BatchSizes, apply_overrides, dtype_name, resolve_auto, resolve_batch
+from zero_tp.config.schema import FROM, ZeroTP, check_model, check_recompute
 from zero_tp.errors import ConfigError
 from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size

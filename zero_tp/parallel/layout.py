@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,15 @@ class Sharded:
             start, stop = (min(r * length, part) for r in (rank, rank + 1))
             yield offset + start, offset + stop, length - (stop - start)
             offset += part
+
+    def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield for each part (start, stop, rows): rows of the whole, as views of the shard, whose padding becomes
+        zero."""
+        at = 0
+        for start, stop, padding in self.ranges(rank, size):
+            yield start, stop, shard.narrow(self.dim, at, stop - start)
+            shard.narrow(self.dim, at + stop - start, padding).zero_()
+            at += stop - start + padding
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
@@ -90,8 +99,10 @@ class Replicated:
 
     gradient: Literal["identical", "partial"] = "identical"
 
-    def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-        raise TypeError("a replicated parameter has no ranges; it is held whole")
+    dim: ClassVar[int] = 0
+
+    def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
+        yield 0, shard.shape[0], shard
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero_tp.parallel.layout import Layout, Sharded, set_layout
+from zero_tp.parallel.layout import Layout, set_layout
 from zero_tp.topology import Topology
 
 BLOCK_ROWS = 64
@@ -75,19 +75,12 @@ class Drawn:
         if isinstance(init, Constant):
             local.fill_(init.value)
             return
-        dim, ranges = 0, [(0, whole[0], 0)]
-        if isinstance(layout, Sharded):
-            dim, ranges = layout.dim, list(layout.ranges(topology.tensor_rank, topology.tensor))
-        rows = local.movedim(dim, 0)
-        width = local.numel() // max(rows.shape[0], 1)
-        at = 0
-        for start, stop, padding in ranges:
-            for drawn in self._rows(name, start, stop, whole[dim], width, init):
-                target = rows[at : at + len(drawn)]
+        width = local.numel() // max(local.shape[layout.dim], 1)
+        for start, stop, part in layout.rows_of(local, topology.tensor_rank, topology.tensor):
+            rows = part.movedim(layout.dim, 0)
+            for drawn in self._rows(name, start, stop, whole[layout.dim], width, init):
+                target, rows = rows[: len(drawn)], rows[len(drawn) :]
                 target.copy_(drawn.view(target.shape))
-                at += len(drawn)
-            rows[at : at + padding].zero_()
-            at += padding
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,12 @@ from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.constants import DTYPES
 from zero_tp.data.batch import Batch
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.planning.tracking import Allocation, Allocations
 from zero_tp.topology import Topology
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Workload:
     @property
     def element(self) -> int:
         """Bytes of an element."""
-        return DTYPES[self.dtype].itemsize
+        return int(getattr(torch, DTYPES[self.dtype]).itemsize)
 
     @property
     def partitioned(self) -> bool:
@@ -146,7 +145,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
             config,
             topology_of(workload.tensor, workload.sequence),
             source=_Unfilled(),
-            dtype=DTYPES[workload.dtype],
+            dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
             spec=replace(spec, layers=len(measured), windows=windows, rotary=rotary),
         )

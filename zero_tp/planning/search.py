@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.config import RunConfig
-from zero_tp.config.source import apply_overrides
+from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError

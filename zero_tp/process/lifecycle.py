@@ -34,8 +34,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
-from zero_tp.cli import BAD_INPUT, INTERRUPTED, error_line
-from zero_tp.errors import UserError, one_line
+from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, one_line
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
 from zero_tp.process.signals import Requests, listen

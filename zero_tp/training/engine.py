@@ -16,7 +16,8 @@ from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.config.resolve import dtype_name
+from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -27,15 +28,6 @@ from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
-
-
-def run_dtype(config: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of the module's weights under a DeepSpeed config."""
-    if config.get("bf16", {}).get("enabled"):
-        return torch.bfloat16
-    if config.get("fp16", {}).get("enabled"):
-        return torch.float16
-    return torch.float32
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -84,7 +76,7 @@ class TrainingEngine:
         self.topology = topology
         self.device = torch.device(device)
         self.zero = zero_engine(deepspeed_config, topology)
-        self.dtype = run_dtype(deepspeed_config)
+        self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         with self.zero.construction():
             self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology, local_shape)

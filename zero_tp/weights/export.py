@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,17 +22,50 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import architecture_of
+from zero_tp.models.architectures import Weight, aliases_of, architecture_of, to_theirs, weights_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
 from zero_tp.topology import Topology
 from zero_tp.weights.files import INDEX
-from zero_tp.weights.native import aliases_of, native_entries, native_model
+from zero_tp.weights.load import native_model
 
 MAX_SHARD_SIZE = "5GB"
 _MODEL_FILES = ("config.json", "generation_config.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+
+
+def native_entries(
+    config: PretrainedConfig,
+    shape: Callable[[str], tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+) -> list[Entry]:
+    """Return every Hugging Face tensor in `dtype`, read from our parameters one at a time.
+
+    One parameter can be several tensors (gate and up), or several one (fused Q, K and V): what was not asked for yet is
+    kept, so that tensors that are read one after another read it once.
+
+    Args:
+        shape: our parameter's name → its whole shape.
+        read: our parameter's name → the whole of it.
+    """
+    makers: dict[str, list[Weight]] = {}
+    for weight in weights_of(config):
+        for name in weight.names:
+            makers.setdefault(name, []).append(weight)
+    kept: dict[str, Tensor] = {}
+
+    def theirs(name: str) -> Tensor:
+        if name not in kept:
+            kept.clear()
+            kept.update(to_theirs(makers[name], read))
+        return kept.pop(name).to(dtype)
+
+    return [
+        Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(theirs, name))
+        for name, (weight, *_) in makers.items()
+    ]
 
 
 def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:

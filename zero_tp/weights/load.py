@@ -5,22 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import Architecture, Weight, architecture_of
-from zero_tp.parallel.layout import Layout, Sharded
+from zero_tp.models.architectures import Architecture, Weight, aliases_of, architecture_of, weights_of
+from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.tensors.files import DTYPE_NAMES
 from zero_tp.topology import Topology
 from zero_tp.weights.files import open_weights
-from zero_tp.weights.native import aliases_of, native_model, weights_of
 
 FLOATING = ("F64", "F32", "BF16", "F16")
+
+
+def native_model(config: PretrainedConfig) -> Any:
+    """Build the model of the native transformers class, which weights come from and go to, on the meta device."""
+    with init_empty_weights(include_buffers=True):
+        return AutoModelForCausalLM.from_config(config)
 
 
 class PretrainedSource:
@@ -62,17 +69,9 @@ class PretrainedSource:
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        weight = self.weights[name]
-        if not isinstance(layout, Sharded):
-            local.copy_(self._read(weight, 0, 0, whole[0], whole[0]))
-            return
-        at = 0
-        for start, stop, padding in layout.ranges(topology.tensor_rank, topology.tensor):
-            rows = stop - start
-            if rows:  # none where a rank has padding alone
-                local.narrow(layout.dim, at, rows).copy_(self._read(weight, layout.dim, start, stop, whole[0]))
-            local.narrow(layout.dim, at + rows, padding).zero_()
-            at += rows + padding
+        for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
+            if start < stop:  # equal where a rank has padding alone
+                rows.copy_(self._read(self.weights[name], layout.dim, start, stop, whole[0]))
 
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""

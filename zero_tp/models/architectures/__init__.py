@@ -17,7 +17,16 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """By model_type, which is the name of the table's file."""
 
-__all__ = ["ARCHITECTURES", "Architecture", "Fields", "Weight", "architecture_of", "to_theirs"]
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Fields",
+    "Weight",
+    "aliases_of",
+    "architecture_of",
+    "to_theirs",
+    "weights_of",
+]
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:
@@ -33,3 +42,14 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     return found
+
+
+def aliases_of(config: PretrainedConfig) -> dict[str, str]:
+    """Return the tensors that are tied to another, alias → source; files hold the source."""
+    return architecture_of(config).tied if config.tie_word_embeddings else {}
+
+
+def weights_of(config: PretrainedConfig) -> list[Weight]:
+    """Return every parameter of a model of this config, under both names."""
+    architecture = architecture_of(config)
+    return list(architecture.each_weight(architecture.spec(config)))
