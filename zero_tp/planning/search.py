@@ -102,6 +102,7 @@ class Search:
         """
         check_device(device, config)
         self.config, self.device = config, device
+        self._deepspeed, self._workload = config.deepspeed_config(), workload_of(config, cpu=device.is_cpu)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
         self.ranked = [self._estimated(choice, model) for choice, model in _choices(config, cpu=device.is_cpu)]
         if not self.ranked:
@@ -160,8 +161,7 @@ class Search:
     def _estimated(self, choice: Choice, model: Model) -> Candidate:
         config, device = self.config, self.device
         assert config.world_size is not None
-        deepspeed = config.deepspeed_config()
-        given = ZeroSettings.of(deepspeed, config.world_size // choice.tensor, cpu=device.is_cpu)
+        given = ZeroSettings.of(self._deepspeed, config.world_size // choice.tensor, cpu=device.is_cpu)
         settings = replace(
             given,
             stage=choice.stage,
@@ -171,14 +171,13 @@ class Search:
             overlap=choice.stage == 3 if given.stage == 3 or choice.stage == 3 else given.overlap,
         )
         zero = zero_memory(model.parameters, settings)
-        own = workload_of(config, cpu=device.is_cpu)
         workload = replace(
-            own,
+            self._workload,
             batch=choice.micro,
             tensor=choice.tensor,
             sequence=choice.sequence,
             policy=RecomputePolicy(mode=choice.recompute),
-            checkpointing=own.checkpointing if choice.recompute == "full" else {},
+            checkpointing=self._workload.checkpointing if choice.recompute == "full" else {},
         )
         memory = RankMemory(zero, _estimate(model, workload, zero))
         time = Timing(model.spec, workload, zero.at, model.parameters.total, device).estimate()
