@@ -18,11 +18,14 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
+from tests.tiers import THOROUGH
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.models.flops import layer_products
 from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel import loss
+from zero_tp.planning import dryrun
 from zero_tp.planning.dryrun import Kind, contexts, dry_run, measure, shortened
 from zero_tp.planning.memory import model_of, workload_of
 from zero_tp.topology import Topology
@@ -97,20 +100,20 @@ NAMES = [
 ]
 
 
-QUICK = CONFIGS[::4]  # the others are behind the mark `heavy`
-CASES = [
-    pytest.param(config, id=name, marks=() if config in QUICK else pytest.mark.heavy)
-    for config, name in zip(CONFIGS, NAMES, strict=True)
-]
+# ZeRO-3 with offload, full recomputation with ZeRO-2, windows; then every fourth; then all.
+TIERS = {number: "thorough" for number in range(0, len(CONFIGS), 4)} | {number: "first" for number in (12, 20, 24)}
+MARKS = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
+CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 
 
 def load(overrides: list[str]) -> RunConfig:
     return RunConfig.load(ROOT / FILE, BASE + overrides, WORLD)
 
 
-@pytest.mark.parametrize("overrides", CASES)
+@pytest.mark.parametrize("number", CASES)
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
-def test_layers_that_differ_add_up_to_a_dry_run_of_all(overrides: list[str], cpu: bool) -> None:
+def test_layers_that_differ_add_up_to_a_dry_run_of_all(number: int, cpu: bool) -> None:
+    overrides = CONFIGS[number]
     layers = "num_hidden_layers" if any('"model_type"' in each for each in overrides) else "n_layer"
     config = load(
         [*overrides, f"zero_tp.model.{layers}=7", *([WINDOWS_OF_7] if "layer_types" in str(overrides) else [])]
@@ -145,6 +148,24 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
         none = dry_run(config.hf_config(), replace(workload, policy=RecomputePolicy(mode="none")))
         nothing = max(one.activations for one in none)
         assert kept == nothing if policy.get("keep_micro_batches") else kept < nothing
+
+
+@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("rows", [7, 16, 100])
+@pytest.mark.parametrize("overrides", [CONFIGS[1], CONFIGS[3], CONFIGS[14]], ids=["fp32 SP", "TP", "untied"])
+def test_chunks_of_the_loss_that_differ_stand_for_all(
+    overrides: list[str], rows: int, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 positions or 256, some in a shorter last chunk; to the byte."""
+    config = load(overrides)
+    workload = workload_of(config, cpu=cpu)
+    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
+    found = dry_run(config.hf_config(), workload)
+    monkeypatch.setattr(dryrun, "chunks_that_differ", range)
+    every = dry_run(config.hf_config(), workload)
+    assert list(dict.fromkeys(found)) == list(dict.fromkeys(every))
+    assert len(found) < len(every) or rows * 3 >= workload.length
+    assert not hasattr(loss, "range")
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 96])
@@ -189,11 +210,11 @@ def test_an_accelerator_takes_the_branches_of_its_type() -> None:
 
 
 @functools.cache
-def engine_peaks(quick: bool) -> dict[str, dict[str, float]]:
+def engine_peaks(tier: str) -> dict[str, dict[str, float]]:
     """Many configs in one process: importing and connecting DeepSpeed costs more than a step."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.planned", str(WORLD)],
-        input=json.dumps([config for config in CONFIGS if (config in QUICK) == quick]),
+        input=json.dumps([one for number, one in enumerate(CONFIGS) if TIERS.get(number, "heavy") == tier]),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -203,9 +224,10 @@ def engine_peaks(quick: bool) -> dict[str, dict[str, float]]:
     return {json.dumps(line["overrides"]): line for line in lines}
 
 
-@pytest.mark.parametrize("overrides", CASES)
-def test_the_plan_against_a_real_step(overrides: list[str]) -> None:
-    found = engine_peaks(overrides in QUICK)[json.dumps(overrides)]
+@pytest.mark.parametrize("number", CASES)
+def test_the_plan_against_a_real_step(number: int) -> None:
+    overrides = CONFIGS[number]
+    found = engine_peaks(TIERS.get(number, "heavy"))[json.dumps(overrides)]
     parallel = load(overrides).zero_tp.parallel
     model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert found["parameters"] == model.parameters.total

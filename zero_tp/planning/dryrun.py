@@ -38,6 +38,7 @@ from zero_tp.constants import DTYPES
 from zero_tp.data.batch import Batch
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel import loss as cross_entropy
 from zero_tp.planning.tracking import Allocation, Allocations
 from zero_tp.topology import Topology
 
@@ -127,6 +128,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         # In this thread: those of devices that have come since the process's first backward do not exist.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(mock.patch.object(cross_entropy, "range", chunks_that_differ, create=True))
         if not workload.cpu:
             stack.enter_context(_Unpinned())
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
@@ -172,6 +174,15 @@ def accelerator() -> torch.device:
     return torch.device("sim")
 
 
+def chunks_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
+    """Return the starts of the loss's first, second and last chunk.
+
+    The third finds what the second found, another whole chunk's tensors, and takes the same bytes, and so on.
+    """
+    starts = range(start, stop, step)
+    return [*starts[:2], *starts[2:][-1:]]
+
+
 class _Unfilled:
     """A source leaves new parameters as they are."""
 
@@ -204,20 +215,41 @@ def topology_of(tensor: int, sequence: bool) -> Topology:
 
 # ---- layers by their kind --------------------------------------------------------------------------------------------
 
-Context = tuple[Kind | None, Kind, Kind | None, bool]
-"""A layer's kind between those of its neighbours, and whether it is the first with its window, the last one in backward
-to let go of that window's mask."""
+
+class Context(NamedTuple):
+    """What the bytes of a layer depend on.
+
+    Attributes:
+        before, kind, after: its kind, between those of its neighbours.
+        window_begins: the first with its window is the last one in backward to let go of that window's mask.
+        recomputing_begins, recomputing_ends: the first and the last that recompute: checkpoints come back from host
+            memory one ahead.
+    """
+
+    before: Kind | None
+    kind: Kind
+    after: Kind | None
+    window_begins: bool
+    recomputing_begins: bool
+    recomputing_ends: bool
 
 
 def contexts(kinds: Sequence[Kind]) -> list[Context]:
     """Return what the bytes of each layer depend on."""
     around: list[Kind | None] = [None, *kinds, None]
-    seen: set[int | None] = set()
-    found: list[Context] = []
-    for number, kind in enumerate(kinds):
-        found.append((around[number], kind, around[number + 2], kind.window not in seen))
-        seen.add(kind.window)
-    return found
+    windows = [kind.window for kind in kinds]
+    again = [number for number, kind in enumerate(kinds) if kind.recomputes]
+    return [
+        Context(
+            around[number],
+            kind,
+            around[number + 2],
+            windows.index(kind.window) == number,
+            number in again[:1],
+            number in again[-1:],
+        )
+        for number, kind in enumerate(kinds)
+    ]
 
 
 def shortened(kinds: Sequence[Kind]) -> list[Kind]:
