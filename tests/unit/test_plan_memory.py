@@ -102,7 +102,7 @@ NAMES = [
 
 # ZeRO-3 with offload, full recomputation with ZeRO-2, windows; then every fourth; then all.
 TIERS = {number: "thorough" for number in range(0, len(CONFIGS), 4)} | {number: "first" for number in (12, 20, 24)}
-MARKS = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
+MARKS: dict[str, Any] = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 
 
@@ -131,12 +131,19 @@ RECOMPUTED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("policy", RECOMPUTED, ids=lambda policy: " ".join(map(str, policy.values())))
-@pytest.mark.parametrize("split", [False, True], ids=["", "P_a+cpu"])
+RECOMPUTED_CASES = [
+    pytest.param(policy, split, id=" ".join(map(str, [*policy.values(), *["P_a+cpu"] * split])), marks=marks)
+    for number, policy in enumerate(RECOMPUTED)
+    for split in ([False, True] if policy["mode"] == "full" else [False])
+    for marks in [() if split == (number == 1) and number else THOROUGH]
+]
+
+
+@pytest.mark.parametrize(("policy", "split"), RECOMPUTED_CASES)
 def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -> None:
     overrides = ["zero_tp.model.n_layer=11", "gradient_accumulation_steps=2"]
     overrides += [f"zero_tp.recompute={json.dumps(policy)}"]
-    if split and policy["mode"] == "full":
+    if split:
         blocks = {"partition_activations": True, "cpu_checkpointing": True}
         overrides += [f"activation_checkpointing={json.dumps(blocks)}", "zero_tp.parallel.sequence=false"]
     config = load(overrides)
@@ -151,12 +158,12 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
 
 
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
-@pytest.mark.parametrize("rows", [7, 16, 100])
-@pytest.mark.parametrize("overrides", [CONFIGS[1], CONFIGS[3], CONFIGS[14]], ids=["fp32 SP", "TP", "untied"])
+@pytest.mark.parametrize("rows", [7, 100])
+@pytest.mark.parametrize("overrides", [CONFIGS[1], CONFIGS[14]], ids=["fp32", "untied"])
 def test_chunks_of_the_loss_that_differ_stand_for_all(
     overrides: list[str], rows: int, cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 64 positions or 256, some in a shorter last chunk; to the byte."""
+    """Of 256 positions, the last chunk shorter; to the byte."""
     config = load(overrides)
     workload = workload_of(config, cpu=cpu)
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
@@ -164,7 +171,7 @@ def test_chunks_of_the_loss_that_differ_stand_for_all(
     monkeypatch.setattr(dryrun, "chunks_that_differ", range)
     every = dry_run(config.hf_config(), workload)
     assert list(dict.fromkeys(found)) == list(dict.fromkeys(every))
-    assert len(found) < len(every) or rows * 3 >= workload.length
+    assert len(found) < len(every) or rows == 100
     assert not hasattr(loss, "range")
 
 

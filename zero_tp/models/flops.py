@@ -22,7 +22,7 @@ class ForwardFlops(NamedTuple):
 def layer_products(spec: TransformerSpec) -> int:
     """Return the multiply-adds of one layer's weights a token: the elements of its matrices."""
     attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
-    return attention + (3 if spec.mlp == "gated" else 2) * spec.hidden * spec.mlp_size
+    return attention + spec.mlp_matrices * spec.hidden * spec.mlp_size
 
 
 def forward_flops(spec: TransformerSpec, batch: int, length: int) -> ForwardFlops:

@@ -81,6 +81,11 @@ class TransformerSpec:
     padding_token: int | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
 
+    @property
+    def mlp_matrices(self) -> int:
+        """Weights of one MLP: up and down, and a gate's."""
+        return 3 if self.mlp == "gated" else 2
+
     def check(self, tensor: int) -> None:
         """Check that TP can split the model. KV heads need not divide: see `models/projection.py`.
 

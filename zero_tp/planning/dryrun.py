@@ -171,6 +171,7 @@ def accelerator() -> torch.device:
     runtime = torch.get_device_module("sim")
     runtime.Stream = runtime.current_stream = _Stream
     runtime.stream = nullcontext
+    runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # what `torch.random.fork_rng` asks every device
     return torch.device("sim")
 
 

@@ -39,7 +39,7 @@ class PaperView:
             head_size=spec.head_size,
             kv_heads=spec.kv_heads,
             mlp_size=spec.mlp_size,
-            gated=spec.mlp == "gated",
+            gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
         )

@@ -132,7 +132,7 @@ class Timing:
         norms = 2 * 2 * e * residual
         dropped = 2 * ((2 * e + 1) if spec.dropouts.residual else 0) * residual
         sums = 2 * 3 * e * residual
-        activation = e * wide * (3 if spec.mlp == "gated" else 2)
+        activation = e * wide * spec.mlp_matrices
         heads = e * tokens * spec.head_size * (spec.heads + spec.kv_heads) / at.tensor
         turning = 0 if spec.rotary is None else 4 * heads
         return norms + dropped + sums + activation + turning + 2 * heads + self._core_bytes()
