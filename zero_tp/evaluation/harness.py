@@ -11,11 +11,9 @@ import contextlib
 import copy
 import functools
 import hashlib
-import io
 import logging
 import os
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -31,6 +29,7 @@ from zero_tp.evaluation.scoring import Row, continuation_rows
 from zero_tp.evaluation.sources import Origin, digest_of
 from zero_tp.evaluation.subject import Report, Subject
 from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.process.quiet import hushed
 
 try:
     from lm_eval import evaluator
@@ -64,21 +63,16 @@ def isolated() -> Iterator[None]:
     our own bars stay.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process, connections to other ranks and all
-    said, logger = io.StringIO(), logging.getLogger("lm_eval")
+    logger = logging.getLogger("lm_eval")
     level, states = logger.level, (random.getstate(), np.random.get_state())
     logger.setLevel(logging.ERROR)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with torch.random.fork_rng(devices), hushed(stderr=True):
             random.seed(SEEDS["random"])
             np.random.seed(SEEDS["numpy"])
             torch.manual_seed(SEEDS["torch"])
             yield
-    except UserError:
-        raise
-    except BaseException:
-        sys.stderr.write(said.getvalue())
-        raise
     finally:
         logger.setLevel(level)
         random.setstate(states[0])
