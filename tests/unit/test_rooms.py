@@ -1,0 +1,90 @@
+"""The order of the library's packages: each imports only those before it, inside functions too, and there is no circle."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = (
+    *("errors", "constants", "files", "devices", "topology"),
+    *("parallel", "tensors", "architectures", "weights", "models", "activations"),
+    *("config", "zero", "checkpoint", "data", "process", "training"),
+)
+"""From the bottom to the top. `architectures` are models/architectures and the spec that they translate to."""
+BESIDE = ("planning", "evaluation")
+"""Tools that import what they need of the others, but not each other; nothing above imports them."""
+COMMANDS = ("cli",)
+
+
+def room(module: str) -> str:
+    """The package of `zero_tp.…` that a module belongs to."""
+    parts = module.split(".")
+    if parts[1:3] == ["models", "architectures"] or parts[1:3] == ["models", "spec"]:
+        return "architectures"
+    return parts[1] if len(parts) > 1 else ""
+
+
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """Every module of the library → the modules of the library that it imports, anywhere in its file."""
+    files = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "zero_tp").rglob("*.py")}
+    names = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
+    found = {}
+    for name, file in names.items():
+        targets: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                assert node.level == 0, f"{file}: relative imports hide where they lead"
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                targets |= {target if target in names else node.module for target in inside}
+        found[name] = frozenset(target for target in targets if target in names and target != name)
+    return found
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether the package `importer` may import `imported`."""
+    if importer == imported or importer == "":
+        return True
+    if importer in COMMANDS:
+        return imported == "errors"
+    if importer in BESIDE:
+        return imported in ORDER
+    return imported in ORDER and ORDER.index(imported) < ORDER.index(importer)
+
+
+def test_every_package_has_its_place() -> None:
+    assert {room(module) for module in imports()} == {"", *ORDER, *BESIDE, *COMMANDS}
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in sorted(imports().items())
+        for target in sorted(targets)
+        if not allowed(room(module), room(target))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    left = dict(imports())
+    while leaves := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in leaves:
+            del left[module]
+    assert not left, f"in or above a circle: {sorted(left)}"
+
+
+def test_the_loop_reaches_few_files() -> None:
+    reached, waiting = set[str](), ["zero_tp.training.loop"]
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += imports()[module]
+    files = {module for module in reached if (ROOT / f"{module.replace('.', '/')}.py").is_file()}
+    assert len(files) < 70, f"{len(files)} files: {sorted(files)}"
+    assert not {room(module) for module in files} & {*BESIDE, *COMMANDS}
