@@ -5,7 +5,8 @@
 
 A record holds every step's loss and gradient norm, the validation losses, and the SHA-256 of each exported tensor.
 The runs differ in architecture, TP, SP, ZeRO stage, recomputation, offload, dropout, accumulation and dtype. The
-`deepspeed` launcher starts each with one thread a rank; it ends in the middle and is resumed.
+`deepspeed` launcher starts each with one thread a rank; it ends in the middle and is resumed. The file is written after
+each run, and runs that it holds already are not repeated.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+
+from zero_tp.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, VOCABULARY = 4, 512
@@ -130,9 +133,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def record(checkout: Path, names: list[str]) -> dict[str, Any]:
-    """What the runs called `names` compute with the code of `checkout`."""
-    python, found = sys.executable, dict[str, Any]()
+def record(checkout: Path, names: list[str], file: Path) -> None:
+    """Write what the runs called `names` compute with the code of `checkout`; those that `file` holds stay."""
+    python = sys.executable
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    names = [name for name in names if name not in found]
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         corpus = directory / "corpus"
@@ -140,12 +145,12 @@ def record(checkout: Path, names: list[str]) -> dict[str, Any]:
         prepare = (python, str(checkout / "launch/prepare_data.py"), "--input", source)
         _command(checkout, directory, *prepare, "--tokenizer", f"bpe:{VOCABULARY}", "--output", str(corpus))
         for number, name in enumerate(names):
-            file, output = directory / f"{number}.json", directory / f"run{number}"
-            file.write_text(json.dumps(config(RUNS[name], corpus)))
+            run_file, output = directory / f"{number}.json", directory / f"run{number}"
+            run_file.write_text(json.dumps(config(RUNS[name], corpus)))
             for steps in (STEPS // 2, STEPS):
                 ranks = ("--num_accelerators", str(RUNS[name][1]), "--master_port", str(_free_port()))
                 launcher = (python, "-m", "deepspeed.launcher.runner", *ranks)
-                arguments = ("--deepspeed_config", str(file), "--output-dir", str(output))
+                arguments = ("--deepspeed_config", str(run_file), "--output-dir", str(output))
                 script = str(checkout / "launch/pretrain.py")
                 steps_key = f"zero_tp.training.steps={steps}"
                 _command(checkout, directory, *launcher, script, *arguments, "--set", steps_key)
@@ -153,8 +158,8 @@ def record(checkout: Path, names: list[str]) -> dict[str, Any]:
             convert = str(checkout / "launch/convert.py")
             _command(checkout, directory, python, convert, "to-hf", str(output), "--output", str(exported))
             found[name] = {"metrics": _metrics(output), "weights": _weights(exported)}
+            write_atomically(file, json.dumps(found, indent=1) + "\n")
             print(f"{name}: {found[name]['metrics'][-2]}", flush=True)
-    return found
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
@@ -198,8 +203,7 @@ def main() -> None:
     comparing.add_argument("after", type=Path)
     options = parser.parse_args()
     if options.command == "record":
-        found = record(options.checkout.resolve(), options.only or list(RUNS))
-        options.file.write_text(json.dumps(found, indent=1) + "\n")
+        record(options.checkout.resolve(), options.only or list(RUNS), options.file)
         return
     before, after = (json.loads(file.read_text()) for file in (options.before, options.after))
     told = compare(before, after)
