@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from zero_tp.constants import GIB
 from zero_tp.errors import ConfigError, did_you_mean
+from zero_tp.validation import Block
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +28,8 @@ Rate = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Device(BaseModel):
+class Device(Block):
     """One device to plan for. A person's own JSON file has these keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, description="What the plan calls it.")
     memory_gib: Rate = Field(description="Memory that a process sees [GiB].")

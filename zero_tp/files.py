@@ -18,11 +18,14 @@ def write_atomically(path: Path, text: str) -> None:
         OSError: the disk is full, or the directory is missing or cannot be written.
     """
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

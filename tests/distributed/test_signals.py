@@ -38,7 +38,6 @@ class Running:
             self.launcher = subprocess.Popen(
                 [*launch(2, launcher), *words], cwd=workplace, env=environment(), stdout=stream, stderr=stream
             )
-        wait_for("the first steps", lambda: self.steps() >= 2)
 
     def steps(self) -> int:
         try:
@@ -59,15 +58,16 @@ class Running:
 
 @contextmanager
 def running(workplace: Path, name: str, launcher: str = "deepspeed") -> Iterator[Running]:
-    run = Running(workplace, name, launcher)
-    processes = run.processes()
+    run, processes = Running(workplace, name, launcher), list[psutil.Process]()
     try:
+        wait_for("the first steps", lambda: run.steps() >= 2)
+        processes = run.processes()
         yield run
         run.launcher.wait(patience(LIMIT))
         _, alive = psutil.wait_procs(processes, timeout=patience(10))
         assert not alive, f"left behind: {alive}"
     finally:
-        for process in processes:
+        for process in processes or run.processes():
             if process.is_running():
                 process.kill()
         run.launcher.kill()

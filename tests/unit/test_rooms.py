@@ -1,4 +1,4 @@
-"""The order of the library's packages: each imports only those before it, inside functions too, and there is no circle."""
+"""The library's packages have an order: each imports only those before it, inside functions too, without a circle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    *("errors", "constants", "files", "devices", "topology"),
+    *("constants", "errors", "validation", "files", "devices", "topology"),
     *("parallel", "tensors", "architectures", "weights", "models", "activations"),
     *("config", "zero", "checkpoint", "data", "process", "training"),
 )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from zero_tp.validation import Block
 
 Positive = Annotated[int, Field(gt=0)]
 RecomputeMode = Literal["none", "selective", "full"]
 RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]
 
 
-class RecomputePolicy(BaseModel):
+class RecomputePolicy(Block):
     """The policy says which layers, or parts of a layer, backward computes again (arXiv 2205.05198, section 5)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     mode: RecomputeMode = Field(description="What backward computes again.")
     modules: list[RecomputeModule] | None = Field(

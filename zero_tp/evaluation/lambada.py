@@ -16,7 +16,8 @@ from zero_tp.errors import UserError
 from zero_tp.evaluation.scoring import continuation_rows
 from zero_tp.evaluation.sources import Origin, origin_of, read_hub
 from zero_tp.evaluation.subject import Subject
-from zero_tp.evaluation.task import Task, TaskOptions, as_json, exp
+from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.training.metrics import perplexity
 
 
 class Passage(NamedTuple):
@@ -48,7 +49,7 @@ class LambadaTask(Task):
                 "data": self.origin,
                 "accuracy": accuracy,
                 "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None,
-                "perplexity": exp(nll / count),
+                "perplexity": perplexity(nll / count),
                 "nll": nll,
                 "examples": count,
                 "tokens": sum(row.scored for row in rows),

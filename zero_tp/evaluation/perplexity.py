@@ -22,7 +22,8 @@ from zero_tp.errors import UserError
 from zero_tp.evaluation.scoring import Row, Tokens
 from zero_tp.evaluation.sources import read_texts
 from zero_tp.evaluation.subject import Subject
-from zero_tp.evaluation.task import Task, TaskOptions, as_json, exp
+from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.training import metrics
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         """exp(nats a token). It depends on the tokenizer; the figures a byte, character or word don't."""
-        return exp(self.nll / self.tokens)
+        return metrics.perplexity(self.nll / self.tokens)
 
     @property
     def word_perplexity(self) -> float:
-        return exp(self.nll / self.words)
+        return metrics.perplexity(self.nll / self.words)
 
     @property
     def bits_per_byte(self) -> float:

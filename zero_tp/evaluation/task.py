@@ -70,14 +70,6 @@ class Task(ABC):
         return {name: result[name] for name in self.logged}
 
 
-def exp(x: float) -> float:
-    """Return eˣ, infinite where that overflows."""
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
-
-
 def as_json(value: Any) -> Any:
     """Return the value as JSON has it: None for a number that isn't finite, its text for what JSON has no form for."""
     if isinstance(value, dict):

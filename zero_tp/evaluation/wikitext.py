@@ -15,7 +15,8 @@ from typing import Any
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, PerplexityTask
 from zero_tp.evaluation.sources import Origin, read_hub, read_texts
-from zero_tp.evaluation.task import TaskOptions, as_json, exp
+from zero_tp.evaluation.task import TaskOptions, as_json
+from zero_tp.training.metrics import perplexity
 
 OVERLAP = 32
 TEST_TOKENS = 245_566
@@ -89,7 +90,7 @@ class WikitextTask(PerplexityTask):
                 "nll": found.nll,
                 "tokens": found.tokens,
                 "original_tokens": self.original_tokens,
-                **{name: exp(found.nll / count) if count else None for name, count in divisors.items()},
+                **{name: perplexity(found.nll / count) if count else None for name, count in divisors.items()},
                 "windows": found.windows,
                 "tokens_computed": found.tokens_computed,
             }
