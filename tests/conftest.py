@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.It
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's own
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Give a test more than pytest-timeout's seconds on a loaded machine, if it has no limit of its own."""
-    if item.get_closest_marker("timeout") is None:
+    if item.get_closest_marker("timeout") is None and item.config.getoption("timeout") is None:
         item.add_marker(pytest.mark.timeout(patience(float(item.config.getini("timeout")))))
     return (yield)
 

@@ -3,7 +3,7 @@
 #
 # Set-up, lint, types, tests. All are run, and the exit status says whether any of them failed, or no test was selected.
 # The tests have three tiers: the first, which this runs, shows every mechanism once;
-# -m thorough has the other cases (.ci/run runs both); -m heavy has long proofs.
+# -m "thorough and not heavy" has the other cases (.ci/run runs both); -m heavy has long proofs.
 # Example: bash tests/run.sh tests/unit -k config
 set -euo pipefail
 

@@ -40,9 +40,9 @@ def one_line(text: str, limit: int | None = None) -> str:
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
-def error_line(error: object) -> str:
-    """Return the one line that a person reads of `error`."""
-    return f"error: {one_line(str(error))}"
+def error_line(error: object, limit: int | None = None) -> str:
+    """Return the one line that a person reads of `error`, its text cut after `limit` characters."""
+    return f"error: {one_line(str(error), limit)}"
 
 
 def first_line(error: BaseException) -> str:

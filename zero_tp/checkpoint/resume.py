@@ -188,8 +188,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
         UserError: the model has other parameters than the checkpoint, or elements are missing.
     """
     states, topology, model = zero.states(), zero.topology, zero.model
-    with directory.in_use(checkpoint):
-        manifest = read_manifest(checkpoint)
+    with directory.in_use(checkpoint) as manifest:
         same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
         own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
         pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest["kinds"]]

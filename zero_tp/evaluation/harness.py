@@ -62,8 +62,8 @@ def isolated() -> Iterator[None]:
     What it and datasets print goes to stderr where the block fails. Streams that were opened before are not touched:
     our own bars stay.
     """
+    logger, multiprocessing = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork this process, connections to other ranks and all
-    logger = logging.getLogger("lm_eval")
     level, states = logger.level, (random.getstate(), np.random.get_state())
     logger.setLevel(logging.ERROR)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -74,6 +74,10 @@ def isolated() -> Iterator[None]:
             torch.manual_seed(SEEDS["torch"])
             yield
     finally:
+        if multiprocessing is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = multiprocessing
         logger.setLevel(level)
         random.setstate(states[0])
         np.random.set_state(states[1])

@@ -32,6 +32,9 @@ from zero_tp.topology import Topology
 from zero_tp.weights.export import save_pretrained
 from zero_tp.weights.load import PretrainedSource
 
+WITHOUT_GENERATORS = ("meta", "sim")
+"""Devices that draw nothing: tensors without data, and the planner's simulated accelerator."""
+
 
 @dataclass
 class ScoredOutput(CausalLMOutputWithPast):
@@ -92,7 +95,8 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         self.architecture = architecture_of(config)
         self.spec = spec or self.architecture.spec(config)
         self.spec.check(self.topology.tensor)
-        self.streams = RandomStreams(self.topology, seed, device if str(device).startswith("cuda") else "cpu")
+        draws = torch.device(device).type not in WITHOUT_GENERATORS
+        self.streams = RandomStreams(self.topology, seed, device if draws else "cpu")
         chosen = dtype or config.dtype or torch.float32
         assert isinstance(chosen, torch.dtype)
         make = ParameterMaker(self.topology, source or Drawn(seed), chosen, device)

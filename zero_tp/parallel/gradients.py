@@ -42,10 +42,14 @@ class GradientHooks:
 
     def __init__(self, model: nn.Module, group: Group):
         self.sums: dict[str, GradientSum] = {}
+        seen: set[int] = set()
         for prefix, module in model.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 layout = layout_of(parameter)
-                if isinstance(layout, Replicated) and layout.gradient == "partial" and parameter.requires_grad:
+                if id(parameter) in seen or not parameter.requires_grad:
+                    continue  # a tied one is summed once
+                seen.add(id(parameter))
+                if isinstance(layout, Replicated) and layout.gradient == "partial":
                     own = getattr(module, "gradient_sum", None)
                     self.sums[name] = own or _hooked(parameter, group)
 

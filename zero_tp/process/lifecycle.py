@@ -105,11 +105,11 @@ class _Rank:
         if isinstance(exit_.code, int):
             self.first_word.say("")  # who exits with a status has said why
             return exit_.code
-        self.first_word.say(error_line(exit_.code))
+        self.first_word.say(error_line(exit_.code, MESSAGE_LIMIT))
         return FAILED
 
     def _refused(self, error: UserError) -> int:
-        text = error_line(error)
+        text = error_line(error, MESSAGE_LIMIT)
         if self.verbose:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
         if self.environment.node == 0:

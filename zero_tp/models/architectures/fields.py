@@ -124,9 +124,9 @@ class Fields:
                 raise ConfigError(key, f"{show(value)} is refused: {reason}", f"leave it at {shown(only)}")
             options = self.choices.get(name)
             for one in value if isinstance(value, list | tuple) else [value]:
-                if options is not None and one is not None and one not in options:
-                    none_of = "is not" if written else "is not supported; it is not"
-                    problem = f"{show(one)} {none_of} one of {', '.join(options)}"
+                if options is not None and one not in options and not (written and one is None):
+                    none_of = "is not one of" if written else "is not supported: it is not one of"
+                    problem = f"{show(one)} {none_of} {', '.join(options)}"
                     raise ConfigError(key, problem, did_you_mean(str(one), options))
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
