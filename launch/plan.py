@@ -85,7 +85,11 @@ def main() -> None:
     search = Search(config, chosen) if options.search or options.html else None
     shown: list[Candidate] = []
     if search is not None and (options.search or search.fitting):
-        shown, best = search.fastest(options.set, options.top)
+        try:
+            shown, best = search.fastest(options.set, options.top)
+        except UserError:
+            if options.search:
+                raise  # else the page shows the plan itself, without others
     if search is not None and options.search:
         result["candidates"] = [one.as_json() for one in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting

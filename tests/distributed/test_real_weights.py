@@ -94,7 +94,7 @@ def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
 
 @pytest.mark.parametrize("tensor", in_tiers([2, 3], [3]))
 def test_more_ranks(ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_path: Path, tensor: int) -> None:
-    # In fp64: transformers' own fp32 logits are 1e-4 from its fp64 ones, the copy's 2e-3, as its attention is not trained.
+    # In fp64: fp32 sums in another order move the model's logits by 1.1e-4, the copy's by 2e-3.
     directory, dtype = (smollm2 if tensor == 3 else cut), torch.float64
     found = ranks(tensor).run(logits_and_export, directory, tensor, tokens, dtype, tmp_path)[0]
     expected = native_logits(directory, tokens, dtype)

@@ -203,8 +203,10 @@ def _rank_bars(plan: Plan, points: Sequence[Point]) -> list[Stack]:
 
 
 def _by_sequence(plan: Plan, limit: float | None) -> Any:
-    at, config = plan.paper.workload, plan.config.hf_config()
-    lengths = [length for power in range(-3, 5) if (length := int(at.length * 2.0**power)) >= 2 * at.tensor]
+    at, config, spec = plan.paper.workload, plan.config.hf_config(), plan.model.spec
+    longest = max(at.length, spec.positions) if spec.position == "learned" else at.length * 16  # which then end there
+    lengths = [int(at.length * 2.0**power) for power in range(-3, 5)]
+    lengths = [length for length in lengths if 2 * at.tensor <= length <= longest]
     peaks = []
     for length in lengths:
         moments = dry_run(config, replace(at, length=length - length % at.tensor))
