@@ -1,1 +1,1 @@
-"""Policies and stores that decide what backward finds kept and what it computes again."""
+"""Policies and stores decide what backward finds kept and what it computes again."""

@@ -1,4 +1,4 @@
-"""A run's activation-memory settings applied to its model: what is recomputed, and where the checkpoints wait."""
+"""A run's activation-memory settings are applied to its model: what is recomputed, and where the checkpoints wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REMADE = {
 
 
 class ActivationMemory:
-    """What backward of this model keeps and recomputes: it wraps the forward of modules by policy.
+    """This decides what backward of a model keeps and recomputes: it wraps the forward of modules by policy.
 
     Attributes:
         layers: numbers of the layers that the policy recomputes.
@@ -39,7 +39,8 @@ class ActivationMemory:
         settings: Mapping[str, Any],
         device: torch.device,
     ):
-        """
+        """Wrap the modules that the policy chooses.
+
         Args:
             policy: `zero_tp.recompute`.
             settings: DeepSpeed's `activation_checkpointing` block.

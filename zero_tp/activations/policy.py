@@ -1,4 +1,4 @@
-"""The recomputation that a run asks for: `zero_tp.recompute` of the config file."""
+"""A run asks for recomputation by `zero_tp.recompute` of the config file."""
 
 from __future__ import annotations
 

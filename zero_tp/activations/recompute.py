@@ -1,4 +1,4 @@
-"""Recomputation: a module keeps its input and is run again in backward (arXiv 2205.05198, section 5).
+"""A recomputed module keeps its input and is run again in backward (arXiv 2205.05198, section 5).
 
 Two mechanisms, which wrap the `forward` of modules of a built model, so that no name changes:
 

@@ -1,1 +1,1 @@
-"""Saving and resuming runs."""
+"""Runs are saved and resumed here."""

@@ -221,8 +221,7 @@ def _remove(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def in_use(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Give the manifest of a checkpoint that is read in the block, and keep `prune` from removing it meanwhile, in this
-    process or another on this machine.
+    """Give the manifest of a checkpoint, and keep `prune`, in any process of this machine, from removing it meanwhile.
 
     Raises:
         Damaged, UserError: see `read_manifest`.

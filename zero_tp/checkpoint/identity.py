@@ -1,4 +1,4 @@
-"""What a run is, which no resuming may change, and how it is computed, which any may."""
+"""This module tells what a run is, which no resuming may change, and how it is computed, which any may."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ STARTS = "starts"
 
 
 def states_file(tensor_rank: int, data_rank: int) -> str:
-    """Return the name of the file that a rank writes. Its metadata `starts` holds each parameter's first element in the
-    TP shard."""
+    """Name a rank's file, whose metadata `starts` holds each parameter's first element in the TP shard."""
     return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
 
 
@@ -94,7 +93,8 @@ class CheckpointReader:
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
-        """
+        """Open the checkpoint's files.
+
         Raises:
             UserError: a file is missing or not readable.
         """

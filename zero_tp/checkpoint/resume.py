@@ -1,4 +1,4 @@
-"""Resumes a run from a checkpoint of any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may all differ.
+"""Resume a run from a checkpoint of any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may all differ.
 
 Each rank reads the pieces of masters and moments that it holds now, one parameter at a time, and the module is filled
 from the masters, as after an optimizer step. On the topology that saved, everything is restored bit for bit, the random
@@ -115,7 +115,8 @@ class Verification:
     """
 
     def __init__(self, checkpoint: Path, own: str | None = None, destinations: Iterable[Destination] = ()):
-        """
+        """Start to read this rank's share.
+
         Args:
             own: the file that is this rank's share, where there is one for each rank.
             destinations: where bytes of `own` belong.
@@ -174,8 +175,7 @@ class Verification:
 
 
 def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
-    """Restore masters, moments, counts, schedule, loss scale and random streams, and see that every file is whole.
-    Collective.
+    """Restore masters, moments, counts, schedule, loss scale and random streams; check every file. Collective.
 
     On the grid that saved it, each rank reads its own file, once. On another one, ranks share out the files to hash,
     and read the pieces that they hold from whichever files have them.

@@ -1,4 +1,4 @@
-"""Saves a run: every rank writes what it holds, then one rank gives the whole its name.
+"""Save a run: every rank writes what it holds, then one rank gives the whole its name.
 
 Ranks tell each other what they wrote through the process group's key-value store and not by collectives, so that a save
 can go on in the background while training uses the process groups.
@@ -47,7 +47,7 @@ class Saver:
         tokenizer: Path | None = None,
         corpora: dict[str, dict[str, Any]] | None = None,
     ):
-        """Collective.
+        """Set up the ranks' common store of messages. Collective.
 
         Args:
             tokenizer: the directory that an export copies, noted in the manifest.

@@ -1,4 +1,4 @@
-"""RunConfig: the typed, validated view of one JSON file."""
+"""RunConfig is the typed, validated view of one JSON file."""
 
 from zero_tp.config.refusals import check_accelerator
 from zero_tp.config.run_config import RunConfig, describe

@@ -1,4 +1,4 @@
-"""DeepSpeed's own keys: which exist, and their types.
+"""This module knows DeepSpeed's own keys: which exist, and their types.
 
 DeepSpeed checks the blocks that it has pydantic models for, and those models are used here as they are. The rest it
 reads with `dict.get`, so that a mistyped key does nothing: those keys are models of ours, and a test compares them
@@ -25,7 +25,7 @@ LOG_LEVELS = Literal["debug", "info", "warning", "error", "critical"]
 
 
 class Scalars(Block):
-    """The keys at the top level whose values are not objects."""
+    """These are the keys at the top level whose values are not objects."""
 
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
@@ -132,7 +132,7 @@ DEEPSPEED_BLOCKS = (
 
 
 def deepspeed_models() -> dict[str, type[BaseModel]]:
-    """DeepSpeed's pydantic models by block. Imports DeepSpeed: about two seconds, and quietly."""
+    """Return DeepSpeed's pydantic models by block. This imports DeepSpeed: about two seconds, and quietly."""
     with _quiet():
         from deepspeed.comm.config import CommsLoggerConfig
         from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
@@ -204,7 +204,7 @@ RENAMED: dict[str, str] = {
 
 
 def known_keys() -> list[str]:
-    """Every key that may stand at the top level of the file."""
+    """Return every key that may stand at the top level of the file."""
     blocks = ["optimizer", "scheduler", *OWN_BLOCKS, *DEEPSPEED_BLOCKS, *OFF_BLOCKS]
     return [*Scalars.model_fields, *blocks, "zero_tp"]
 
@@ -254,7 +254,7 @@ def check_values(raw: dict[str, Any]) -> None:
 
 
 def refuse_auto(value: Any, path: str = "") -> None:
-    """Raises ConfigError naming the first "auto" in `value` that nothing resolves."""
+    """Raise a ConfigError naming the first "auto" in `value` that nothing resolves."""
     if value == "auto" and path != "data_types.keep_in_fp32_modules":
         raise ConfigError(path, '"auto" is not known for this key', "write the value")
     if isinstance(value, dict):
@@ -276,7 +276,7 @@ def _check_off(name: str, value: Any) -> None:
 
 
 def _inner_names() -> Iterator[str]:
-    """Names inside the blocks of ours, for a right key in a wrong place."""
+    """Return the names inside the blocks of ours, for a right key in a wrong place."""
     yield from nested_names(ZeroTP, "zero_tp.")
     for block, model in OWN_BLOCKS.items():
         yield from nested_names(model, f"{block}.")
@@ -285,7 +285,7 @@ def _inner_names() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the lines that DeepSpeed logs when it is imported: the user's error has to be the only one."""
+    """Drop the lines that DeepSpeed logs when it is imported: the user's error has to be the only one."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

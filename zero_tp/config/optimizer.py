@@ -1,4 +1,4 @@
-"""DeepSpeed's `optimizer` and `scheduler` blocks, whose `params` DeepSpeed hands to a constructor unread.
+"""Check DeepSpeed's `optimizer` and `scheduler` blocks, whose `params` DeepSpeed hands to a constructor unread.
 
 The constructors' signatures say which there are, so that a mistyped one is named here instead of ending as a TypeError
 on every rank, or as nothing at all.

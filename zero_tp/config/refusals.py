@@ -1,4 +1,4 @@
-"""Every combination of keys that zero_tp refuses, with its reason: one row each. docs/config.md lists them."""
+"""Every combination of keys that zero_tp refuses is here with its reason, one row each. docs/config.md lists them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zero_tp.errors import ConfigError, shown
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """A config whose types are right and whose "auto" values are resolved."""
+    """A view is a config whose types are right and whose "auto" values are resolved."""
 
     config: dict[str, Any]
     zero_tp: ZeroTP
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value at a dotted path of DeepSpeed's part, or the default."""
+        """Return the value at a dotted path of DeepSpeed's part, or the default."""
         value = look_up(self.config, path)
         return default if value is None else value
 
@@ -38,7 +38,7 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """One refused combination.
+    """A refusal is one combination of keys that zero_tp refuses.
 
     Attributes:
         key: the key that the message names.
@@ -312,7 +312,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 
 
 def check_refusals(config: dict[str, Any], zero_tp: ZeroTP) -> None:
-    """Raises ConfigError for the first refused combination, then for the first value that is not built yet."""
+    """Raise a ConfigError for the first refused combination, then for the first value that is not built yet."""
     view = View(config, zero_tp)
     for row in REFUSALS:
         if row.test(view):
@@ -328,7 +328,7 @@ def check_refusals(config: dict[str, Any], zero_tp: ZeroTP) -> None:
 
 
 def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -> None:
-    """Whether this machine's accelerator computes in the config's dtype.
+    """Check that this machine's accelerator computes in the config's dtype.
 
     Args:
         config: DeepSpeed's part of a resolved config.

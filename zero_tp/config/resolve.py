@@ -56,7 +56,7 @@ def _value(text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
+    """These values are what "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
 
     config: dict[str, Any]
     steps: int
@@ -133,7 +133,7 @@ def _number(value: Any, otherwise: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSizes:
-    """Samples of one optimizer step. What depends on a world size that isn't known is None."""
+    """Batch sizes count the samples of one optimizer step. What depends on a world size that isn't known is None."""
 
     data_parallel: int | None
     micro: int | None

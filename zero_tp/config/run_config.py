@@ -1,4 +1,4 @@
-"""RunConfig: the typed, validated view of one JSON file."""
+"""RunConfig is the typed, validated view of one JSON file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One run: a DeepSpeed config and its `zero_tp` block, checked as a whole. Made by `load`.
+    """A run's config is a DeepSpeed config and its `zero_tp` block, checked as a whole; `load` makes it.
 
     Attributes:
         path: the JSON file.
@@ -85,27 +85,27 @@ class RunConfig:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending: the run directory's default name."""
+        """Return the file's name without its ending: the run directory's default name."""
         return self.path.stem
 
     @property
     def data_parallel(self) -> int:
-        """Number of replicas: world size / tensor. Needs a world size."""
+        """Return the number of replicas: world size / tensor. Needs a world size."""
         return _known(self.batch.data_parallel)
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one forward on one replica. Needs a world size."""
+        """Return the samples of one forward on one replica. Needs a world size."""
         return _known(self.batch.micro)
 
     @property
     def accumulation(self) -> int:
-        """Forwards of one optimizer step on one replica. Needs a world size."""
+        """Return the forwards of one optimizer step on one replica. Needs a world size."""
         return _known(self.batch.accumulation)
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step. Needs a world size."""
+        """Return the samples of one optimizer step. Needs a world size."""
         return _known(self.batch.total)
 
     @property
@@ -114,32 +114,32 @@ class RunConfig:
 
     @property
     def nvme_paths(self) -> dict[str, Path]:
-        """Directories of the offload blocks whose device is "nvme", by the block's name."""
+        """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
         zero = self._deepspeed.get("zero_optimization", {})
         blocks = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
         return {name: Path(block["nvme_path"]) for name, block in blocks.items() if block.get("device") == "nvme"}
 
     @property
     def dtype(self) -> str:
-        """ "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
+        """Return "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
         return dtype_name(self._deepspeed)
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """A new dict for `deepspeed.initialize`: no `zero_tp` block, no "auto", all batch sizes. Needs a world size."""
+        """Return a new dict for `deepspeed.initialize`: no `zero_tp` or "auto", all batch sizes. Needs a world size."""
         _known(self.world_size)
         return copy.deepcopy(self._deepspeed)
 
     def resolved(self) -> dict[str, Any]:
-        """The whole config with every default of the `zero_tp` block and every "auto" filled in; loads again."""
+        """Return the whole config with every default of `zero_tp` and every "auto" filled in; it loads again."""
         return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
     @property
     def pretrained(self) -> Path | None:
-        """The Hugging Face directory that the weights start from; None when they are drawn from the seed."""
+        """Return the Hugging Face directory that the weights start from; None when they are drawn from the seed."""
         return Path(self.zero_tp.model[FROM]) if FROM in self.zero_tp.model else None
 
     def hf_config(self) -> PreTrainedConfig:
-        """A new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention."""
+        """Return a new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention."""
         config = copy.deepcopy(self._hf_config)
         config._attn_implementation = self.zero_tp.attention
         return config

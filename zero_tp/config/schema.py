@@ -1,4 +1,4 @@
-"""The `zero_tp` block of the config file: keys, types, defaults, and what of them has to fit the model.
+"""This module defines the `zero_tp` block: keys, types, defaults, and what of them has to fit the model.
 
 `docs/config.md` is generated from these classes. The architectures are imported inside functions: they load torch and
 transformers, which reading a file does not need.
@@ -139,7 +139,7 @@ class Logging(Block):
 
 
 class ZeroTP(Block):
-    """The block itself."""
+    """This is the block itself."""
 
     model: dict[str, Any] = Field(
         description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
@@ -167,7 +167,7 @@ class ZeroTP(Block):
 
     @property
     def recompute_policy(self) -> RecomputePolicy:
-        """`recompute` in its long form."""
+        """Return `recompute` in its long form."""
         return RecomputePolicy(mode=self.recompute) if isinstance(self.recompute, str) else self.recompute
 
 

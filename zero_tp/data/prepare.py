@@ -56,7 +56,7 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` returns: the output directory, its report.json's content, and whether it was there already."""
+    """This is what `prepare` returns: the output directory, its report.json's content, whether it was there already."""
 
     output: Path
     report: dict[str, Any]

@@ -1,1 +1,1 @@
-"""Zero-shot evaluation."""
+"""Models are evaluated zero-shot here."""

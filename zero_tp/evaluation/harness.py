@@ -1,4 +1,4 @@
-"""The bridge to lm-eval: its tasks as tasks here, and a model of ours that answers its requests.
+"""This module is the bridge to lm-eval: its tasks as tasks here, and a model of ours that answers its requests.
 
 `Harness` is lm-eval's own Hugging Face adapter, from which it takes how text is cut into tokens and how generated text
 is finished; what it computes, and on which rank, is ours. lm-eval sees one process everywhere: every rank builds all
@@ -97,7 +97,8 @@ class Catalogue:
     """
 
     def __init__(self, options: TaskOptions):
-        """
+        """Read the names of the directory's tasks.
+
         Raises:
             UserError: no such directory, or no task in it.
         """
@@ -231,7 +232,7 @@ class HarnessTask(Task):
 
 
 class Harness(HFLM):
-    """An lm-eval `LM` of a `Subject`. Every rank of its grid makes one and calls it with the same requests.
+    """A harness is an lm-eval `LM` of a `Subject`. Every rank of its grid makes one and gives it the same requests.
 
     Attributes:
         tokens: scored or generated so far; tokens_computed: read by the model.

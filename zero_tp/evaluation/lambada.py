@@ -1,4 +1,4 @@
-"""LAMBADA (arXiv 1606.06031): is a passage's last word what the model says?
+"""LAMBADA (arXiv 1606.06031) asks whether a passage's last word is what the model says.
 
 All sub-words of the word must be the arg-max under teacher forcing for the passage to count as right (arXiv 1909.08053,
 section 5.3 and appendix E.2). Tokens are cut as lm-eval does.

@@ -1,4 +1,4 @@
-"""Zero-shot tasks on the model that is training: no copy of it, and training goes on as if they hadn't been."""
+"""Zero-shot tasks run on the model that is training: no copy of it, and training goes on as if they hadn't been."""
 
 from __future__ import annotations
 

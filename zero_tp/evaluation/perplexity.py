@@ -1,4 +1,4 @@
-"""Perplexity of a text under a causal language model, by sliding windows.
+"""The perplexity of a text under a causal language model is computed by sliding windows.
 
 Each document is scored by itself, after the tokenizer's bos token (eos when it has none): so every one of its tokens is
 a target, the first included, and the model sees what it saw in training, where an eos stands before each document.
@@ -28,7 +28,7 @@ from zero_tp.training import metrics
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The sum of the losses, and what it can be divided by.
+    """A perplexity has the sum of the losses, and what it can be divided by.
 
     Attributes:
         nll: summed negative log-likelihood, nats.
@@ -52,12 +52,12 @@ class Perplexity:
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Return the nats a token."""
         return self.nll / self.tokens
 
     @property
     def perplexity(self) -> float:
-        """exp(nats a token). It depends on the tokenizer; the figures a byte, character or word don't."""
+        """Return exp(nats a token). It depends on the tokenizer; the figures a byte, character or word don't."""
         return metrics.perplexity(self.nll / self.tokens)
 
     @property

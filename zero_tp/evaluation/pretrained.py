@@ -1,5 +1,5 @@
-"""What can be evaluated: a Hugging Face model directory, or a training run as it is. Both are checked before anything
-large is read, and then loaded."""
+"""A Hugging Face model directory can be evaluated, or a training run as it is. Both are checked before anything large
+is read, and then loaded."""
 
 from __future__ import annotations
 

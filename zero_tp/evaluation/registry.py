@@ -1,4 +1,4 @@
-"""The tasks by name: zero_tp's own, and all of lm-eval's."""
+"""Tasks are found by name: zero_tp's own, and all of lm-eval's."""
 
 from __future__ import annotations
 

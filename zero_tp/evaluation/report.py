@@ -1,4 +1,4 @@
-"""What an evaluation shows: tables, the JSON file, and two of those side by side."""
+"""An evaluation shows tables, the JSON file, and two of those side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of tokens, and how a model of zero_tp or of transformers scores a batch of them.
+"""A model of zero_tp or of transformers scores rows of tokens, a batch at a time.
 
 b batch, n tokens of a row, k alternatives, v vocabulary.
 """
@@ -41,7 +41,7 @@ class Row:
     alternatives: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        """n, the tokens that the model reads."""
+        """Return n, the tokens that the model reads."""
         return len(self.tokens) - 1
 
 
@@ -67,7 +67,7 @@ def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], posi
 
 
 class Score(NamedTuple):
-    """Of the scored targets of a row together: negative log-likelihood in nats, and whether each was the arg-max."""
+    """A score is of a row's scored targets: their negative log-likelihood in nats, and whether each was the arg-max."""
 
     nll: float
     greedy: bool
@@ -94,7 +94,7 @@ def padded(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 class ParallelScorer:
-    """The scorer of a `ZeroTPForCausalLM`.
+    """This scorer calls a `ZeroTPForCausalLM`.
 
     Args:
         model: what is called: the model, or the DeepSpeed engine that has it.
@@ -109,7 +109,7 @@ class ParallelScorer:
 
 
 class HuggingFaceScorer:
-    """The scorer of a Hugging Face causal language model.
+    """This scorer calls a Hugging Face causal language model.
 
     Only the positions that some row scores get logits, where the model takes `logits_to_keep`. Logits are made for at
     most `logits_bytes` at once (fp32 bytes, for one row at least): rows go through the model in smaller groups when a

@@ -1,4 +1,4 @@
-"""Where the tasks' texts come from: a file that a person names, or the Hugging Face hub."""
+"""The tasks' texts come from a file that a person names, or from the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that tasks run on: how it reads text, and how batches of rows are dealt to data-parallel ranks."""
+"""Tasks run on a subject: it reads text with a model, and deals batches of rows to data-parallel ranks."""
 
 from __future__ import annotations
 

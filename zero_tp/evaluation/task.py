@@ -1,4 +1,4 @@
-"""What a task of zero-shot evaluation is, and what it is asked with."""
+"""This module says what a task of zero-shot evaluation is, and what it is asked with."""
 
 from __future__ import annotations
 

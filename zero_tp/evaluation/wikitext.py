@@ -1,4 +1,4 @@
-"""WikiText-103's perplexity as "Megatron-LM" reports it (arXiv 1909.08053, section 5.3 and appendix E.1).
+"""WikiText-103's perplexity is computed as "Megatron-LM" reports it (arXiv 1909.08053, section 5.3 and appendix E.1).
 
 The tokenised text is detokenised, cut into sub-words, and scored by overlapping windows (perplexity.py); the sum is
 divided by T_o, the tokens of the original file: ppl = exp(Σ NLL / T_o), which doesn't depend on the tokenizer. The

@@ -1,4 +1,4 @@
-"""Zero-shot evaluation of a model directory or a run: its settings, the order of its steps, and its report."""
+"""A model directory or a run is evaluated zero-shot: the settings, the order of the steps, and the report."""
 
 from __future__ import annotations
 

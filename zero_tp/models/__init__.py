@@ -1,1 +1,1 @@
-"""The models: what is computed."""
+"""The models say what is computed."""

@@ -1,4 +1,4 @@
-"""Agreement of tensor parallel ranks that generate together: the same numbers drawn, the same tokens at the end."""
+"""Tensor parallel ranks that generate together draw the same numbers, and check that their tokens are the same."""
 
 from __future__ import annotations
 

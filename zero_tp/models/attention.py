@@ -1,4 +1,4 @@
-"""Causal self-attention split by heads (arXiv 1909.08053, section 3).
+"""Causal self-attention is split by heads (arXiv 1909.08053, section 3).
 
 s sequence, b batch, h hidden, a heads, d head size, t TP size.
 """
@@ -100,7 +100,7 @@ CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
 
 
 class Attention(nn.Module):
-    """QKV by columns, attention over this rank's heads, output projection by rows.
+    """Attention is split: QKV by columns, the core by heads, the output projection by rows.
 
     [s, b, h] → [s, b, h], sequence shards under SP.
 

@@ -1,4 +1,4 @@
-"""Refusals of engines that others build around a split model without knowing its topology."""
+"""Engines that others build around a split model without knowing its topology are refused."""
 
 from __future__ import annotations
 

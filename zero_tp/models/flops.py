@@ -1,4 +1,4 @@
-"""FLOPs that a model needs by its mathematics, and the share of a device's peak that a run reaches with them.
+"""Count the FLOPs that a model needs by its mathematics, and the share of a device's peak that a run reaches.
 
 Two FLOPs a multiply-add. s sequence, h hidden, a heads, k KV heads, d head size, L layers, v vocabulary.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ForwardFlops(NamedTuple):
-    """FLOPs of a forward: of one layer's weights, of one layer's attention core, of the output layer."""
+    """A forward has these FLOPs: of one layer's weights, of one layer's attention core, of the output layer."""
 
     layer: float
     core: float

@@ -13,7 +13,7 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class Activation(nn.Module):
-    """An elementwise function. [*] → [*]."""
+    """An activation is an elementwise function. [*] → [*]."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]):
         super().__init__()
@@ -24,7 +24,7 @@ class Activation(nn.Module):
 
 
 class GatedActivation(Activation):
-    """activation(gate) · up of a tensor that holds both. [*, 2n] → [*, n]."""
+    """A gated activation is activation(gate) · up of a tensor that holds both. [*, 2n] → [*, n]."""
 
     def forward(self, wide: Tensor) -> Tensor:
         gate, up = wide.chunk(2, -1)
@@ -32,7 +32,7 @@ class GatedActivation(Activation):
 
 
 class MLP(nn.Module):
-    """h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
+    """The MLP computes h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
@@ -47,9 +47,9 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """(activation(x Wᵍ) · x Wᵘ) Wᵈ (arXiv 2002.05202, equation 6). [s, b, h] → [s, b, h], sequence shards under SP.
+    """The gated MLP computes (activation(x Wᵍ) · x Wᵘ) Wᵈ (arXiv 2002.05202, equation 6).
 
-    Gate and up are one weight with two parts.
+    Gate and up are one weight with two parts. [s, b, h] → [s, b, h], sequence shards under SP.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):

@@ -1,4 +1,4 @@
-"""Norms over the last dimension, of whole activations [s, b, h] or of this rank's part of them: a sequence shard
+"""Norms go over the last dimension, of whole activations [s, b, h] or of this rank's part of them: a sequence shard
 [s/t, b, h] under SP, or the heads that the rank holds.
 
 On a part each TP rank sees some of the rows only, so its gradients of weight and bias are parts, which are summed over
@@ -58,7 +58,7 @@ class _LayerNormOfPart(torch.autograd.Function):
 
 
 class LayerNorm(Norm):
-    """Layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
+    """This norm is layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
         super().__init__(make, size, epsilon, part=part)
@@ -72,7 +72,7 @@ class LayerNorm(Norm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one number a row."""
+    """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None) -> Tensor:
@@ -101,7 +101,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(Norm):
-    """Root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*, h]."""
+    """This norm is root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*, h]."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         output: Tensor = _RMSNorm.apply(tensor, self.weight, self.epsilon, self.gradient_sum)

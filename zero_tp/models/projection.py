@@ -1,4 +1,4 @@
-"""Queries, keys and values of this rank's heads.
+"""Queries, keys and values are projected for this rank's heads.
 
 s sequence, b batch, h hidden, a heads, k KV heads, d head size, t TP size.
 """

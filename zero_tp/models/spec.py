@@ -1,4 +1,4 @@
-"""TransformerSpec: what one transformer is made of, free of any Hugging Face name."""
+"""A TransformerSpec says what one transformer is made of, free of any Hugging Face name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zero_tp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Dropouts:
-    """Probabilities: after the embedding, at the end of each residual branch, on the attention weights."""
+    """These are probabilities: after the embedding, at the end of each residual branch, on the attention weights."""
 
     embedding: float = 0.0
     residual: float = 0.0
@@ -22,7 +22,7 @@ class Dropouts:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions (RoFormer, arXiv 2104.09864, section 3.4) of queries and keys.
+    """Rotary positions turn queries and keys (RoFormer, arXiv 2104.09864, section 3.4).
 
     Attributes:
         frequencies: length of the sequence so far → (angles a position, fp32 [size / 2], factor on cosine and sine).
@@ -37,7 +37,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """The choices that make one decoder. Classes are picked by name from the tables of norm.py, mlp.py and others.
+    """A spec has the choices that make one decoder. Tables of norm.py, mlp.py and others give classes by name.
 
     Attributes:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
@@ -83,7 +83,7 @@ class TransformerSpec:
 
     @property
     def mlp_matrices(self) -> int:
-        """Weights of one MLP: up and down, and a gate's."""
+        """Return the number of matrices of one MLP: up and down, and a gate's."""
         return 3 if self.mlp == "gated" else 2
 
     def check(self, tensor: int) -> None:

@@ -1,4 +1,4 @@
-"""The one Transformer: embedding, pre-norm layers, final norm.
+"""The one Transformer has an embedding, pre-norm layers and a final norm.
 
 s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP [s/t, b, h].
 """
@@ -48,8 +48,7 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A layer has these parts; its class says how they meet the residual stream. [s, b, h] → [s, b, h], shards under
-    SP."""
+    """A layer has these parts; its class says how they meet the residual stream, whose shape it keeps."""
 
     def __init__(
         self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
@@ -64,7 +63,7 @@ class TransformerLayer(nn.Module):
 
 
 class SequentialLayer(TransformerLayer):
-    """The pre-norm layer: the MLP sees what attention has added."""
+    """In the pre-norm layer the MLP sees what attention has added."""
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), context=context))
@@ -83,7 +82,7 @@ LAYERS: dict[str, type[TransformerLayer]] = {"sequential": SequentialLayer, "par
 
 
 class Transformer(nn.Module):
-    """Token ids [s, b] → hidden states [s, b, h], a sequence shard [s/t, b, h] when `sequence`."""
+    """The Transformer turns token ids [s, b] into hidden states [s, b, h], or a shard [s/t, b, h] when `sequence`."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams):
         super().__init__()

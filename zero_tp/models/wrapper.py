@@ -1,4 +1,4 @@
-"""The Hugging Face face of the model: ZeroTPForCausalLM is a PreTrainedModel whose config is the native one.
+"""The model has a Hugging Face face: ZeroTPForCausalLM is a PreTrainedModel whose config is the native one.
 
 s sequence, b batch, v vocabulary, t TP size.
 """
@@ -38,7 +38,7 @@ WITHOUT_GENERATORS = ("meta", "sim")
 
 @dataclass
 class ScoredOutput(CausalLMOutputWithPast):
-    """What a forward returns.
+    """This output is what a forward returns.
 
     Attributes:
         greedy: whether each label is the model's first choice, of the shape of `loss`; only of `reduction="none"`.
@@ -56,7 +56,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
-    """A decoder with a language-model head, split over the topology's TP group.
+    """This model is a decoder with a language-model head, split over the topology's TP group.
 
     Args:
         config: a Hugging Face config of a supported model_type; it stays `model.config`.

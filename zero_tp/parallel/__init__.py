@@ -1,1 +1,1 @@
-"""The parallel layers: what crosses ranks inside a layer."""
+"""The parallel layers say what crosses ranks inside a layer."""

@@ -1,4 +1,4 @@
-"""The collectives inside a layer, and the conjugate operators built on them.
+"""This module has the collectives inside a layer, and the conjugate operators built on them.
 
 Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05198, figures 4 and 5). Each pair is
 conjugate: what one does forward the other does backward. f, whose forward does nothing, has no function here: the
@@ -37,7 +37,7 @@ def group_rank(group: Group) -> int:
 
 
 class Pending:
-    """A tensor that a collective is still filling. `wait()` gives it, after `finish` if there is one."""
+    """A pending tensor is one that a collective is still filling. `wait()` gives it, after `finish` if there is one."""
 
     def __init__(self, tensor: Tensor, work: Work | None = None, finish: Callable[[Tensor], Tensor] | None = None):
         self._tensor, self._work, self._finish = tensor, work, finish
@@ -143,15 +143,15 @@ class _ReduceScatterToSequenceRegion(torch.autograd.Function):
 
 
 def reduce_from_tensor_region(tensor: Tensor, group: Group) -> Tensor:
-    """f̄: leave a tensor-parallel region. Forward all-reduce over the TP group; backward identity. [*] → [*]."""
+    """Leave a tensor-parallel region (f̄): forward all-reduce over the TP group; backward identity. [*] → [*]."""
     return tensor if group_size(group) == 1 else _ReduceFromTensorRegion.apply(tensor, group)
 
 
 def gather_from_sequence_region(tensor: Tensor, group: Group) -> Tensor:
-    """g: forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] → [s, b, h]."""
+    """Gather (g): forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] → [s, b, h]."""
     return tensor if group_size(group) == 1 else _GatherFromSequenceRegion.apply(tensor, group)
 
 
 def reduce_scatter_to_sequence_region(tensor: Tensor, group: Group) -> Tensor:
-    """ḡ: forward reduce-scatter along the sequence, backward all-gather. [s, b, h] → [s/t, b, h]."""
+    """Scatter sums (ḡ): forward reduce-scatter along the sequence, backward all-gather. [s, b, h] → [s/t, b, h]."""
     return tensor if group_size(group) == 1 else _ReduceScatterToSequenceRegion.apply(tensor, group)

@@ -13,7 +13,7 @@ from zero_tp.parallel.layout import Replicated, layout_of
 
 
 class GradientSum:
-    """It sums one layer's partial gradients over TP, and counts how often.
+    """A gradient sum adds up one layer's partial gradients over TP, and counts how often.
 
     A layer that has one as `gradient_sum` calls it in its own backward, where the all-reduce can overlap; for any other
     a hook does.

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
+"""Linear layers are split by columns or by rows (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
 
 s sequence, b batch, i input features, o output features, t TP size. Without SP activations enter and leave whole,
 [s, b, ·]; under SP they enter and leave as sequence shards, [s/t, b, ·].
@@ -45,7 +45,7 @@ Rows = tuple[int, int]
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Y_j = X W_jᵀ + b_j for one or several weights, with X's collective inside, so that backward can overlap both.
+    """Compute Y_j = X W_jᵀ + b_j for one or several weights, with X's collective inside: backward can overlap both.
 
     Under SP only the input shard X_i is kept for backward; the whole input is gathered again there. `rows` says for
     each weight which of its rows are used (None: all); the gradient of the others is zero.
@@ -111,7 +111,7 @@ def _sum(terms: Iterable[Tensor]) -> Tensor:
 
 
 class _RowParallel(torch.autograd.Function):
-    """f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
+    """Compute f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
 
     X is kept as it is given. `F.linear` would keep its copy of an X that is no contiguous matrix, such as the output of
     fused attention: 2sbh/t bytes beside the output that the attention keeps anyway.
@@ -155,8 +155,7 @@ def column_parallel_linear(
     sequence: bool,
     rows: Sequence[Rows | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """[s, b, i] (a sequence shard [s/t, b, i] under SP) × weights [o/t, i] → as many [s, b, o/t]. f, or g under SP,
-    once for all of them.
+    """Multiply [s, b, i], or [s/t, b, i] under SP, by weights [o/t, i] → as many [s, b, o/t]. f, or g, once for all.
 
     Args:
         rows: of each weight, those that this rank uses; by default all.
@@ -170,7 +169,7 @@ def column_parallel_linear(
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layer split by output features; its input is whole or, under SP, a sequence shard.
+    """This linear layer is split by output features; its input is whole or, under SP, a sequence shard.
 
     Args:
         make: names and makes the parameters.
@@ -191,13 +190,13 @@ class ColumnParallelLinear(nn.Module):
         self.bias = make.make("bias", (sum(parts),), layout, Constant(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
-        """[s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
+        """Apply the layer. [s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
         (output,) = column_parallel_linear(tensor, (self.weight,), (self.bias,), self.group, sequence=sequence)
         return output
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer split by input features. Its bias is replicated and added once, after the reduction."""
+    """This linear layer is split by input features. Its bias is replicated and added once, after the reduction."""
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
         super().__init__()
@@ -206,6 +205,6 @@ class RowParallelLinear(nn.Module):
         self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
-        """[s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
+        """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
         output: Tensor = _RowParallel.apply(tensor, self.weight, self.bias, self.group, sequence)
         return output

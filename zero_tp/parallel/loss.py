@@ -38,7 +38,7 @@ def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
 
 
 class Softmax(NamedTuple):
-    """The numbers of all t ranks that a softmax over the whole vocabulary needs.
+    """A softmax over the whole vocabulary needs these numbers of all t ranks.
 
     Attributes:
         maxima: each rank's greatest logit, [t, n]. greatest: of all of them, [n].

@@ -23,7 +23,7 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std); zeros in the row `zero_row`, if there is one."""
+    """Elements are drawn from N(0, std); the row `zero_row`, if there is one, is zeros."""
 
     std: float
     zero_row: int | None = None

@@ -1,1 +1,1 @@
-"""A rank's process: its launchers, connections, signals, output and end."""
+"""A rank's process has launchers, connections, signals, output and an end."""

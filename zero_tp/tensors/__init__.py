@@ -1,1 +1,1 @@
-"""Safetensors in and out."""
+"""Safetensors are written and read here."""

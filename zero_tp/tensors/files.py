@@ -1,4 +1,4 @@
-"""Files of safetensors, hashed while they are written and while they are read."""
+"""Files of safetensors are hashed while they are written and while they are read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that will be written: the header needs its shape and dtype, and `read` gives the data in its turn."""
+    """An entry is a tensor to write: the header needs its shape and dtype, and `read` gives the data in its turn."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the tensor's bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -1,1 +1,1 @@
-"""Hugging Face weights in and out."""
+"""Hugging Face weights are read and written here."""

@@ -1,4 +1,4 @@
-"""The weights files of a Hugging Face directory, and the tensors in them.
+"""This module opens the weights files of a Hugging Face directory.
 
 safetensors hold nothing but tensors. Pickled files are read only where a person allows it, and then by torch's
 restricted unpickler, which makes tensors and plain containers alone. What is heavy is imported when a file is read.

@@ -31,7 +31,7 @@ def native_model(config: PretrainedConfig) -> Any:
 
 
 class PretrainedSource:
-    """A `WeightSource` that reads a Hugging Face directory: a rank's slices of a tensor when its parameter is made."""
+    """This `WeightSource` reads a Hugging Face directory: a rank's slices of a tensor when its parameter is made."""
 
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False):
         """Check that the directory's tensors are those of the config's model. Reads no tensor.
@@ -78,7 +78,7 @@ class PretrainedSource:
         pieces = []
         for run in weight.runs(rows):
             first, last = run.start, run.start + run.length
-            if dim == 0:  # what of this run is wanted
+            if dim == 0:  # the rows of this range that are wanted
                 first += max(start - run.ours, 0)
                 last -= max(run.ours + run.length - stop, 0)
             if first >= last:

@@ -1,1 +1,1 @@
-"""Everything that knows the insides of DeepSpeed."""
+"""Everything that knows the insides of DeepSpeed is here."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a model, one class a ZeRO stage.
+"""DeepSpeed's engine is put around a model, by one class for each ZeRO stage.
 
 What differs between the stages is said here, so that training and checkpoints never ask which stage it is.
 """
@@ -34,7 +34,7 @@ COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class ZeroEngine(ABC):
-    """DeepSpeed's engine under one ZeRO stage: the model is built in `construction()`, then `initialize` wraps it.
+    """The engine of one ZeRO stage is DeepSpeed's: the model is built in `construction()`, `initialize` wraps it.
 
     Attributes:
         settings: DeepSpeed's config, as its engine gets it.
@@ -146,7 +146,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: floa
 
 
 class WithoutZero(ZeroEngine):
-    """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
+    """Under ZeRO-0 every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
 
     ZeRO-1, -2 and -3 compute both themselves, in fp64. Without ZeRO, DeepSpeed takes fp32 norms (inexact at 1e-4 on
     CPUs), reports none in fp32, and in 16 bit counts only the gradients of TP rank 0. So DeepSpeed's clipping is off.
@@ -235,7 +235,7 @@ class WithoutZero(ZeroEngine):
 
 
 class PartitionedStates(ZeroEngine):
-    """ZeRO-1 and ZeRO-2: masters and states are cut over DP, in flat groups of parameters."""
+    """Under ZeRO-1 and ZeRO-2 masters and states are cut over DP, in flat groups of parameters."""
 
     def fragments(self) -> Iterator[Fragment]:
         groups = self._flat_groups()
@@ -260,7 +260,7 @@ class PartitionedStates(ZeroEngine):
 
 
 class PartitionedParameters(ZeroEngine):
-    """ZeRO-3: parameters, too, are cut over DP, each by itself, and gathered while they are needed."""
+    """Under ZeRO-3 parameters, too, are cut over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
 

@@ -1,4 +1,4 @@
-"""The fp32 masters and the optimizer's states that a rank holds, whichever ZeRO stage cut them.
+"""This module finds the fp32 masters and optimizer's states that a rank holds, whichever ZeRO stage cut them.
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition under ZeRO-1 to 3. The
 fragment's master is a piece of a flat fp32 tensor, and the optimizer's states (moments) are tensors of the same length
@@ -24,7 +24,7 @@ LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of one parameter's flattened TP shard, which this rank holds.
+    """A fragment is what this rank holds of one parameter's flattened TP shard: consecutive elements.
 
     Attributes:
         name: the parameter's.
@@ -45,12 +45,12 @@ class Fragment:
 
     @property
     def master(self) -> Tensor:
-        """A view of its fp32 master. [numel]"""
+        """Return a view of its fp32 master. [numel]"""
         return self.view(self.flat)
 
 
 class OptimizerStates:
-    """The masters and the optimizer's states of one rank, fragment by fragment.
+    """These are the masters and the optimizer's states of one rank, fragment by fragment.
 
     Attributes:
         fragments: those that are not empty, in the order of the model's parameters.
@@ -58,10 +58,7 @@ class OptimizerStates:
     """
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any):
-        """
-        Args:
-            optimizer: DeepSpeed's, around any number of others.
-        """
+        """Find the innermost optimizer of DeepSpeed's `optimizer`, which may be around any number of others."""
         self.fragments = [fragment for fragment in fragments if fragment.numel]
         while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = optimizer.optimizer
@@ -88,7 +85,7 @@ class OptimizerStates:
 
     @property
     def steps(self) -> int | None:
-        """Updates that the optimizer counts; None when it counts none (SGD)."""
+        """Return the updates that the optimizer counts; None when it counts none (SGD)."""
         counted = {int(state["step"]) for state in self.optimizer.state.values() if "step" in state}
         assert len(counted) <= 1, f"the optimizer's states were updated {counted} times"
         return counted.pop() if counted else None
@@ -104,7 +101,7 @@ class OptimizerStates:
 
 
 class StatesOnNVMe(OptimizerStates):
-    """States that ZeRO-3 keeps on NVMe: copies of the masters alone, since DeepSpeed does not restore the rest."""
+    """ZeRO-3 keeps these states on NVMe: copies of the masters alone, since DeepSpeed does not restore the rest."""
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any, model: nn.Module):
         super().__init__(fragments, optimizer)

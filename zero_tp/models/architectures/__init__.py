@@ -1,4 +1,4 @@
-"""One table per Hugging Face model_type: its fields, its config as a TransformerSpec, its weights' names."""
+"""There is one table per Hugging Face model_type: its fields, its config as a TransformerSpec, its weights' names."""
 
 from __future__ import annotations
 

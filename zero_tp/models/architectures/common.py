@@ -1,4 +1,4 @@
-"""What several architecture tables share.
+"""This module has what several architecture tables share.
 
 The usual decoder is a descendant of Llama: RMSNorm, rotary positions, gated MLP, grouped queries, and their names in
 Hugging Face's files. Fields are read by the general names, which every config class knows.

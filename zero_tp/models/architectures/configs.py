@@ -1,4 +1,4 @@
-"""Hugging Face configs, as a run's JSON writes them or a directory's config.json holds them, held to their table."""
+"""Hugging Face configs, written in a run's JSON or held by a directory's config.json, are held to their table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the fields of a Hugging Face config, and the one check of their values."""
+"""This module says what becomes of a Hugging Face config's fields, and has the one check of their values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _NO_DEFAULT = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """What becomes of the fields that the Hugging Face config of a model_type declares.
+    """These say what becomes of the fields that the Hugging Face config of a model_type declares.
 
     Every field is in exactly one of these, or in OF_EVERY_CONFIG or FIXED_IN_EVERY_CONFIG; one of `config.json` or of a
     config object that is in none is refused.
@@ -101,7 +101,7 @@ class Fields:
     undeclared: Mapping[str, Any] = field(default_factory=dict)
 
     def known(self) -> list[str]:
-        """All of them, each as often as it is listed."""
+        """Return all of them, each as often as it is listed."""
         listed = (self.sizes, self.positive, self.dropouts, self.choices, self.read, self.fixed, self.irrelevant)
         return [name for part in listed for name in part]
 

@@ -1,4 +1,4 @@
-"""gpt2: Hugging Face's GPT2LMHeadModel."""
+"""gpt2 is Hugging Face's GPT2LMHeadModel."""
 
 from __future__ import annotations
 

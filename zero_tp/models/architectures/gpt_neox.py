@@ -1,4 +1,4 @@
-"""gpt_neox: Hugging Face's GPTNeoXForCausalLM (GPT-NeoX-20B, Pythia)."""
+"""gpt_neox is Hugging Face's GPTNeoXForCausalLM (GPT-NeoX-20B, Pythia)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama: Hugging Face's LlamaForCausalLM."""
+"""llama is Hugging Face's LlamaForCausalLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mistral: Hugging Face's MistralForCausalLM, whose layers all have the same sliding window."""
+"""mistral is Hugging Face's MistralForCausalLM, whose layers all have the same sliding window."""
 
 from __future__ import annotations
 

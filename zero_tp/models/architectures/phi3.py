@@ -1,4 +1,4 @@
-"""phi3: Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4), whose Q, K and V are one weight, as gate and up are."""
+"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4), whose Q, K and V are one weight, as gate and up are."""
 
 from __future__ import annotations
 

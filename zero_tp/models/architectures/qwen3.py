@@ -1,4 +1,4 @@
-"""qwen3: Hugging Face's Qwen3ForCausalLM, which norms each head of Q and K."""
+"""qwen3 is Hugging Face's Qwen3ForCausalLM, which norms each head of Q and K."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary positions from a Hugging Face config, with transformers' own frequencies."""
+"""Rotary positions are made from a Hugging Face config, with transformers' own frequencies."""
 
 from __future__ import annotations
 

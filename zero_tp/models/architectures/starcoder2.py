@@ -1,4 +1,4 @@
-"""starcoder2: Hugging Face's Starcoder2ForCausalLM (StarCoder 2), with LayerNorm, plain MLPs and biases everywhere."""
+"""starcoder2 is Hugging Face's Starcoder2ForCausalLM (StarCoder 2), with LayerNorm, plain MLPs and all biases."""
 
 from __future__ import annotations
 

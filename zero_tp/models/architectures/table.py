@@ -1,4 +1,4 @@
-"""What an architecture table holds."""
+"""This module defines what an architecture table holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter under both names; `{layer}` stands for the layer's number.
+    """A weight is one parameter under both names; `{layer}` stands for the layer's number.
 
     Attributes:
         ours: its name in ZeroTPForCausalLM.
@@ -51,7 +51,7 @@ class Weight:
         return replace(self, ours=self.ours.format(layer=number), theirs=theirs)
 
     def runs(self, rows: int) -> Iterator[RowRange]:
-        """Where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
+        """Yield where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
         if self.heads is not None:
             size = rows // (3 * self.heads)
             for part in range(3):
@@ -103,7 +103,8 @@ def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[
 
 @dataclass(frozen=True)
 class Architecture:
-    """
+    """An architecture is the table of one Hugging Face model_type.
+
     Attributes:
         fields: of the Hugging Face config.
         translate: Hugging Face config → TransformerSpec; raises UserError for what it does not compute exactly.
@@ -135,7 +136,7 @@ class Architecture:
         return self.translate(config)
 
     def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
-        """Every parameter of a model of this spec, with its layer's number filled in."""
+        """Yield every parameter of a model of this spec, with its layer's number filled in."""
         aliases = self.tied if spec.tied else {}
         for weight in self.weights(spec):
             if weight.names[0] in aliases:
