@@ -1,4 +1,4 @@
-"""Every command ends by `run`, and reports bad arguments through `Parser`; a rank ends by `process.lifecycle`."""
+"""Every command ends through `run` and reports bad arguments through `Parser`; ranks end by `process.lifecycle`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """This ArgumentParser reports bad arguments as one `UserError` line instead of the usage text and a line."""
+    """A Parser reports bad arguments as one `UserError` line instead of the usage text and a line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (python {sys.argv[0]} --help explains the arguments)")
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    Ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C and with 141 when
+    It ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C and with 141 when
     the reader of standard output has gone (`… | head`), both without a traceback. Every other exception is a fault of
     ours and keeps its traceback.
     """

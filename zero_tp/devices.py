@@ -1,4 +1,4 @@
-"""Devices that runs compute on: their matrix rates, memory and links, in one table.
+"""One table holds the devices that runs compute on: their matrix rates, memory and links.
 
 Rates are the vendors' for dense matrices (where a datasheet prints them with 2:4 sparsity, half of that) with fp32
 accumulation. Memory is what a process sees (torch's `total_memory`), which is less than the name says. Links are per
@@ -29,7 +29,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Device(Block):
-    """One device to plan for. A person's own JSON file has these keys."""
+    """A Device is one device to plan for. A person's own JSON file has these keys."""
 
     name: str = Field(min_length=1, description="What the plan calls it.")
     memory_gib: Rate = Field(description="Memory that a process sees [GiB].")
@@ -62,7 +62,7 @@ class Device(Block):
 
 
 class Links(NamedTuple):
-    """GB/s: to the device's memory, to devices of the node, to other nodes, to the host."""
+    """Links have rates in GB/s: to the device's memory, to devices of the node, to other nodes, to the host."""
 
     memory: float
     intra: float
@@ -71,7 +71,7 @@ class Links(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A row of the table.
+    """A row of the table says what is known of one kind of device.
 
     Attributes:
         pattern: searched in `torch.cuda.get_device_name()`.
@@ -119,7 +119,7 @@ NAMES = (*(name for row in DEVICES for name in row.plans), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
-    """Return the device to plan for that NAMES has, in any case, with or without its memory where that is clear.
+    """Return the device that NAMES calls `name`, in any case; the memory size may be left out where only one fits.
 
     Args:
         ranks: of the run; CPU ranks share one machine's memory and cores.
@@ -155,7 +155,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
 
 
 def _this_cpu(ranks: int) -> Device:
-    """Return a rank on this machine: its share of the memory and of the cores. The rates are rough."""
+    """Return one CPU rank as a device: its share of this machine's memory and cores. The rates are rough."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     cores = max(1.0, (os.cpu_count() or 1) / ranks)
     share = min(1.0, (os.cpu_count() or 1) / ranks)
@@ -205,8 +205,8 @@ def measure_cpu_flops(
 ) -> float:
     """Measure what one rank reaches in a square matrix product in `dtype` [FLOP/s], while all the others do the same.
 
-    The ranks of a machine share its cores and memory, so it is measured on all at once. The median of up to `repeats`
-    products of 2·size³ FLOPs after one that warms up; no new one starts after `limit_seconds`.
+    The ranks of a machine share its cores and memory, so it is measured on all at once. One product of 2·size³
+    FLOPs warms up, then the median of up to `repeats` counts; no new one starts after `limit_seconds`.
 
     Args:
         barrier: waits for the other ranks; called once, by every rank.

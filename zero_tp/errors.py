@@ -1,4 +1,4 @@
-"""What a person can cause: errors that are one clear line, and the statuses that commands and ranks exit with."""
+"""Errors that a person can cause are one clear line; commands and ranks exit with the statuses below."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
 class UserError(ValueError):
-    """Bad input. Its text is one line: what is wrong, where (key, file, value), and the remedy.
+    """A UserError reports bad input. Its text is one line: what is wrong, where (key, file, value), and the remedy.
 
     Commands print it without a traceback and exit with status 2.
     """
 
 
 class ConfigError(UserError):
-    """A config that can't be run as written. Its text is one line: `KEY: what is wrong; the remedy`.
+    """A ConfigError refuses a config that can't be run. Its text is one line: `KEY: what is wrong; the remedy`.
 
     Args:
         key: dotted path of the key in the JSON file, or the file's own path.
@@ -46,7 +46,7 @@ def error_line(error: object, limit: int | None = None) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, for use inside another line.
+    """Return the first line of a library's error, for use inside another line.
 
     An error that begins with an introduction ("… because:") gives all its lines, joined. An error without a text gives
     the name of its class.
@@ -58,10 +58,10 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """`did you mean "NAME"?`, or the list of valid names when none is near.
+    """Return `did you mean "NAME"?`, or the list of valid names when none is near.
 
     A candidate may be a dotted path (`parallel.tensor`): its last part counts as a name too, so that a right name in
-    a wrong place finds its place.
+    the wrong block leads to the right one.
     """
     names = list(dict.fromkeys(valid))
     by_spelling: dict[str, str] = {}
@@ -80,6 +80,6 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A JSON value as an error message shows it: as JSON, and cut after 60 characters."""
+    """Return a JSON value as an error message shows it: as JSON, and cut after 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Small files: JSON that is read whole, and text that is written whole or not at all."""
+"""Read small JSON files, and write small text files whole or not at all."""
 
 from __future__ import annotations
 

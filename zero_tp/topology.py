@@ -1,7 +1,7 @@
-"""The TP × DP grid of ranks: its process groups, coordinates and seeds; DeepSpeed's `mpu`.
+"""Ranks form a TP × DP grid, which has process groups, coordinates and seeds and is DeepSpeed's `mpu`.
 
 Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a tensor-parallel (TP)
-group, and ranks at the same place in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
+group, and ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
 DP rank r // t.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def data_parallel_size(world: int, tensor: int) -> int:
-    """world / tensor.
+    """Return world / tensor.
 
     Raises:
         ConfigError: the world size is not positive, or not a multiple of `tensor`.
@@ -33,7 +33,7 @@ def data_parallel_size(world: int, tensor: int) -> int:
 
 
 class Topology:
-    """One rank's place in the TP × DP grid.
+    """A Topology says where one rank stands in the TP × DP grid.
 
     It is the `mpu` that `deepspeed.initialize` asks for: the `get_*` methods below are exactly those DeepSpeed needs.
     There must be none named `get_sequence_*` nor `initialize_sequence_parallel`: DeepSpeed takes these for Ulysses and
@@ -55,7 +55,7 @@ class Topology:
         rank: int | None = None,
         timeout: timedelta | None = None,
     ):
-        """Place this rank; collective over all ranks, since every rank makes every group.
+        """Find this rank's coordinates and make the groups. Collective over all ranks: every rank makes every group.
 
         Args:
             tensor: TP degree t; world must be a multiple of it.
@@ -93,15 +93,15 @@ class Topology:
                     self.data_group = group
 
     def tensor_members(self) -> list[list[int]]:
-        """The global ranks of every TP group."""
+        """Return the global ranks of every TP group."""
         return [list(range(d * self.tensor, (d + 1) * self.tensor)) for d in range(self.data)]
 
     def data_members(self) -> list[list[int]]:
-        """The global ranks of every DP group."""
+        """Return the global ranks of every DP group."""
         return [list(range(t, self.world, self.tensor)) for t in range(self.tensor)]
 
     def seed(self, base: int, *, per_rank: bool) -> int:
-        """Seed of one of the two random streams of dropout (papers: section 1).
+        """Return the seed of one of the two random streams of dropout (papers: section 1).
 
         Ranks of a TP group share the stream of the regions that they repeat (`per_rank=False`) and differ in the
         regions that they split (`per_rank=True`). DP ranks always differ: they hold other samples.
@@ -110,7 +110,7 @@ class Topology:
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
     def describe(self) -> str:
-        """`TP 2 × DP 2, SP`."""
+        """Return the grid in words: `TP 2 × DP 2, SP`."""
         return f"TP {self.tensor} × DP {self.data}" + (", SP" if self.sequence else "")
 
     # What DeepSpeed calls on its mpu. A missing one makes it fall back to world size 1 without an error.

@@ -1,4 +1,4 @@
-"""One JSON block through one pydantic model, with every error as one line: our own models, DeepSpeed's, and others."""
+"""Validate one JSON block by one pydantic model, our own, DeepSpeed's or another's, with every error as one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPECTED = {
 
 
 class Block(BaseModel):
-    """A JSON object that refuses unknown keys and can't be changed after it was read."""
+    """A block is a JSON object that refuses unknown keys and can't be changed after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -52,7 +52,7 @@ def validate(model: type[Model], raw: Any, path: str) -> Model:
 
 
 def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
-    """Raises ConfigError for the first key of `raw` that no field of `model`, or of the models within, is named by."""
+    """Raise ConfigError for the first key of `raw` that names no field of `model` or of the models within."""
     if not isinstance(raw, dict):
         raise ConfigError(path, f"expected an object, got {shown(raw)}", 'write {"key": value, ...}')
     fields = fields_by_name(model)
@@ -66,7 +66,7 @@ def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
 
 
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields by every name that JSON may use: the alias, and the field's own name where the model allows it."""
+    """Return the fields by every name that JSON may use: the alias, and the field's own where the model allows it."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         if field.alias:
@@ -77,7 +77,7 @@ def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def nested_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The model's key names, then the dotted names of the models within."""
+    """Yield the model's key names, then the dotted names of the models within."""
     fields = fields_by_name(model)
     yield from (prefix + name for name in fields)
     for name, field in fields.items():
@@ -87,7 +87,7 @@ def nested_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The pydantic model in an annotation (`M`, `M | None`, `str | M`), or None."""
+    """Return the pydantic model in an annotation (`M`, `M | None`, `str | M`), or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
@@ -100,7 +100,7 @@ def _accepts_other_than_model(annotation: Any) -> bool:
 
 
 def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
-    """The deepest error, the first of them: of a union's members, the one that went furthest is the one meant."""
+    """Return the first of the deepest errors: of a union's members, the one that went furthest is the one meant."""
     found = [(_resolve(detail["loc"], detail["type"], raw, path), detail) for detail in error.errors(include_url=False)]
     (parts, value), first = max(found, key=lambda one: len(one[0][0]))
     key = ".".join(parts)
@@ -121,7 +121,7 @@ def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
 
 
 def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[list[str], Any]:
-    """The parts of a key, and the JSON value there, from pydantic's location, some of which names a union's member."""
+    """Return a key's parts and the JSON value there, from pydantic's location, which may also name a union's member."""
     parts, value = [path] if path else [], raw
     for part in location:
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -134,7 +134,7 @@ def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple
 
 
 def _refuse_coercion(parsed: BaseModel, raw: dict[str, Any], path: str) -> None:
-    """Pydantic takes "8" for 8, and true for 1, where they are not asked for by the JSON author: refuse those."""
+    """Refuse what pydantic takes although the field does not ask for it: "8" for 8, and true for 1."""
     fields = type(parsed).model_fields
     for name, field in fields.items():
         for key in {name, field.alias or name} & raw.keys():

@@ -1,1 +1,1 @@
-"""What a run will need and what a device can do."""
+"""Plan what a run will need and what a device can do."""

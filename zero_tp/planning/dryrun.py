@@ -1,4 +1,4 @@
-"""The dry run: forward and backward of the project's own model as one rank of the real world, without any data.
+"""The dry run takes the project's own model forward and backward as one rank of the real run, without any data.
 
 Tensors are fake ones, which have shapes but no memory, and the collectives' groups are fake too: they return at once.
 Every storage is followed from its making to its end, which gives the bytes of real tensors. Model states and ZeRO's
@@ -7,9 +7,9 @@ buffers are not in it: DeepSpeed's engine does not run on fake tensors; they com
 Layers that are alike in what they see and recompute, with neighbours that are alike, take the same bytes. So a model of
 few layers runs, and all L layers are their sum.
 
-What is planned for a CPU runs on fake "cpu" tensors. Not on the meta device: it decomposes attention and counts its
+What is planned for a CPU runs on fake "cpu" tensors, not on the meta device, which decomposes attention and counts its
 scores. What is planned for an accelerator runs on tensors of a simulated one, so that the code takes the branches that
-it takes there; attention is put in a fused kernel's place.
+it takes there; a stand-in with a fused kernel's shapes replaces attention.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from zero_tp.topology import Topology
 
 @dataclass(frozen=True)
 class Workload:
-    """What the bytes and seconds of a micro-batch depend on, beside the model.
+    """A workload says what the bytes and seconds of a micro-batch depend on, beside the model.
 
     Attributes:
         length, batch: s and b.
@@ -67,21 +67,21 @@ class Workload:
 
     @property
     def element(self) -> int:
-        """Bytes of an element."""
+        """Return the bytes of an element."""
         return int(getattr(torch, DTYPES[self.dtype]).itemsize)
 
     @property
     def partitioned(self) -> bool:
-        """P_a: checkpoints are split over TP; under SP they are split already."""
+        """Return whether checkpoints are split over TP (P_a); under SP they are split already."""
         return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
 
     @property
     def to_host(self) -> bool:
-        """P_a+cpu: an accelerator's checkpoints wait in host memory."""
+        """Return whether an accelerator's checkpoints wait in host memory (P_a+cpu)."""
         return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
 
     def kinds(self, windows: Sequence[int | None]) -> list[Kind]:
-        """Return what each layer is, at the micro-batch that keeps the most.
+        """Return the kind of each layer, at the micro-batch that keeps the most.
 
         A micro-batch that keeps all its activations raises the peak to that of no recomputation.
         """
@@ -90,14 +90,14 @@ class Workload:
 
 
 class Kind(NamedTuple):
-    """What tells the layers of a model apart: the window of their attention, and whether they recompute."""
+    """A kind tells the layers of a model apart: by the window of their attention, and whether they recompute."""
 
     window: int | None
     recomputes: bool
 
 
 class Moment(NamedTuple):
-    """What exists at one point of a pass, beside parameters, gradients that are done and model states.
+    """A moment says what exists at one point of a pass, beside parameters, finished gradients and model states.
 
     Attributes:
         phase: "forward" or "backward". place: the layer's number, -1 before the first and L after the last.
@@ -125,7 +125,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
     device = torch.device("cpu") if workload.cpu else accelerator()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
-        # In this thread: those of devices that have come since the process's first backward do not exist.
+        # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(mock.patch.object(cross_entropy, "range", chunks_that_differ, create=True))
@@ -178,21 +178,21 @@ def accelerator() -> torch.device:
 def chunks_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
     """Return the starts of the loss's first, second and last chunk.
 
-    The third finds what the second found, another whole chunk's tensors, and takes the same bytes, and so on.
+    Each later chunk finds what the second found, another whole chunk's tensors, and takes the same bytes.
     """
     starts = range(start, stop, step)
     return [*starts[:2], *starts[2:][-1:]]
 
 
 class _Unfilled:
-    """A source leaves new parameters as they are."""
+    """This source leaves new parameters as they are."""
 
     def fill(self, *_: Any) -> None:
         pass
 
 
 class _Numbered(RecomputePolicy):
-    """A policy for the layers of these numbers."""
+    """This policy recomputes the layers that have these numbers."""
 
     numbers: tuple[int, ...]
 
@@ -201,7 +201,7 @@ class _Numbered(RecomputePolicy):
 
 
 def topology_of(tensor: int, sequence: bool) -> Topology:
-    """Return rank 0's place in a TP group whose other ranks do not exist. It needs no process group around it."""
+    """Return the topology of rank 0 in a TP group whose other ranks do not exist. It needs no process group."""
     topology = Topology(tensor, sequence, world=tensor)
     if tensor > 1:
         backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
@@ -218,12 +218,12 @@ def topology_of(tensor: int, sequence: bool) -> Topology:
 
 
 class Context(NamedTuple):
-    """What the bytes of a layer depend on.
+    """A context says what the bytes of a layer depend on.
 
     Attributes:
         before, kind, after: its kind, between those of its neighbours.
-        window_begins: the first with its window is the last one in backward to let go of that window's mask.
-        recomputing_begins, recomputing_ends: the first and the last that recompute: checkpoints come back from host
+        window_begins: it is the first with its window, in backward the last to let go of that window's mask.
+        recomputing_begins, recomputing_ends: it is the first, the last that recomputes: checkpoints come back from host
             memory one ahead.
     """
 
@@ -236,7 +236,7 @@ class Context(NamedTuple):
 
 
 def contexts(kinds: Sequence[Kind]) -> list[Context]:
-    """Return what the bytes of each layer depend on."""
+    """Return the context of each layer."""
     around: list[Kind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]
     again = [number for number, kind in enumerate(kinds) if kind.recomputes]
@@ -274,7 +274,7 @@ def shortened(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 class Part(NamedTuple):
-    """A stretch of a pass: its moments, and the changes over all of it, relative to its start."""
+    """A part is a stretch of a pass: its moments, and the changes over all of it, relative to its start."""
 
     moments: list[Moment]
     activations: int
@@ -284,8 +284,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """A pass, cut where the layers begin and end: before them, the layers forward, the loss, the layers backward (in
-    forward's order), and after them."""
+    """A pass is cut at its layers: before them, forward, the loss, backward (in forward's order), after them."""
 
     enter: Part
     forward: list[Part]
@@ -294,7 +293,7 @@ class Parts:
     leave: Part
 
     def joined(self, order: Sequence[int]) -> list[Moment]:
-        """Return the moments of a model whose layers are like those of these numbers."""
+        """Return the moments of a model whose layers are like those that have these numbers."""
         last = len(order)
         stretches = [(-1, self.enter), *((place, self.forward[number]) for place, number in enumerate(order))]
         stretches += [(last, self.turn), *((place, self.backward[order[place]]) for place in reversed(range(last)))]
@@ -318,7 +317,7 @@ class Parts:
 
 
 def measure(model: ZeroTPForCausalLM, batch: Batch) -> Parts:
-    """Run forward and backward of one micro-batch; each gradient is let go of as soon as it is done."""
+    """Run one micro-batch forward and backward, and return its parts; each gradient goes as soon as it is done."""
     done: list[tuple[int, int]] = []
     handles: list[Any] = []
     layers = [*model.transformer.layers, model.transformer.final_norm]
@@ -395,7 +394,7 @@ def _cut(allocations: Allocations, ends: Sequence[int], turned: int, done: Seque
 
 
 class _Unpinned(TorchFunctionMode):
-    """Makes memory that an accelerator asks to be page-locked without that."""
+    """This mode makes ordinary memory where an accelerator asks for page-locked memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -405,16 +404,16 @@ class _Unpinned(TorchFunctionMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any) -> Any:
-    """Return what has the shapes of a fused kernel, in the place of `scaled_dot_product_attention`.
+    """Return tensors with the shapes of a fused kernel's, in place of `scaled_dot_product_attention`.
 
-    That would take torch's maths path on the simulated device. Fused kernels keep Q, K, V, the mask, their output and
+    It would take torch's maths path on the simulated device. Fused kernels keep Q, K, V, the mask, their output and
     the logarithm of each softmax's sum (torch's flash attention); of dropout they keep a seed.
     """
     return _Fused.apply(query, key, value, mask)
 
 
 class _Stream:
-    """A stream, and an event on it, of a device on which nothing takes time."""
+    """This is a stream, and an event on it, of a device on which nothing takes time."""
 
     def __init__(self, *_: Any) -> None:
         pass

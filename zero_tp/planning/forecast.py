@@ -1,4 +1,4 @@
-"""What the plan says about a run's memory, at its start, and what was measured beside it, at its end."""
+"""A forecast says what the plan makes of a run's memory at its start, and beside it what was measured at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_tp.training.metrics import memory_gib, resident_gib
 
 
 class Forecast:
-    """The forecast of one rank. On the CPU the process holds libraries beside its tensors."""
+    """A Forecast is about one rank. On the CPU its process holds libraries beside its tensors."""
 
     def __init__(self, config: RunConfig, device_type: str):
         self.device_type = device_type

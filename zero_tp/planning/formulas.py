@@ -1,4 +1,4 @@
-"""The papers' formulas: activations, parameters, model states, communication, FLOPs.
+"""The papers' formulas count activations, parameters, model states, communication and FLOPs.
 
 Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, p pipeline size, m interleaved
 stages, N_d data-parallel size, Ψ parameters, B global batch. Sizes are bytes; activations have 16 bits unless e
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer on one rank; by default the papers': 16 bits, an MLP of 4h, as many KV heads, dropout.
+    """A Layer describes one rank's layer; by default the papers': 16 bits, an MLP of 4h, as many KV heads, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
@@ -61,27 +61,27 @@ class Layer:
 
     @property
     def residual(self) -> float:
-        """Elements of the residual stream on this rank: sbh, under SP sbh/t."""
+        """Return the elements of the residual stream on this rank: sbh, under SP sbh/t."""
         return self.sbh / self.t if self.sequence else self.sbh
 
     @property
     def heads(self) -> float:
-        """Elements of the queries on this rank: sbad/t, with the papers' sizes sbh/t."""
+        """Return the elements of the queries on this rank: sbad/t, with the papers' sizes sbh/t."""
         return self.s * self.b * self.a * (self.head_size or self.h / self.a) / self.t
 
     @property
     def pairs(self) -> float:
-        """Elements of the keys on this rank, and of the values: sbkd/t."""
+        """Return the elements of the keys on this rank, and of the values: sbkd/t."""
         return self.heads * (self.kv_heads or self.a) / self.a
 
     @property
     def wide(self) -> float:
-        """Elements of the MLP's activation on this rank: sbf/t, with the papers' sizes 4sbh/t."""
+        """Return the elements of the MLP's activation on this rank: sbf/t, with the papers' sizes 4sbh/t."""
         return self.s * self.b * (self.mlp_size or 4 * self.h) / self.t
 
     @property
     def scores(self) -> float:
-        """Attention scores on this rank: as²b/t."""
+        """Return the attention scores on this rank: as²b/t."""
         return self.a * self.s**2 * self.b / self.t
 
 
@@ -89,13 +89,13 @@ class Layer:
 
 
 def eager_core(layer: Layer) -> float:
-    """5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1's 5as/h); e where there is no dropout."""
+    """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1's 5as/h); e without dropout."""
     e = layer.element
     return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
 
 def sdpa_fused_core(layer: Layer) -> float:
-    """4asb/t: the logarithm of each softmax's sum, fp32. Torch's flash attention.
+    """Return 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps it.
 
     It keeps its output too, but that is the input of the output projection, one storage, counted there.
     """
@@ -103,7 +103,7 @@ def sdpa_fused_core(layer: Layer) -> float:
 
 
 def sdpa_maths_core(layer: Layer) -> float:
-    """12as²b/t + 6sbh/t: torch's maths path, which it takes on the CPU where attention has dropout.
+    """Return 12as²b/t + 6sbh/t: torch's maths path, which it takes on the CPU where attention has dropout.
 
     It computes in fp32: softmax output 4, dropout mask 4, dropout output 4 bytes a score; and Q, K, V are kept in fp32
     in place of 16 bits, 12sbh/t instead of 6.
@@ -117,7 +117,7 @@ Core = Callable[[Layer], float]
 
 
 def kept(layer: Layer, core: Core = eager_core) -> float:
-    """Nothing recomputed: sbh(10 + 24/t + 5as/(ht)) with the eager core, under SP sbh/t·(34 + 5as/h).
+    """Return, with nothing recomputed, sbh(10 + 24/t + 5as/(ht)) with the eager core, under SP sbh/t·(34 + 5as/h).
 
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel".
     Other sizes are counted by the same rules: of a gated MLP its two products, the activation's output and their
@@ -130,7 +130,7 @@ def kept(layer: Layer, core: Core = eager_core) -> float:
 
 
 def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)) -> float:
-    """`selective` recomputation: sbh(10 + 24/t), under SP 34sbh/t; table 2, the two "selective" rows (section 5).
+    """Return, under `selective`, sbh(10 + 24/t), with SP 34sbh/t; table 2, the two "selective" rows (section 5).
 
     Args:
         modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps beside its inputs,
@@ -146,7 +146,7 @@ def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[st
 
 
 def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
-    """`full` recomputation: the layer's input, 2sbh, under SP 2sbh/t; table 2, row "full".
+    """Return, with `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table 2, row "full".
 
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
@@ -167,7 +167,7 @@ def kept_outside_layers(
     element: int = 2,
     dropout: bool = True,
 ) -> float:
-    """sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
+    """Return sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
 
     The mask of the embedding's dropout, sbh a micro-batch in flight; the input of the final norm and of the output
     layer, 2sbh each; the logits in fp32, 4sbv. The paper divides all of it by t.
@@ -182,7 +182,7 @@ def kept_outside_layers(
 
 
 def pipeline_factor(pipeline: int, interleaving: int = 1) -> float:
-    """Layers of activations on the first stage over L: 1, interleaved 1 + (p-1)/(pm) (2205.05198, 4.2.3).
+    """Return the layers of activations on the first stage over L: 1, interleaved 1 + (p-1)/(pm) (2205.05198, 4.2.3).
 
     The first stage holds p micro-batches of its L/p layers, so L layers in all.
     """
@@ -190,7 +190,7 @@ def pipeline_factor(pipeline: int, interleaving: int = 1) -> float:
 
 
 def pipeline_bubble(pipeline: int, micro_batches: int, interleaving: int = 1) -> float:
-    """Idle time over working time: (p-1)/(m·micro-batches) (arXiv 2104.04473, section 2.2)."""
+    """Return idle time over working time: (p-1)/(m·micro-batches) (arXiv 2104.04473, section 2.2)."""
     return (pipeline - 1) / (interleaving * micro_batches)
 
 
@@ -198,12 +198,12 @@ def pipeline_bubble(pipeline: int, micro_batches: int, interleaving: int = 1) ->
 
 
 def gpt_parameters(layers: int, h: int, v: int, positions: int = 0) -> int:
-    """h·v + L(12h² + 13h) + 2h, and h for each learned position: GPT-2's layers, tied embeddings."""
+    """Return h·v + L(12h² + 13h) + 2h, and h for each learned position: GPT-2's layers, tied embeddings."""
     return h * v + layers * (12 * h**2 + 13 * h) + 2 * h + positions * h
 
 
 def bert_parameters(layers: int, h: int, v: int, positions: int = 512) -> int:
-    """Megatron's BERT: a pre-norm body with two token types, pooler, MLM transform and sentence head (1909.08053, 5.3).
+    """Count Megatron's BERT: pre-norm body, two token types, pooler, MLM transform and sentence head (1909.08053, 5.3).
 
     To `gpt_parameters` come 2h token types, pooler h² + h, transform h² + h with its norm 2h and v biases, and the
     sentence head 2h + 2.
@@ -219,7 +219,7 @@ OPTIMIZER_BYTES = 12
 
 
 def model_state_bytes(parameters: float, stage: int, data: int) -> float:
-    """Parameters, gradients and optimizer states of one device in mixed precision (figure 1, sections 5.1 to 5.3).
+    """Return the bytes of one device's model states in mixed precision (figure 1, sections 5.1 to 5.3).
 
     Stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p): 16Ψ/N_d.
 
@@ -236,12 +236,12 @@ def model_state_bytes(parameters: float, stage: int, data: int) -> float:
 
 
 def fused_buffer_bytes(parameters: float) -> float:
-    """4Ψ: one fp32 buffer of all gradients, what C_B does away with (1910.02054, section 3.2)."""
+    """Return 4Ψ: one fp32 buffer of all gradients, which C_B does away with (1910.02054, section 3.2)."""
     return 4 * parameters
 
 
 def gpt2_activation_bytes(s: int, b: int, h: int, layers: int) -> float:
-    """12·h·b·s·L elements of 2 bytes: the estimate of 1910.02054, section 3.2, without recomputation."""
+    """Return the bytes of 12·h·b·s·L elements of 2: the estimate of 1910.02054, section 3.2, without recomputation."""
     return 2.0 * 12 * h * b * s * layers
 
 
@@ -249,7 +249,7 @@ def gpt2_activation_bytes(s: int, b: int, h: int, layers: int) -> float:
 
 
 def zero_volume(parameters: float, stage: int, data: int) -> float:
-    """Elements that one rank sends a step over DP: 2Ψ, at stage 3 3Ψ (1910.02054, section 7), times (N_d-1)/N_d.
+    """Return the elements a rank sends a step over DP: 2Ψ, at stage 3 3Ψ (1910.02054, section 7), times (N_d-1)/N_d.
 
     Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
     backward, and the reduce-scatter.
@@ -258,11 +258,11 @@ def zero_volume(parameters: float, stage: int, data: int) -> float:
 
 
 def tensor_volume(layer: Layer, mode: str = "none") -> float:
-    """Elements that one rank sends over TP for one layer and micro-batch: 4 all-reduces of sbh (1909.08053, figure 4).
+    """Return the elements a rank sends over TP a layer and micro-batch: 4 all-reduces of sbh (1909.08053, figure 4).
 
     A ring all-reduce is a reduce-scatter and an all-gather, 2·(t-1)/t of the tensor, so SP has the same volume
-    (2205.05198, section 4.2.2); this one adds SP's all-gather of the two saved input shards in backward, and `full`
-    recomputation the forward's once more.
+    (2205.05198, section 4.2.2); added to it are SP's all-gather of the two saved input shards in backward, and
+    under `full` recomputation the forward's once more.
     """
     ring = layer.sbh * (layer.t - 1) / layer.t
     forward, again = 4, 2 if layer.sequence else 0
@@ -273,7 +273,7 @@ def tensor_volume(layer: Layer, mode: str = "none") -> float:
 
 
 def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
+    """Return the FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
 
     72·B·L·s·h²·(1 + s/(6h) + v/(12hL)), equation 7. Recomputation doesn't count, so it depends on no setting of
     parallelism or memory.
@@ -285,7 +285,7 @@ def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: in
 def hardware_flops_selective(
     global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
 ) -> float:
-    """FLOPs that one iteration performs with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
+    """Return the FLOPs of one iteration with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
 
     Equation 8, which is what reproduces the published hardware FLOPs utilisation.
     """
@@ -296,12 +296,12 @@ def hardware_flops_selective(
 def hardware_flops_selective_derived(
     global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
 ) -> float:
-    """The same from the paper's own derivation, 4Bs²h more a layer: 2s/(9h) in place of s/(3h)."""
+    """Return the same from the paper's own derivation, 4Bs²h more a layer: 2s/(9h) in place of s/(3h)."""
     b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
     return 72.0 * b * n * s * h**2 * (1 + 2 * s / (9 * h) + v / (12 * h * n))
 
 
 def hardware_flops_full(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """With full recomputation one more forward of the layers: 96·B·L·s·h²·(1 + s/(6h)), and the logits."""
+    """Return the FLOPs under full recomputation, one more forward of layers: 96·B·L·s·h²·(1 + s/(6h)), and logits."""
     b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
     return 72.0 * b * n * s * h**2 * (4 / 3 * (1 + s / (6 * h)) + v / (12 * h * n))

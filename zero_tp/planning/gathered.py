@@ -1,4 +1,4 @@
-"""Which parameters ZeRO-3 has gathered while each module runs.
+"""Count the parameters that ZeRO-3 has gathered while each module runs.
 
 It follows `PartitionedParameterCoordinator` of deepspeed/runtime/zero/partitioned_param_coordinator.py.
 
@@ -27,7 +27,7 @@ def most_gathered(
     max_live: int,
     max_reuse: int,
 ) -> dict[tuple[str, int], float]:
-    """The most elements gathered for a while, by ("forward" or "backward", place); see `gathered_elements`.
+    """Return the most elements gathered by ("forward" or "backward", the layer's number); see `gathered_elements`.
 
     Args:
         places: of each module: the layer's number, -1 before the first and L after the last.
@@ -46,7 +46,7 @@ def most_gathered(
 def gathered_elements(
     modules: Sequence[Sequence[int]], *, threshold: int, prefetch: int, max_live: int, max_reuse: int
 ) -> tuple[list[float], list[float]]:
-    """Elements that are gathered while each module runs: in forward, and in backward, both in forward's order.
+    """Return the elements gathered while each module runs: in forward, and in backward, both in forward's order.
 
     Args:
         modules: elements of each parameter of each module, in forward's order. A parameter of more than one module
@@ -99,7 +99,7 @@ def gathered_elements(
         fetching = sum(sizes[each] for each in ahead)
         live += fetching
         if len(ahead) == 1:
-            own += fetching  # gathered in its own place
+            own += fetching  # gathered without a buffer
         elif ahead:
             flight = _Flight(fetching, set(ahead))
             flat += fetching
@@ -117,7 +117,7 @@ def gathered_elements(
 
 
 class _Flight:
-    """Parameters prefetched together, into one buffer; the first use of one of them copies each to its own place.
+    """A flight is parameters prefetched together into one buffer; the first use of one of them copies each out of it.
 
     The buffer goes when all have been used.
     """
@@ -126,6 +126,6 @@ class _Flight:
         self.size, self.waiting, self._landed = size, waiting, False
 
     def land(self) -> int:
-        """Elements that the copies take: all at the first call, none after it."""
+        """Return the elements that the copies take: all at the first call, none after it."""
         copied, self._landed = 0 if self._landed else self.size, True
         return copied

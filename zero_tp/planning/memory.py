@@ -1,4 +1,4 @@
-"""What one rank of a run allocates over a step: the dry run's activations on top of DeepSpeed's model states."""
+"""Add up what one rank allocates over a step: the dry run's activations on top of DeepSpeed's model states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "ac
 
 
 class Model(NamedTuple):
-    """A model, TP rank 0's parameters of it, and the elements of all of it."""
+    """A Model has the spec of a model, TP rank 0's parameters of it, and the number of all its elements."""
 
     spec: TransformerSpec
     parameters: Parameters
@@ -54,7 +54,7 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
 
 
 def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
-    """Return a run's micro-batch on one rank."""
+    """Return the workload of a run's micro-batch on one rank."""
     block, parallel = config.zero_tp, config.zero_tp.parallel
     return Workload(
         length=block.data.sequence_length,
@@ -71,11 +71,11 @@ def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
 
 @dataclass(frozen=True)
 class Point:
-    """One moment of a step [bytes].
+    """A point is one moment of a step [bytes].
 
     Attributes:
         phase: "forward", "backward", "reduce" or "step".
-        position: a place on the time axis: 0 to 1 forward, 1 to 2 backward, 2 to 3 the rest.
+        position: on the time axis: 0 to 1 forward, 1 to 2 backward, 2 to 3 the rest.
         bytes: by category of CATEGORIES.
         host: in host memory.
     """
@@ -92,7 +92,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank allocates.
+    """A RankMemory says what one rank allocates.
 
     Attributes:
         moments: of one micro-batch.
@@ -103,7 +103,7 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """A step with its last micro-batch, in order; without accumulation that is all of it."""
+        """Return the points of a step with its last micro-batch, in order; without accumulation that is all of it."""
         forward = sum(moment.phase == "forward" for moment in self.moments)
         backward, last_micro = len(self.moments) - forward, self.zero.at.accumulation - 1
         found = []
@@ -118,12 +118,12 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Point:
-        """The moment at which the device holds the most; a CPU rank's host memory is its device's."""
+        """Return the point at which the device holds the most; a CPU rank's host memory is its device's."""
         return max(self.points, key=lambda point: point.total + (point.host if self.zero.at.cpu else 0.0))
 
     @cached_property
     def host(self) -> float:
-        """The most in host memory, of one rank [bytes]."""
+        """Return the most in host memory, of one rank [bytes]."""
         return max(self.zero.states.host, self.zero.step().host)
 
 

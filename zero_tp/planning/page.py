@@ -1,4 +1,4 @@
-"""One self-contained HTML page of pictures: nothing in it comes from a network. The same pictures as PNG beside it."""
+"""Write pictures as one HTML page in which nothing comes from a network, and the same as PNG beside it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write(path: Path, title: str, parts: Sequence[str], figures: Mapping[str, An
 
 
 def svg(figure: Any) -> str:
-    """The figure as an element of the page."""
+    """Return the figure as an element of the page."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()

@@ -1,4 +1,4 @@
-"""What the papers count for one rank of a run (planning/formulas.py), in the run's dtype and of its model's sizes."""
+"""Apply the papers' formulas (planning/formulas.py) to one rank of a run, in its dtype and its model's sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zero_tp.planning.memory import Model
 
 @dataclass(frozen=True)
 class PaperView:
-    """The papers' account [bytes].
+    """A view gives the papers' account of a run [bytes].
 
     Attributes:
         stage, data: of ZeRO, over how many ranks.

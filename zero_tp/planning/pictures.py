@@ -1,4 +1,4 @@
-"""The pictures of a plan and of a profiled run: matplotlib figures, the same for the page and for PNG files."""
+"""Draw a plan and a profiled run as matplotlib figures, the same for the page and for PNG files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
 def figure_module() -> Any:
-    """matplotlib's Figure.
+    """Return matplotlib's Figure.
 
     Raises:
         UserError: it is not installed.
@@ -53,7 +53,7 @@ def _axes(title: str, height: float = 3.6) -> tuple[Any, Any]:
 
 
 def _present(stacks: Sequence[Mapping[str, float]]) -> list[str]:
-    """Categories that are somewhere more than 0.2 % of the largest stack."""
+    """Return the categories that are somewhere more than 0.2 % of the largest stack."""
     largest = max(sum(stack.values()) for stack in stacks) or 1.0
     return [name for name in CATEGORIES if max(stack.get(name, 0.0) for stack in stacks) > 0.002 * largest]
 
@@ -75,14 +75,14 @@ def _limit(axes: Any, gib: float | None, *, vertical: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Stack:
-    """One bar: its label and its bytes by category."""
+    """A stack is one bar: its label and its bytes by category."""
 
     label: str
     bytes: Mapping[str, float]
 
 
 def bars(title: str, stacks: Sequence[Stack], limit: float | None) -> Any:
-    """Horizontal stacked bars in GiB."""
+    """Draw horizontal stacked bars in GiB."""
     figure, axes = _axes(title, 1.4 + 0.5 * len(stacks))
     names = _present([stack.bytes for stack in stacks])
     left = [0.0] * len(stacks)
@@ -110,7 +110,7 @@ def _figure(gib: float) -> str:
 
 def areas(title: str, label: str, places: Sequence[float], stacks: Sequence[Mapping[str, float]], limit: float | None,
           *, doubling: bool = False) -> tuple[Any, Any]:  # fmt: skip
-    """Stacked areas in GiB over `places`."""
+    """Draw stacked areas in GiB over `places`."""
     figure, axes = _axes(title)
     names = _present(stacks)
     heights = [[stack.get(name, 0.0) / GIB for stack in stacks] for name in names]
@@ -133,7 +133,7 @@ def areas(title: str, label: str, places: Sequence[float], stacks: Sequence[Mapp
 
 
 def over_time(title: str, points: Sequence[Point], limit: float | None, label: str = "one step") -> Any:
-    """Memory over a step by category, with the phases named."""
+    """Draw memory over a step by category, with the phases named."""
     points = _thinned(points)
     places = [point.position for point in points]
     figure, axes = areas(title, label, places, [point.bytes for point in points], limit)
@@ -152,14 +152,14 @@ def over_time(title: str, points: Sequence[Point], limit: float | None, label: s
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Of many points the greatest of each stretch."""
+    """Return, of many points, the greatest of each stretch."""
     length = -(-len(points) // SHOWN_POINTS)
     inner = [points[start : start + length] for start in range(0, len(points), length)]
     return [max(stretch, key=lambda point: point.total) for stretch in inner[:-1]] + list(inner[-1])
 
 
 def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one step") -> Any:
-    """Horizontal bars, in the order given."""
+    """Draw horizontal bars, in the order given."""
     shown = {name: value for name, value in terms.items() if value > 0}
     figure, axes = _axes(title, 1.3 + 0.32 * len(shown))
     total = sum(shown.values())
@@ -176,7 +176,7 @@ def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one
 
 
 def of_plan(plan: Plan) -> dict[str, Any]:
-    """Every figure of a plan by the name of its file."""
+    """Return every figure of a plan by the name of its file."""
     limit = plan.device.memory_gib
     points = plan.memory.points
     return {

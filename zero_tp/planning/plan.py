@@ -1,4 +1,4 @@
-"""A plan: what one run needs on one kind of device, and whether that is there."""
+"""A plan says what one run needs on one kind of device, and whether that is there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def device(name: str, ranks: int = 1) -> Device:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The peak of a dry run of all layers, that of the plan, and how long the first took [s]."""
+    """A comparison has the peak of a dry run of all layers, that of the plan, and how long the first took [s]."""
 
     whole: Point
     planned: Point
@@ -52,7 +52,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """Made by `plan`.
+    """A Plan holds one run on one device; `plan` makes it.
 
     Attributes:
         config: loaded for the ranks of one pipeline stage.
@@ -79,17 +79,17 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """Bytes of the device's memory: the peak with the allocator's gaps and what is reserved."""
+        """Return the bytes needed of the device's memory: the peak with the allocator's gaps and what is reserved."""
         return needed(self.memory.peak, self.device)
 
     @property
     def spare(self) -> float:
-        """Bytes of the device that stay free; negative: short by so much."""
+        """Return the bytes of the device that stay free; negative: short by so much."""
         return self.device.memory_gib * GIB - self.needed
 
     @property
     def host_spare(self) -> float:
-        """Bytes of a node's host memory that stay free; negative: short by so much."""
+        """Return the bytes of a node's host memory that stay free; negative: short by so much."""
         return self.device.host_memory_gib * GIB - host_needed(self.memory.host, self.device, self.ranks)
 
     @property
@@ -98,12 +98,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Return the tokens of one step."""
         return self.config.global_batch * self.config.zero_tp.data.sequence_length
 
     @property
     def model_flops(self) -> float:
-        """Of one step, all devices together."""
+        """Return the model FLOPs of one step, all devices together."""
         return model_flops(self.model.spec, self.config.global_batch, self.config.zero_tp.data.sequence_length)
 
     @property
@@ -113,7 +113,7 @@ class Plan:
         return utilisation(self.model_flops, self.time.total, self.ranks, peak * 1e12)
 
     def elements_sent(self) -> dict[str, float]:
-        """What one rank sends in a step over TP and over DP, as the papers count."""
+        """Return the elements that one rank sends in a step over TP and over DP, as the papers count."""
         config, layer, policy = self.config, self.paper.layer, self.paper.workload.policy
         layers = self.model.spec.layers / self.pipeline
         return {
@@ -130,7 +130,7 @@ class Plan:
         return Comparison(whole, self.peak, time.perf_counter() - start)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with units in the names."""
+        """Return everything, with units in the names."""
         config, peak = self.config, self.peak
         block = config.zero_tp
         return {
@@ -173,13 +173,13 @@ class Plan:
 
 
 def needed(peak: Point, device: Device) -> float:
-    """Return bytes of the device's memory, margins included. A CPU rank's device is its host."""
+    """Return the bytes needed of the device's memory, margins included. A CPU rank's device is its host."""
     tensors = peak.total + (peak.host if device.is_cpu else 0.0)
     return tensors * (1 + device.fragmentation) + device.reserved_gib * GIB
 
 
 def host_needed(host: float, device: Device, ranks: int) -> float:
-    """Return bytes of a node's host memory.
+    """Return the bytes needed of a node's host memory.
 
     Args:
         host: of one rank.
@@ -188,7 +188,8 @@ def host_needed(host: float, device: Device, ranks: int) -> float:
 
 
 def check_device(device: Device, config: RunConfig) -> None:
-    """
+    """Check that the device can compute in the run's dtype.
+
     Raises:
         UserError: the device has no matrix rate in the run's dtype.
     """
@@ -208,7 +209,8 @@ def plan(
     interleaving: int = 1,
     model: Model | None = None,
 ) -> Plan:
-    """
+    """Plan a run on a device.
+
     Args:
         config: loaded with the ranks of one pipeline stage as its world size.
         pipeline, interleaving: p and m of the papers' accounting and of the time.

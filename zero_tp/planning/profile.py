@@ -1,4 +1,4 @@
-"""`pretrain.py --profile-steps FIRST:LAST`: memory over time by category and time by operator, of a real run's rank 0.
+"""`pretrain.py --profile-steps FIRST:LAST` records rank 0's memory over time by category and its time by operator.
 
 Memory is followed storage by storage (planning/tracking.py), the same way on every device. That costs time, so it is
 done in the first of the steps, and the others are timed.
@@ -28,7 +28,7 @@ OPERATORS = 15
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """FIRST:LAST, both profiled.
+    """Return the first and the last step of FIRST:LAST; both are profiled.
 
     Raises:
         UserError: not two positive numbers in order.
@@ -41,7 +41,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 class StepProfiler:
-    """Profiles the steps FIRST to LAST of one rank and writes RUN/profile/steps_FIRST-LAST.html, .json and PNGs."""
+    """A profiler records a rank's steps FIRST to LAST and writes RUN/profile/steps_FIRST-LAST.html, .json and PNGs."""
 
     def __init__(self, steps: tuple[int, int], engine: TrainingEngine, directory: Path):
         self.first, self.last = steps
@@ -52,7 +52,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Around one step: its memory when it is FIRST, its operators in the others, or both when there is one only."""
+        """Record one step: its memory when it is FIRST, its operators in the others, or both when there is one only."""
         if not self.first <= step <= self.last:
             yield
             return
@@ -68,7 +68,7 @@ class StepProfiler:
                 yield
 
     def outcome(self, step: int) -> str | None:
-        """After LAST: writes the files and tells where they are."""
+        """Write the files after LAST and tell where they are."""
         if step != self.last:
             return None
         return self._write()
@@ -167,7 +167,7 @@ def _flat(one: Allocation) -> bool:
 
 
 def points(allocations: Allocations, begin: int) -> list[Point]:
-    """Moments of the last micro-batch and the step, by category.
+    """Return the moments of the last micro-batch and the step, by category.
 
     What a forward makes and leaves is activations; what a backward makes and leaves, gradients; what was there before,
     parameters, optimizer states and buffers; the rest of forward and backward transients, of the step buffers.

@@ -1,4 +1,4 @@
-"""A plan in words, for a terminal."""
+"""Put a plan into words, for a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES = {"forward": "forward", "backward": "backward", "reduce": "the end of ba
 
 
 def describe(plan: Plan) -> str:
-    """The whole plan, some thirty lines."""
+    """Return the whole plan, some thirty lines."""
     return "\n".join([*heading(plan), "", *memory(plan), "", *time(plan)])
 
 
@@ -80,7 +80,7 @@ def memory(plan: Plan) -> list[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether it fits, and what is the largest part of it."""
+    """Say whether it fits, and what is the largest part of it."""
     if plan.fits:
         return f"fits, {plan.spare / GIB:.2f} GiB left"
     if plan.spare >= 0:
@@ -119,7 +119,7 @@ def dry_run(comparison: Comparison) -> list[str]:
 
 
 def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:
-    """The table of the fastest candidates, and why the present settings are not among them."""
+    """Return the table of the fastest candidates, and why the present settings are not among them."""
     lines = [
         "",
         f"by formulas {search.fitting} of {len(search.ranked)} settings fit; the fastest (an estimate), run dry:",

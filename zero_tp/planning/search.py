@@ -1,4 +1,4 @@
-"""Advice: settings that are free to change, at the run's global batch and world size, the fastest that fit first.
+"""Find settings that are free to change, at the run's global batch and world size, the fastest that fit first.
 
 All are ranked by formulas; what is listed has been run dry, and accepted as a run is.
 """
@@ -33,7 +33,7 @@ MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of one candidate."""
+    """A choice is the settings of one candidate."""
 
     tensor: int
     sequence: bool
@@ -45,7 +45,7 @@ class Choice:
     offload_param: bool
 
     def describe(self) -> str:
-        """`TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
+        """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
         parts = [f"TP {self.tensor}"]
         parts += ["SP"] if self.sequence else []
         parts += [f"ZeRO-{self.stage}", f"recompute {self.recompute}", f"micro {self.micro} × {self.accumulation}"]
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with what it needs.
+    """A candidate is a choice with what it needs.
 
     Attributes:
         peak: the moment at which the device holds the most.
@@ -96,7 +96,8 @@ class Search:
     """
 
     def __init__(self, config: RunConfig, device: Device):
-        """
+        """Rank every choice by formulas.
+
         Raises:
             UserError: the device can't compute in the run's dtype; no setting splits this world size.
         """
@@ -262,7 +263,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[str, Any]:
-    """The run's file with a choice's settings.
+    """Return the run's file with a choice's settings.
 
     Args:
         raw: the object of the file, overrides applied.
@@ -292,7 +293,7 @@ def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[s
 
 
 def accepted(config: Mapping[str, Any], world: int) -> ConfigError | None:
-    """What a run of this config would be refused for, or None."""
+    """Return what a run of this config would be refused for, or None."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "candidate.json")
         path.write_text(json.dumps(config))
@@ -304,7 +305,8 @@ def accepted(config: Mapping[str, Any], world: int) -> ConfigError | None:
 
 
 def write(config: Mapping[str, Any], path: Path) -> None:
-    """
+    """Write a config as a JSON file.
+
     Raises:
         UserError: the file can't be written.
     """

@@ -1,4 +1,4 @@
-"""An estimate of a step's time from a device's rates, by term.
+"""Estimate a step's time from a device's rates, by term.
 
 Every term is work over a reached rate: matrix products, elementwise passes over memory, collectives over TP and DP, the
 optimizer, copies to and from the host. What overlaps is what the code overlaps (parallel/linear.py, DeepSpeed's
@@ -25,7 +25,7 @@ BACKWARD_PASSES = 1.75
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step, by term.
+    """A StepTime has the seconds of one step, by term.
 
     Attributes:
         products: matrix products of forward and backward. recompute: what is computed again. elementwise: norms,
@@ -61,7 +61,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """What the time of a step is estimated from.
+    """A Timing has what the time of a step is estimated from.
 
     Attributes:
         parameters: elements on one rank of all stages together (Ψ/t).
@@ -77,7 +77,8 @@ class Timing:
     interleaving: int = 1
 
     def estimate(self) -> StepTime:
-        """
+        """Return the seconds of one step, by term.
+
         Raises:
             ValueError: the device has no rate in this dtype.
         """
@@ -110,7 +111,7 @@ class Timing:
         return self.device.memory_gbps * 1e9 * self.device.memory_share
 
     def _recomputed(self) -> tuple[float, float]:
-        """(whole layers, attention cores alone) that backward runs again, in the mean over a step's micro-batches."""
+        """Return (whole layers, attention cores alone) that backward runs again, a mean over a step's micro-batches."""
         policy, micro = self.at.policy, self.zero.accumulation
         layers = len(policy.recomputed_layers(self.spec.layers)) * max(0, micro - policy.keep_micro_batches) / micro
         cores = policy.mode == "selective" and "attention_core" in policy.chosen_modules
@@ -124,7 +125,7 @@ class Timing:
         return e * at.length * at.batch * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads) / at.tensor
 
     def _elementwise_bytes(self) -> float:
-        """Bytes that the operations of one layer's forward beside the products read and write."""
+        """Return the bytes that the operations of one layer's forward beside the products read and write."""
         at, spec, e = self.at, self.spec, self.at.element
         tokens = at.length * at.batch
         residual = tokens * spec.hidden / (at.tensor if at.sequence else 1)
@@ -138,14 +139,14 @@ class Timing:
         return norms + dropped + sums + activation + turning + 2 * heads + self._core_bytes()
 
     def _collective(self, elements: float, ranks: int, *, near: bool) -> float:
-        """Seconds of one ring all-gather or reduce-scatter whose whole tensor has `elements`."""
+        """Return the seconds of one ring all-gather or reduce-scatter whose whole tensor has `elements`."""
         if ranks == 1:
             return 0.0
         speed = (self.device.intra_gbps if near else self.device.inter_gbps) * 1e9 * self.device.link_share
         return LATENCY + self.at.element * elements * (ranks - 1) / ranks / speed
 
     def _tensor(self) -> tuple[float, float]:
-        """(what waits, what overlaps) of one layer: forward's four halves of all-reduces and backward's.
+        """Return (what waits, what overlaps) of one layer: forward's four halves of all-reduces and backward's.
 
         Under SP backward also gathers the two saved shards again, and all but the gathers of the row layers' output
         gradients overlap with products.
@@ -182,7 +183,7 @@ class Timing:
         return calls + waiting * gathers + max(0.0, communicating - hidden)
 
     def _optimizer(self) -> tuple[float, float]:
-        """(update, host copies). Masters and moments are read and written, gradients read, parameters written."""
+        """Return (update, host copies). Masters and moments are read and written, gradients read, weights written."""
         zero, e = self.zero, self.at.element
         own = self.parameters / self.pipeline
         part = own / (zero.data if zero.stage else 1)

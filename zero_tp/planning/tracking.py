@@ -1,4 +1,4 @@
-"""Memory over time: when each storage comes into being and goes, of real tensors and of fake ones.
+"""Follow memory over time: when each storage comes into being and goes, of real tensors and of fake ones.
 
 A storage is noted when the first operation that makes it returns, with its size, and again when nothing holds it any
 more. What operations use inside themselves (workspaces of kernels) is not seen, nor are allocators' gaps.
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 @dataclass
 class Allocation:
-    """One storage.
+    """An allocation is one storage.
 
     Attributes:
         bytes: its size.
@@ -47,7 +47,8 @@ class Allocations(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str | None = None) -> None:
-        """
+        """Begin with no storage known.
+
         Args:
             device_type: count only storages of this type of device; None counts all but "meta".
         """
@@ -68,7 +69,7 @@ class Allocations(TorchDispatchMode):
         return results
 
     def _is_from_outside(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Whether an operation has been given this storage, which none has made inside."""
+        """Return whether an operation has been given this storage, which none has made inside."""
         address = result.untyped_storage()._cdata
         return address not in self._alive and any(
             isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
@@ -101,21 +102,21 @@ class Allocations(TorchDispatchMode):
         self.marks.append((name, self.clock))
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say what storages are; those that nothing inside has made are taken in as if made now."""
+        """Give storages a category; those that nothing inside has made are taken in as if made now."""
         for tensor in tensors:
             allocation = self._see(tensor, "outside")
             if allocation is not None:
                 allocation.category = category
 
     def known(self) -> set[int]:
-        """Addresses of the storages that exist."""
+        """Return the addresses of the storages that exist."""
         return set(self._alive)
 
     def alive(self) -> list[Allocation]:
         return [allocation for allocation, _ in self._alive.values()]
 
     def timeline(self) -> list[tuple[int, Allocation, int]]:
-        """(clock, allocation, +1 made or -1 gone) in order."""
+        """Return (clock, allocation, +1 made or -1 gone) in order."""
         events = [(allocation.made, allocation, 1) for allocation in self.all]
         events += [(allocation.gone, allocation, -1) for allocation in self.all if allocation.gone is not None]
         return sorted(events, key=lambda event: event[0])

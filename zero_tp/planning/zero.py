@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19 really allocates for parameters, gradients and optimizer states, and when, at each ZeRO stage.
+"""Count what DeepSpeed 0.19 really allocates for model states, and when, at each ZeRO stage.
 
 The papers' figures (planning/formulas.py) leave out its flat copies, buckets, the largest gathered layers and the
 temporaries of the step. Everything here was read off allocations of a real engine; tests compare it with one.
@@ -23,7 +23,7 @@ NORM_BYTES = 8
 
 
 class StateBytes(NamedTuple):
-    """Bytes on the device at one moment, by category, and in host memory."""
+    """StateBytes are the bytes on the device at one moment, by category, and in host memory."""
 
     parameters: float = 0.0
     gathered: float = 0.0
@@ -39,7 +39,7 @@ class StateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """This TP rank's parameters.
+    """These are one TP rank's parameters.
 
     Attributes:
         matrices, flats: elements of each parameter of two dimensions or more, and of the others: DeepSpeed flattens
@@ -69,7 +69,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The part of a DeepSpeed config that decides about memory, with DeepSpeed's defaults.
+    """ZeroSettings are the part of a DeepSpeed config that decides about memory, with DeepSpeed's defaults.
 
     Attributes:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
@@ -95,7 +95,8 @@ class ZeroSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
-        """
+        """Return the settings of a DeepSpeed config.
+
         Args:
             config: DeepSpeed's, without "auto".
         """
@@ -134,7 +135,7 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """The account of one rank of one run."""
+    """A ZeroMemory is the account of one rank of one run."""
 
     parameters: Parameters
     at: ZeroSettings
@@ -143,7 +144,7 @@ class ZeroMemory:
 
     @cached_property
     def partitions(self) -> list[int]:
-        """Elements of rank 0's partition of each group; stages 1 and 2 pad the group, stage 3 each parameter."""
+        """Return rank 0's elements of each group; stages 1 and 2 pad the group, stage 3 each parameter."""
         data = self.at.data
         if self.at.stage == 3:
             return [sum(-(-size // data) for size in group) for group in self.parameters.groups]
@@ -155,7 +156,7 @@ class ZeroMemory:
 
     @cached_property
     def straddling(self) -> int:
-        """Elements of the parameters that rank 0's partition holds, whole ones: what its gradient buffer has."""
+        """Return the elements of all parameters that rank 0's partition reaches into: its gradient buffer's size."""
         total = 0
         for group, length in zip(self.parameters.groups, self.partitions, strict=True):
             reached = 0
@@ -168,7 +169,7 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """What stays all the time once the first step has made the moments."""
+        """Return what stays all the time once the first step has made the moments."""
         at, total, part = self.at, self.parameters.total, self.partition
         e, largest = at.element, self.parameters.largest
         if at.stage == 0:
@@ -211,7 +212,7 @@ class ZeroMemory:
 
     @cached_property
     def gathered_at(self) -> dict[tuple[str, int], float]:
-        """The most bytes gathered for a while at each place of forward and backward."""
+        """Return the most bytes gathered, by ("forward" or "backward", the layer's number)."""
         at = self.at
         most = most_gathered(
             self.parameters.modules,
@@ -226,7 +227,7 @@ class ZeroMemory:
     # ---- over a step -------------------------------------------------------------------------------------------------
 
     def during(self, phase: str, done: float, place: int, micro: int = 0, transients: float = 0.0) -> StateBytes:
-        """Of a moment inside a micro-batch.
+        """Return the bytes at a moment inside a micro-batch.
 
         Args:
             phase: "forward" or "backward".
@@ -262,7 +263,7 @@ class ZeroMemory:
 
     @cached_property
     def _first_fill(self) -> int:
-        """Elements of the parameters that fit the first bucket."""
+        """Return the elements of the parameters that fit the first bucket."""
         filled = 0
         for size in self.parameters.matrices:
             if filled + size > self.at.reduce_bucket:
@@ -271,7 +272,7 @@ class ZeroMemory:
         return filled
 
     def end_of_backward(self) -> StateBytes:
-        """When the last buckets are reduced, without activations."""
+        """Return the bytes when the last buckets are reduced, without activations."""
         at, held, e = self.at, self.states, self.at.element
         total, bucket = self.parameters.total, e * at.reduce_bucket
         if at.stage in (0, 3):
@@ -290,7 +291,7 @@ class ZeroMemory:
         return held._replace(gradients=before + own, buffers=held.buffers + buckets + flattened)
 
     def step(self) -> StateBytes:
-        """The most that the optimizer's step holds."""
+        """Return the most that the optimizer's step holds."""
         at, held, e = self.at, self.states, self.at.element
         if at.stage == 0:
             total, largest = self.parameters.total, self.parameters.largest
@@ -311,7 +312,7 @@ class ZeroMemory:
         return held._replace(gathered=0.0, gradients=held.gradients + 4 * group, buffers=held.buffers + temporaries)
 
     def _temporaries(self, largest: int, loops: int, together: int) -> float:
-        """Of torch's optimizers: on the CPU a few of the largest tensor, on accelerators one of all tensors."""
+        """Return the bytes of torch's temporaries: on the CPU a few of the largest tensor, else one of all tensors."""
         if not self.at.torch_optimizer:
             return 0.0
         host = self.at.cpu or self.at.offload_optimizer

@@ -1,1 +1,1 @@
-"""Building the engine and running the loop."""
+"""Build the engine and run the loop."""

@@ -1,4 +1,4 @@
-"""The one build order of a training run, and a step of it.
+"""The engine builds a training run in the one order that works, and runs its steps.
 
 seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
 recompute policy → `deepspeed.initialize(mpu=topology)` → checks. What differs between the ZeRO stages is in
@@ -96,14 +96,14 @@ class TrainingEngine:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         return float(self.zero.optimizer.param_groups[0]["lr"])
 
     def train_step(self, micro_batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
         """Run forward, backward and one optimizer step.
 
-        What is minimised is the mean loss over all labels of the global batch that are not ignored, however they are
-        spread over micro-batches and ranks.
+        It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
+        over micro-batches and ranks.
 
         Args:
             micro_batches: one Batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
@@ -141,7 +141,7 @@ class TrainingEngine:
         return loss
 
     def _labels(self, batches: Sequence[Batch]) -> int:
-        """Count the labels of all DP ranks' batches that are not ignored. All-reduce of one number over DP."""
+        """Count the labels of all DP ranks' batches that are not ignored. One all-reduce of one number over DP."""
         counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
         return int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())
 

@@ -1,4 +1,4 @@
-"""What a run checks of itself: gradients that have to be summed are, and replicas stay equal.
+"""A run checks itself: gradients that have to be summed are summed, and replicas stay equal.
 
 Where these fail silently elsewhere, norm weights drift apart over TP and the run trains another model.
 """

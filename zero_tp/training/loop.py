@@ -1,4 +1,4 @@
-"""A run from its config to its last checkpoint."""
+"""Train a run from its config to its last checkpoint."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class _Loop:
         self._tell_saved(last=last)
 
     def _tell_saved(self, *, last: bool = False) -> None:
-        """Says how a save that has ended went. One that fails costs no training: the checkpoints before it stay.
+        """Say how a save that has ended went. One that fails costs no training: the checkpoints before it stay.
 
         Raises:
             UserError: it was the run's last.
@@ -247,7 +247,7 @@ class _Loop:
         self._judge(step, loss)
 
     def _judge(self, step: int, loss: float) -> None:
-        """What a skipped step means. In fp16 a finite loss with overflowing gradients only lowers the loss scale."""
+        """Judge a skipped step. In fp16 a finite loss with overflowing gradients only lowers the loss scale."""
         if not self.engine.skipped or (self.config.dtype == "fp16" and math.isfinite(loss)):
             self.skips_in_a_row = 0
             return

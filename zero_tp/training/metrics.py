@@ -1,4 +1,4 @@
-"""Speed and size of a step: FLOPs, MFU, tokens a second, time left, memory.
+"""Measure the speed and size of a step: FLOPs, MFU, tokens a second, time left, memory.
 
 Letters: B global batch [sequences], s sequence length [tokens], L layers, h hidden size, v vocabulary size.
 "Device" is one rank: one accelerator, or one CPU process.
@@ -22,7 +22,7 @@ from zero_tp.models.flops import utilisation
 
 @dataclass(frozen=True)
 class Speed:
-    """What one step took, as a mean over the steps since the last reading."""
+    """A Speed says what one step took, as a mean over the steps since the last reading."""
 
     seconds: float
     tokens_per_second: float  # all devices together
@@ -33,7 +33,7 @@ class Speed:
 
 
 class StepMeter:
-    """Times steps: `tick()` after every step, `read(step)` when one is logged.
+    """A meter times steps: `tick()` after every step, `read(step)` when one is logged.
 
     Args:
         tokens_per_step: global batch × sequence length.
@@ -71,7 +71,7 @@ class StepMeter:
         self._last = self._clock()
 
     def tick(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         now = self._clock()
         seconds, self._last = now - self._last, now
         if self._ticks == 1:
@@ -82,7 +82,7 @@ class StepMeter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside (validation, saving) belongs to no step."""
+        """Leave the time spent inside (validation, saving) out of every step."""
         entered = self._clock()
         try:
             yield
@@ -90,7 +90,7 @@ class StepMeter:
             self._last += self._clock() - entered
 
     def read(self, step: int) -> Speed:
-        """The speed of the steps since the last reading, the last of them being `step`."""
+        """Return the speed of the steps since the last reading, the last of them being `step`."""
         assert self._unread, "read() before tick()"
         seconds = sum(self._unread) / len(self._unread)
         self._unread.clear()
@@ -106,7 +106,7 @@ class StepMeter:
 
 
 def memory_gib(device_type: str = "cpu") -> float:
-    """Peak memory of this rank in GiB (2³⁰ bytes).
+    """Return the peak memory of this rank in GiB (2³⁰ bytes).
 
     On "cuda" the most that torch's allocator had in use (`max_memory_allocated`; the context's 1-2 GB are not in it).
     On "cpu" the most memory that the process had resident, libraries and shared pages included.
@@ -119,7 +119,7 @@ def memory_gib(device_type: str = "cpu") -> float:
 
 
 def resident_gib() -> float:
-    """What this process has resident now, in GiB; 0 where the system doesn't tell."""
+    """Return what this process has resident now, in GiB; 0 where the system doesn't tell."""
     return _status_bytes("VmRSS") / GIB
 
 
@@ -141,7 +141,7 @@ def _peak_resident_bytes() -> int:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
+    """Return exp(loss), infinite where that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

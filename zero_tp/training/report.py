@@ -1,4 +1,4 @@
-"""What a run says: one aligned line a step, a progress bar on a terminal, and metrics.jsonl."""
+"""A run reports one aligned line a step, a progress bar on a terminal, and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One logged step. The loss is the mean over the global batch; the norm is of all gradients before clipping."""
+    """A record is a step. Its loss is the mean over the global batch; its norm is of all gradients before clipping."""
 
     step: int
     consumed_samples: int
@@ -36,7 +36,7 @@ class StepRecord:
 
 
 def format_number(value: float, width: int = 9) -> str:
-    """A loss or norm with four decimals, in scientific form where those would say nothing; right-aligned."""
+    """Format a loss or norm with four decimals, in scientific form where those would say nothing; right-aligned."""
     if not math.isfinite(value):
         text = str(value)
     elif value == 0 or 1e-2 <= abs(value) < 1e3:
@@ -47,7 +47,7 @@ def format_number(value: float, width: int = 9) -> str:
 
 
 def format_rate(value: float) -> str:
-    """A rate in at most 6 characters: 0.0123, 4.567, 732.1, 98765, 123.4k, 1.234M."""
+    """Format a rate in at most 6 characters: 0.0123, 4.567, 732.1, 98765, 123.4k, 1.234M."""
     if not math.isfinite(value):
         return str(value)
     for unit, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12)):
@@ -62,7 +62,7 @@ def format_rate(value: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Time left in at most 6 characters: 45s, 3m20s, 2h05m, 12d03h, 123d; `-` where unknown."""
+    """Format the time left in at most 6 characters: 45s, 3m20s, 2h05m, 12d03h, 123d; `-` where unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = round(seconds)
@@ -83,13 +83,13 @@ def _columns(step: str, total_steps: int, cells: tuple[str, ...]) -> str:
 
 
 def format_header(total_steps: int) -> str:
-    """The names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
+    """Return the names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
     names = ("loss", "lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "peak GiB", "ETA")
     return _columns("step", total_steps, names)
 
 
 def format_line(record: StepRecord, total_steps: int) -> str:
-    """One step, aligned below `format_header(total_steps)`."""
+    """Format one step, aligned below `format_header(total_steps)`."""
     speed = record.speed
     cells = (
         format_number(record.loss),
@@ -109,7 +109,7 @@ def format_line(record: StepRecord, total_steps: int) -> str:
 
 
 def metrics_line(values: Mapping[str, float | int | None]) -> str:
-    """One strict JSON object. A non-finite value is null, and `nonfinite` says which it was: `{"loss": "nan"}`."""
+    """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`."""
     odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     clean: dict[str, object] = {key: None if key in odd else value for key, value in values.items()}
     if odd:
@@ -149,11 +149,11 @@ def cut_metrics(path: Path, last_step: int) -> int:
 
 
 class Reporter:
-    """Everything a run prints and logs. On ranks other than 0 every method does nothing.
+    """A reporter prints and logs all that a run says. On ranks other than 0 every method does nothing.
 
     Args:
         run_dir: where metrics.jsonl is; made if missing.
-        rank0: is this the rank that speaks?
+        rank0: whether this is the rank that speaks.
         total_steps: the run's last step.
         interval: steps a log line.
         terminal: show a progress bar; None: if stdout and stderr are terminals.
@@ -188,11 +188,11 @@ class Reporter:
         self.say(format_header(total_steps))
 
     def due(self, step: int) -> bool:
-        """Is `step` logged? True on every rank alike, so that what a line needs may be a collective."""
+        """Return whether `step` is logged, alike on every rank, so that what a line needs may be a collective."""
         return step % self.interval == 0 or step == self.total_steps
 
     def advance(self, step: int) -> None:
-        """Steps up to `step` are done: moves the bar."""
+        """Move the bar: the steps up to `step` are done."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
@@ -221,7 +221,7 @@ class Reporter:
         self._append({"step": step, "validation_loss": loss, "validation_perplexity": perplexity(loss)})
 
     def tasks(self, step: int, figures: Mapping[str, Mapping[str, float | None]]) -> None:
-        """Print and append zero-shot figures: of each task, by the figure's name. `task/figure` in metrics.jsonl."""
+        """Print and append the zero-shot figures of each task by their names, `task/figure` in metrics.jsonl."""
         for task, of_task in figures.items():
             shown = ", ".join(
                 f"{name} {format_number(value, 0)}" for name, value in of_task.items() if value is not None

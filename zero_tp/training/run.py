@@ -1,4 +1,4 @@
-"""What a run reads before any rank is connected."""
+"""A run reads and checks its data, tokenizer and model before any rank is connected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zero_tp.weights.load import PretrainedSource
 
 
 class PreparedRun:
-    """A run whose data, tokenizer and model have been read and checked against each other.
+    """A PreparedRun has read its data, tokenizer and model and checked them against each other.
 
     No rank is connected yet: every mistake that can be found early is found here.
 
@@ -27,7 +27,8 @@ class PreparedRun:
     """
 
     def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False):
-        """
+        """Read and check everything.
+
         Args:
             allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
         """
@@ -47,17 +48,17 @@ class PreparedRun:
 
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
-        """What the training corpora are, by prefix."""
+        """Return what the training corpora are, by prefix."""
         return self.samples.identities()
 
     def pretrained(self) -> PretrainedSource | None:
-        """Where the first weights come from; None: from the seed. Reads no tensor, but checks them all."""
+        """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
         if self.config.pretrained is None:
             return None
         return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
 
     def check_resumed(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
-        """What a run reads besides its file may have changed since it was started.
+        """Check that what a run reads besides its file has not changed since it was started.
 
         Raises:
             UserError: a corpus is another one than the checkpoint's, or the model of `from_pretrained` is.
@@ -73,11 +74,11 @@ class PreparedRun:
                 )
 
     def _model_config(self) -> PretrainedConfig:
-        """The Hugging Face config, its special tokens those of the tokenizer unless the file or the directory of
-        `from_pretrained` gives them.
+        """Return the Hugging Face config, its missing special tokens taken from the tokenizer.
 
-        An id that training depends on is only what the config says: the padding token's row of a Llama gets no gradient
-        from the look-up, and tokenizers often pad with the token that ends a text.
+        Those that the file or `from_pretrained` gives stay. An id that training depends on is only what the config
+        says: the padding token's row of a Llama gets no gradient from the look-up, and tokenizers often pad with the
+        token that ends a text.
         """
         hf_config: PretrainedConfig = self.config.hf_config()
         if self.tokenizer is None:

@@ -1,4 +1,4 @@
-"""What a run can be given beside its config: tools of other packages, which the loop does not need."""
+"""A run can be given tools of other packages beside its config; the loop does not need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zero_tp.training.engine import TrainingEngine
 
 
 class LiveTasks(Protocol):
-    """Zero-shot tasks run on the model that trains (zero_tp/evaluation/live.py)."""
+    """Live tasks are zero-shot tasks run on the model that trains (zero_tp/evaluation/live.py)."""
 
     def run(self, engine: TrainingEngine, batch_size: int) -> Mapping[str, Mapping[str, float | None]]:
         """Return the figures of each task. Collective over all ranks."""
@@ -40,7 +40,7 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of one run; each may be missing.
+    """These are the tools of one run; each may be missing.
 
     Attributes:
         tasks: run beside every validation.
