@@ -214,14 +214,17 @@ def chosen_cells() -> tuple[list[Cell], int]:
 
 @cache
 def first_cells() -> list[Cell]:
-    """A few of the cells with all pairs, which together have every setting at work, every family, and every TP with
-    and without SP. Greedy like `chosen_cells`.
+    """A few of the cells with all pairs, which together have every setting at work, every family, and every TP and
+    each dtype with and without SP. Greedy like `chosen_cells`.
     """
     cells, with_all_pairs = chosen_cells()
     shown: dict[Cell, set[Any]] = {}
     for cell in cells[:with_all_pairs]:
         settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
-        shown[cell] = {*settings, cell[:2], ("family", families()[cell])}
+        named = dict(zip(FACTORS, cell, strict=True))
+        # fp32 is held to tight limits, bf16 to those of its rounding.
+        exactly = (named["dtype"], named["sequence"] if named["tensor"] != "TP 1" else "")
+        shown[cell] = {*settings, cell[:2], exactly, ("family", families()[cell])}
     new, chosen = set().union(*shown.values()), []
     while new:
         chosen.append(max(shown, key=lambda cell: len(shown[cell] & new)))
