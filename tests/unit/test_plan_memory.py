@@ -26,8 +26,10 @@ from zero_tp.models.flops import layer_products
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel import loss
 from zero_tp.planning import dryrun
-from zero_tp.planning.dryrun import Kind, contexts, dry_run, measure, shortened
-from zero_tp.planning.memory import model_of, workload_of
+from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
+from zero_tp.planning.memory import model_of
+from zero_tp.planning.moments import joined, measure
+from zero_tp.planning.workload import workload_of
 from zero_tp.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,7 +260,7 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
     with FakeTensorMode():
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 64, dtype=torch.long)
-        moments = measure(model, Batch(tokens, tokens)).joined(range(2))
+        moments = joined(measure(model, Batch(tokens, tokens)), range(2))
     parameters = 2 * sum(parameter.numel() for parameter in model.parameters())
     ours = max(one.activations + one.transients + 2 * one.gradients for one in moments) + parameters
     assert peak(fake=True) == peak(fake=False)

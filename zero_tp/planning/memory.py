@@ -13,7 +13,9 @@ from zero_tp.config import RunConfig
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.planning.dryrun import Moment, Workload, dry_run
+from zero_tp.planning.dryrun import dry_run
+from zero_tp.planning.moments import Moment
+from zero_tp.planning.workload import workload_of
 from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory, ZeroSettings
 from zero_tp.topology import Topology
 
@@ -51,22 +53,6 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
             after = name == "head" or "final_norm" in parts
             places.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
     return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(places)), whole)
-
-
-def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
-    """Return the workload of a run's micro-batch on one rank."""
-    block, parallel = config.zero_tp, config.zero_tp.parallel
-    return Workload(
-        length=block.data.sequence_length,
-        batch=config.micro_batch,
-        tensor=parallel.tensor,
-        sequence=parallel.sequence and parallel.tensor > 1,
-        dtype=config.dtype,
-        cpu=cpu,
-        policy=block.recompute_policy,
-        checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
-        documents=block.data.document_attention == "reset",
-    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,7 @@ class RankMemory:
         found = []
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            held = self.zero.during(one.phase, one.gradients, one.place, last_micro, one.transients)
+            held = self.zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
             found.append(_point(one.phase, position, held, one.activations, one.transients))
         found.append(_point("reduce", 2.0, self.zero.end_of_backward()))
         found.append(_point("step", 2.5, self.zero.step()))

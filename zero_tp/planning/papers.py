@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zero_tp.planning import formulas
-from zero_tp.planning.dryrun import Workload
 from zero_tp.planning.memory import Model
+from zero_tp.planning.workload import Workload
 
 
 @dataclass(frozen=True)

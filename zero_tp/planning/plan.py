@@ -14,9 +14,10 @@ from zero_tp.errors import UserError
 from zero_tp.files import read_json
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
-from zero_tp.planning.memory import Model, Point, RankMemory, model_of, rank_memory, workload_of
+from zero_tp.planning.memory import Model, Point, RankMemory, model_of, rank_memory
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.timing import StepTime, Timing
+from zero_tp.planning.workload import workload_of
 from zero_tp.validation import validate
 
 

@@ -21,11 +21,13 @@ from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import read_json
 from zero_tp.parallel.loss import CHUNK_ELEMENTS
-from zero_tp.planning.dryrun import Moment, Workload, dry_run
-from zero_tp.planning.memory import Model, Point, RankMemory, model_of, workload_of, zero_memory
+from zero_tp.planning.dryrun import dry_run
+from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
+from zero_tp.planning.moments import Moment
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.plan import check_device, host_needed, needed
 from zero_tp.planning.timing import StepTime, Timing
+from zero_tp.planning.workload import Workload, workload_of
 from zero_tp.planning.zero import ZeroMemory, ZeroSettings
 
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zero_tp.devices import Device
 from zero_tp.models.flops import forward_flops
 from zero_tp.models.spec import TransformerSpec
-from zero_tp.planning.dryrun import Workload
+from zero_tp.planning.workload import Workload
 from zero_tp.planning.zero import ZeroSettings
 
 LATENCY = 1e-5

@@ -1,0 +1,86 @@
+"""Stand in for an accelerator where there is none, so that the model's code takes the branches that it takes there.
+
+Its tensors are fake ones (torch's FakeTensorMode) on a device that Python alone makes (PrivateUse1). What such a device
+does not have is replaced: fused attention, page-locked memory, streams and their events, random generators.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+
+@contextmanager
+def accelerator() -> Iterator[torch.device]:
+    """Give the device for fake tensors that stand for an accelerator's: a simulated one, or CUDA where it is there."""
+    with ExitStack() as stack:
+        stack.enter_context(_Unpinned())
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
+        yield torch.device("cuda") if torch.cuda.is_available() else _simulated()
+
+
+@functools.cache
+def _simulated() -> torch.device:
+    """Return the simulated device, which torch knows from the first call on."""
+    _setup_privateuseone_for_python_backend("sim")
+    runtime = torch.get_device_module("sim")
+    runtime.Stream = runtime.current_stream = _Stream
+    runtime.stream = nullcontext
+    runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # what `torch.random.fork_rng` asks every device
+    return torch.device("sim")
+
+
+class _Stream:
+    """This is a stream, and an event on it, of a device on which nothing takes time."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    wait_event = wait_stream
+
+
+class _Unpinned(TorchFunctionMode):
+    """This mode makes ordinary memory where an accelerator asks for page-locked memory."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return function(*args, **kwargs)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any) -> Any:
+    """Return tensors with the shapes of a fused kernel's, in place of `scaled_dot_product_attention`.
+
+    It would take torch's maths path on the simulated device. Fused kernels keep Q, K, V, the mask, their output and
+    the logarithm of each softmax's sum (torch's flash attention); of dropout they keep a seed.
+    """
+    return _Fused.apply(query, key, value, mask)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None)

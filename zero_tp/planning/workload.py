@@ -1,0 +1,67 @@
+"""A workload says what the bytes and seconds of a micro-batch depend on, beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.config import RunConfig
+from zero_tp.constants import DTYPES
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Workload is one micro-batch on one rank.
+
+    Attributes:
+        length, batch: s and b.
+        dtype: "fp32", "bf16" or "fp16".
+        cpu: the ranks are CPU processes; else they have accelerators.
+        checkpointing: DeepSpeed's `activation_checkpointing` block.
+        documents: a token sees its own document alone (`data.document_attention` "reset").
+    """
+
+    length: int
+    batch: int
+    tensor: int = 1
+    sequence: bool = False
+    dtype: str = "bf16"
+    cpu: bool = False
+    policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
+    checkpointing: Mapping[str, Any] = field(default_factory=dict)
+    documents: bool = False
+
+    @property
+    def element(self) -> int:
+        """Return the bytes of an element."""
+        return int(getattr(torch, DTYPES[self.dtype]).itemsize)
+
+    @property
+    def partitioned(self) -> bool:
+        """Return whether checkpoints are split over TP (P_a); under SP they are split already."""
+        return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
+
+    @property
+    def to_host(self) -> bool:
+        """Return whether an accelerator's checkpoints wait in host memory (P_a+cpu)."""
+        return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
+
+
+def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
+    """Return the workload of a run's micro-batch on one rank."""
+    block, parallel = config.zero_tp, config.zero_tp.parallel
+    return Workload(
+        length=block.data.sequence_length,
+        batch=config.micro_batch,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence and parallel.tensor > 1,
+        dtype=config.dtype,
+        cpu=cpu,
+        policy=block.recompute_policy,
+        checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
+        documents=block.data.document_attention == "reset",
+    )
