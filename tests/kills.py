@@ -64,7 +64,7 @@ def family(launcher: subprocess.Popen[bytes]) -> dict[str, list[psutil.Process]]
             words = " ".join(process.cmdline())
             if "deepspeed.launcher.launch" in words:
                 named["launch.py"].append(process)
-            elif "pretrain.py" in words and "RANK" in process.environ():
+            elif process.parent() in named["launch.py"] and "pretrain.py" in words:
                 named["rank"].append(process)
     return named
 

@@ -69,7 +69,7 @@ class Launch:
 
     def rank(self, number: int) -> psutil.Process:
         ranks = [process for process in self.processes() if process.environ().get("RANK") == str(number)]
-        return ranks[0]
+        return min(ranks, key=psutil.Process.create_time)  # not a process that it has forked
 
     def launch_py(self) -> psutil.Process:
         parent = self.rank(0).parent()

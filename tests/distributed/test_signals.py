@@ -50,7 +50,8 @@ class Running:
 
     def rank(self, number: int) -> psutil.Process:
         ranks = [process for process in self.processes() if process.environ().get("RANK") == str(number)]
-        return next(process for process in ranks if "pretrain.py" in " ".join(process.cmdline()))
+        ranks = [process for process in ranks if "pretrain.py" in " ".join(process.cmdline())]
+        return min(ranks, key=psutil.Process.create_time)  # not a process that it has forked
 
     def output(self) -> list[str]:
         return said(self.log.read_text())

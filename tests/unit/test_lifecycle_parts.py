@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.launched import default_interrupts
-from tests.waits import patience
-from zero_tp.process.environment import RankEnvironment, Siblings, describe_end
+from tests.waits import patience, wait_until
+from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord
-from zero_tp.process.lifecycle import _looks_like_a_lost_peer
+from zero_tp.process.lifecycle import STUCK_SECONDS, _looks_like_a_lost_peer
 
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
@@ -27,18 +27,18 @@ from zero_tp.process.lifecycle import run_rank
 """
 
 
-def start(body: str, directory: Path) -> subprocess.Popen[str]:
-    """A process alone whose main is `body`."""
+def start(body: str, directory: Path, launcher: str = "", **variables: str) -> subprocess.Popen[str]:
+    """A process whose main is `body`, alone or started by a process that runs `launcher` with its path as argument."""
     script = directory / "alone.py"
     script.write_text(
         PRELUDE + "def main():\n" + "".join(f"    {line}\n" for line in body.splitlines()) + "run_rank(main, False)\n"
     )
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
     environment = {key: value for key, value in os.environ.items() if key not in drop}
-    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)}
+    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory), **variables}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, *(["-c", launcher] if launcher else []), str(script)],
         stdout=pipe,
         stderr=pipe,
         text=True,
@@ -83,6 +83,32 @@ def test_signals_while_the_main_thread_waits_in_c(
     process.send_signal(number)
     _, complained = process.communicate(timeout=patience(45))
     assert (process.returncode, complained) == (status, text)
+
+
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]])"
+
+
+@pytest.mark.parametrize(
+    ("wait", "seconds", "said"),
+    [
+        ("time.sleep(300)", 0.0, "error: the launcher above rank 0 (process {pid}) is gone\n"),
+        ("import ctypes; ctypes.PyDLL(None).sleep(300)", STUCK_SECONDS, ""),  # holds the interpreter's lock
+    ],
+)
+def test_a_rank_ends_after_its_launcher(tmp_path: Path, wait: str, seconds: float, said: str) -> None:
+    launcher = start(f"print('up', flush=True)\n{wait}", tmp_path, LAUNCHER, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    assert launcher.stdout is not None and launcher.stdout.readline() == "up\n"
+    below = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(below) == 2, "the rank and what kills it"
+    time.sleep(0.2)  # it holds the lock now
+    try:
+        launcher.kill()
+        took = wait_until(lambda: not any(map(is_alive, below)), seconds + 15, "a rank outlives its launcher", 0.1)
+        assert took >= seconds
+        assert launcher.communicate() == ("", said.format(pid=launcher.pid))
+    finally:
+        for process in filter(is_alive, below):
+            process.kill()
 
 
 def test_a_forked_child_keeps_its_signals_to_itself(tmp_path: Path) -> None:
@@ -139,6 +165,14 @@ def test_rank_environments() -> None:
     assert (RankEnvironment.of_this_process(slurm).rank, RankEnvironment.of_this_process(slurm).node) == (3, 1)
     alone = RankEnvironment.of_this_process({})
     assert (alone.rank, alone.world, alone.parent, alone.launchers()) == (0, 1, None, {})
+
+
+def test_a_job_has_one_name_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    before = RankEnvironment.of_this_process(rank).job
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 1e9)  # the clock was set between two ranks' starts
+    assert RankEnvironment.of_this_process({**rank, "RANK": "1"}).job == before
+    assert int(before.split("-")[1]) > 0
 
 
 def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:

@@ -14,6 +14,8 @@ from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.training.loop import train
 from zero_tp.training.run import PreparedRun
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
@@ -123,3 +125,16 @@ def test_a_tokenizer_never_decides_what_training_depends_on(
     config = run_of(tmp_path, model).model_config
     assert config.eos_token_id == tokenizer.eos_token_id
     assert config.pad_token_id == (tokenizer.pad_token_id if isinstance(padding, str) else padding)
+
+
+def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `srun` starts them: it tells ranks their numbers, not where they meet."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    prepare(tmp_path / "data" / "train", seed)
+    run = run_of(tmp_path, {"model_type": "gpt2", **SIZES})
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12"}
+    with pytest.raises(UserError, match=r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun$"):
+        train(run, RankEnvironment.of_this_process(slurm), verbose=False)
+    assert not run.directory.exists()

@@ -85,6 +85,7 @@ def evaluate(
         if device not in ("cuda", "cpu"):
             raise UserError(f"--device {device}: with several ranks cuda or cpu, each rank takes its own")
         # Without sequence parallelism: without gradients it saves no memory that counts.
+        environment.export()
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
     subject = directory.load(

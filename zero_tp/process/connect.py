@@ -35,7 +35,7 @@ def connect(
     timeout: timedelta = TIMEOUT,
     join: Callable[[], None] | None = None,
 ) -> tuple[Topology, torch.device]:
-    """Join the process group and make the topology's. Collective.
+    """Join the process group and make the topology's, after `environment.export`. Collective.
 
     Args:
         device_type: as torch names it: `cuda` or `cpu`.
@@ -47,9 +47,8 @@ def connect(
         The grid of ranks with this one's coordinates, and this rank's device, which is now the current one.
 
     Raises:
-        UserError: nothing says where the ranks meet, or this rank has no such device.
+        UserError: this rank has no such device.
     """
-    environment.export()
     device = torch.device("cpu")
     if device_type != "cpu":
         index, devices = environment.local_rank or 0, torch.get_device_module(device_type)

@@ -62,8 +62,9 @@ class RankEnvironment:
         elif not by_launcher and "SLURM_JOB_ID" in variables:  # tasks may have a shell of their own between
             job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}-{restart}"
         else:
-            started = int(parent.create_time()) if parent else 0
-            job = f"{os.getppid()}-{started}-{variables.get('MASTER_PORT', '')}-{restart}"
+            # In ticks since the machine started: a time of day would move with the clock between two ranks' starts.
+            started = _stat(os.getppid())[19:20] or ["0"]
+            job = f"{os.getppid()}-{started[0]}-{variables.get('MASTER_PORT', '')}-{restart}"
         return RankEnvironment(
             rank=(number("RANK", "SLURM_PROCID") or 0) if launched else 0,
             world=world if launched else 1,
@@ -181,13 +182,17 @@ class Siblings:
 
 def _exit_status(process: psutil.Process) -> int | None:
     """Return the status that a zombie keeps for its parent; psutil knows only that of our own children."""
+    fields = _stat(process.pid)  # empty: reaped, or there is no /proc
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == ["Z"] and process.is_running() else None
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what Linux says of a process after its name, from `state` on (proc_pid_stat(5)); nothing without it."""
     try:
-        stat = Path(f"/proc/{process.pid}/stat").read_text()
-    except OSError:  # reaped, or there is no /proc
-        return None
-    # After the name, which may hold blanks and brackets: the state, and 49 fields on the status as waitpid returns it.
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and process.is_running() else None
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return stat[stat.rindex(")") + 2 :].split()  # the name may hold blanks and brackets
 
 
 def describe_end(rank: int, status: int | None) -> str:

@@ -56,9 +56,10 @@ def train(
         resume_from: the checkpoint to start from, instead of the newest.
 
     Raises:
-        UserError: a setting does not work here, a checkpoint cannot be resumed, or the loss is not finite and
-            `on_nonfinite` says stop, or 10 steps in a row were skipped.
+        UserError: nothing says where the ranks meet, a setting does not work here, a checkpoint cannot be resumed, or
+            the loss is not finite and `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
+    environment.export()  # before anything is written
     with run_directory(run.directory) if environment.rank == 0 else nullcontext():
         _train(run, environment, requests or Requests(), tools or Tools(), verbose, resume_from)
 
