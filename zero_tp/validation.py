@@ -5,14 +5,17 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
 
 Model = TypeVar("Model", bound=BaseModel)
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 
 EXPECTED = {
     "int": "an integer",

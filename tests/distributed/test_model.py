@@ -185,8 +185,8 @@ def test_a_description_of_a_grid_cannot_run() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_head": 3}, "3 attention heads do not divide by tensor 2"),
-        ({"n_inner": 7}, "7 MLP features do not divide by tensor 2"),
+        ({"n_head": 3}, "heads 3 ≠ tensor 2 × 1.5 a rank; use a tensor degree that divides 3"),
+        ({"n_inner": 7}, "MLP width 7 ≠ tensor 2 × 3.5 a rank; use a tensor degree that divides 7"),
         ({"n_head": 5}, "n_embd: hidden size 24 ≠ heads 5"),
         ({"activation_function": "tanh"}, "'tanh' is not supported"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from zero_tp.validation import Block
+from zero_tp.validation import Block, Count, Positive
 
-Positive = Annotated[int, Field(gt=0)]
 RecomputeMode = Literal["none", "selective", "full"]
 RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]
 
@@ -33,7 +32,7 @@ class RecomputePolicy(Block):
         description="Recompute every Nth layer only: the first, the one N after it, and so on.",
         json_schema_extra={"default": "1"},
     )
-    keep_micro_batches: Annotated[int, Field(ge=0)] = Field(
+    keep_micro_batches: Count = Field(
         default=0,
         description="When accumulating: the first N micro-batches of a step keep all their activations "
         "(arXiv 2205.05198, appendix C).",

@@ -17,9 +17,8 @@ from pydantic import BaseModel, Field
 from zero_tp.config.optimizer import check_optimizer, check_scheduler
 from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Block, nested_names, validate
+from zero_tp.validation import Block, NonNegative, Positive, nested_names, validate
 
-Positive = Annotated[int, Field(gt=0)]
 Dtype = Literal["fp32", "fp16", "bf16"]
 LOG_LEVELS = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -31,7 +30,7 @@ class Scalars(Block):
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
     managed_gradient_accumulation: bool = True
-    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
+    gradient_clipping: NonNegative = 1.0
     communication_data_type: Dtype | None = None
     seq_parallel_communication_data_type: Dtype | None = None
     sequence_parallel_size: Positive = 1
@@ -82,7 +81,7 @@ class ParallelWrite(Block):
     pipeline_stage: bool = False
 
 
-class Checkpoint(Block):
+class CheckpointBlock(Block):
     tag_validation: Literal["Warn", "Ignore", "Fail", "WARN", "IGNORE", "FAIL"] = "Warn"
     load_universal: bool = False
     use_node_local_storage: bool = False
@@ -102,7 +101,7 @@ class Aio(Block):
 
 class FlopsProfiler(Block):
     enabled: bool = False
-    recompute_fwd_factor: Annotated[float, Field(ge=0)] = 0.0
+    recompute_fwd_factor: NonNegative = 0.0
     profile_step: Positive = 1
     module_depth: int = -1
     top_modules: Positive = 1
@@ -113,7 +112,7 @@ class FlopsProfiler(Block):
 OWN_BLOCKS: dict[str, type[Block]] = {
     "activation_checkpointing": ActivationCheckpointing,
     "data_types": DataTypes,
-    "checkpoint": Checkpoint,
+    "checkpoint": CheckpointBlock,
     "aio": Aio,
     "flops_profiler": FlopsProfiler,
 }

@@ -14,12 +14,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, create_model
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Block, validate
+from zero_tp.validation import Block, Count, NonNegative, Positive, validate
 
-Rate = Annotated[float, Field(ge=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
-Steps = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
 
 
 class TypedBlock(Block):
@@ -49,14 +46,14 @@ REFUSED_OPTIMIZERS = {
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 TYPES: dict[str, Any] = {
-    **dict.fromkeys(("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value"), Rate),
+    **dict.fromkeys(("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value"), NonNegative),
     "betas": tuple[Below1, Below1],
     **dict.fromkeys(("foreach", "fused"), bool | None),
-    **dict.fromkeys(("lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "decay_mom_rate"), Rate),
-    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), Rate),
-    **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size"), Steps),
-    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Steps),
-    "cycle_second_step_size": Steps | None,
+    **dict.fromkeys(("lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"), NonNegative),
+    **dict.fromkeys(("decay_mom_rate", "warmup_min_lr", "warmup_max_lr"), NonNegative),
+    **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size"), Positive),
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Positive),
+    "cycle_second_step_size": Positive | None,
     **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), Count),
     "cycle_second_stair_count": Count | None,
     **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "warmup_min_ratio"), Below1),
@@ -119,7 +116,7 @@ def scheduler_params(name: str) -> type[BaseModel]:
 
     # WarmupDecayLR's own maximum is 0.001, whatever `optimizer.params.lr` says; WarmupLR's is that rate.
     optional = name == "WarmupLR"
-    more = {"warmup_max_lr": (Rate | None, None)} if optional else {}
+    more = {"warmup_max_lr": (NonNegative | None, None)} if optional else {}
     required = "" if optional else "warmup_max_lr"
     return _params(getattr(lr_schedules, name), required, **more)
 

@@ -55,8 +55,8 @@ def _value(text: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
-    """These values are what "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
+class Given:
+    """What is given is what "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
 
     config: dict[str, Any]
     steps: int
@@ -77,28 +77,28 @@ def dtype_name(config: dict[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
 
 
-AUTO: dict[str, tuple[str, Callable[[Known], Any]]] = {
-    "gradient_clipping": ("1.0", lambda known: 1.0),
-    "fp16.enabled": ("false", lambda known: False),
-    "bf16.enabled": ("true unless fp16 is enabled", lambda known: look_up(known.config, "fp16.enabled") is not True),
-    "optimizer.params.betas": ("[0.9, 0.999]", lambda known: [0.9, 0.999]),
-    "optimizer.params.eps": ("1e-8", lambda known: 1e-8),
-    "optimizer.params.weight_decay": ("0.0", lambda known: 0.0),
-    "scheduler.params.total_num_steps": ("`zero_tp.training.steps` of the first start", lambda known: known.steps),
+AUTO: dict[str, tuple[str, Callable[[Given], Any]]] = {
+    "gradient_clipping": ("1.0", lambda given: 1.0),
+    "fp16.enabled": ("false", lambda given: False),
+    "bf16.enabled": ("true unless fp16 is enabled", lambda given: look_up(given.config, "fp16.enabled") is not True),
+    "optimizer.params.betas": ("[0.9, 0.999]", lambda given: [0.9, 0.999]),
+    "optimizer.params.eps": ("1e-8", lambda given: 1e-8),
+    "optimizer.params.weight_decay": ("0.0", lambda given: 0.0),
+    "scheduler.params.total_num_steps": ("`zero_tp.training.steps` of the first start", lambda given: given.steps),
     "scheduler.params.warmup_num_steps": (
         "1 % of `total_num_steps`, at least 1, as of the first start",
-        lambda known: max(
-            1, int(_number(look_up(known.config, "scheduler.params.total_num_steps"), known.steps)) // 100
+        lambda given: max(
+            1, int(_number(look_up(given.config, "scheduler.params.total_num_steps"), given.steps)) // 100
         ),
     ),
-    "scheduler.params.warmup_min_lr": ("0.0", lambda known: 0.0),
+    "scheduler.params.warmup_min_lr": ("0.0", lambda given: 0.0),
     "scheduler.params.warmup_max_lr": (
         "`optimizer.params.lr`",
-        lambda known: look_up(known.config, "optimizer.params.lr"),
+        lambda given: look_up(given.config, "optimizer.params.lr"),
     ),
-    "zero_optimization.reduce_bucket_size": ("hidden²", lambda known: known.hidden_size**2),
-    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 × hidden²", lambda known: known.hidden_size**2 * 9 // 10),
-    "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda known: 10 * known.hidden_size),
+    "zero_optimization.reduce_bucket_size": ("hidden²", lambda given: given.hidden_size**2),
+    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 × hidden²", lambda given: given.hidden_size**2 * 9 // 10),
+    "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda given: 10 * given.hidden_size),
 }
 """Keys that may be "auto" beside the three batch sizes: what it means, and how it is worked out, in this order."""
 
@@ -118,13 +118,13 @@ def resolve_auto(config: dict[str, Any], steps: int, hidden_size: int, frozen: d
     for key in BATCH_FIELDS:
         if config.get(key) == "auto":
             del config[key]
-    known = Known(config, steps, hidden_size)
+    given = Given(config, steps, hidden_size)
     for path, (_, value) in AUTO.items():
         *blocks, name = path.split(".")
         block = look_up(config, ".".join(blocks)) if blocks else config
         if isinstance(block, dict) and block.get(name) == "auto":
             earlier = look_up(frozen, path) if path in FROZEN else None
-            block[name] = value(known) if earlier is None else earlier
+            block[name] = value(given) if earlier is None else earlier
 
 
 def _number(value: Any, otherwise: int) -> float:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, shown
-from zero_tp.validation import Block
+from zero_tp.validation import Block, Positive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-KEY = "zero_tp.model"
 FROM = "from_pretrained"
 
-Positive = Annotated[int, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -187,7 +186,7 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     model = zero_tp.model
     if not {"model_type", FROM} & model.keys():
         remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
-        raise ConfigError(f"{KEY}.model_type", "required, but not given", remedy)
+        raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     config = written_config(model) if FROM not in model else _config_from(model, saved)
     spec = architecture_of(config).spec(config)
     spec.check(zero_tp.parallel.tensor)
@@ -201,7 +200,7 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
     from zero_tp.models.architectures import ARCHITECTURES
     from zero_tp.models.architectures.configs import config_from, pretrained_config
 
-    directory, key = model[FROM], f"{KEY}.{FROM}"
+    directory, key = model[FROM], f"{MODEL_KEY}.{FROM}"
     if not isinstance(directory, str) or not directory:
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
     changes = {name: value for name, value in model.items() if name != FROM}
@@ -209,7 +208,7 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
     for name in changes:
         if name not in dropouts:
             problem = f"given beside {FROM}, but {directory} decides it"
-            raise ConfigError(f"{KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
     if saved is not None and not Path(directory).exists():
         return config_from(saved, Path(directory), **changes)
     return pretrained_config(Path(directory), key, **changes)
@@ -220,7 +219,7 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
     if length > positions:
         problem = f"{length} tokens, but the model has {positions} positions"
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        longer = "use another model" if FROM in zero_tp.model else f"raise {KEY}.{name}"
+        longer = "use another model" if FROM in zero_tp.model else f"raise {MODEL_KEY}.{name}"
         raise ConfigError(key, problem, f"shorten it, or {longer}")
     if zero_tp.parallel.sequence and length % tensor:
         sums = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"

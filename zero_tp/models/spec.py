@@ -92,11 +92,7 @@ class TransformerSpec:
         Raises:
             ConfigError: a size that TP has to split does not divide.
         """
-        for what, name, size in (
-            ("attention heads", "heads", self.heads),
-            ("MLP features", "MLP width", self.mlp_size),
-        ):
+        for name, size in (("heads", self.heads), ("MLP width", self.mlp_size)):
             if size % tensor:
                 sums = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
-                problem = f"{size} {what} do not divide by tensor {tensor}: {sums}"
-                raise ConfigError("zero_tp.parallel.tensor", problem, f"use a tensor degree that divides {size}")
+                raise ConfigError("zero_tp.parallel.tensor", sums, f"use a tensor degree that divides {size}")

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
-from zero_tp.models.architectures.fields import KEY, TOKENS, Fields
+from zero_tp.models.architectures.fields import TOKENS, Fields
 from zero_tp.models.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.models.architectures.table import Architecture, Weight
 from zero_tp.models.spec import Dropouts, TransformerSpec
@@ -127,11 +128,11 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if heads % kv_heads:
         sums = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
-        raise ConfigError(f"{KEY}.num_key_value_heads", sums, "give a divisor of num_attention_heads")
+        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", sums, "give a divisor of num_attention_heads")
     head_size = getattr(config, "head_dim", None)
     if not head_size and hidden % heads:
         sums = f"hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}"
-        key = f"{KEY}.{config.attribute_map.get('hidden_size', 'hidden_size')}"
+        key = f"{MODEL_KEY}.{config.attribute_map.get('hidden_size', 'hidden_size')}"
         raise ConfigError(key, sums, "give a hidden size that is a multiple of the heads")
     return heads, kv_heads, head_size or hidden // heads
 
@@ -142,7 +143,7 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     Raises:
         ConfigError: too few types or too many, a sliding layer without a window.
     """
-    types, key = list(config.layer_types), f"{KEY}.layer_types"
+    types, key = list(config.layer_types), f"{MODEL_KEY}.layer_types"
     if len(types) != config.num_hidden_layers:
         raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")
     if SLIDING in types and config.sliding_window is None:

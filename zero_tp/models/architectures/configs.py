@@ -15,11 +15,11 @@ from pydantic import BaseModel, create_model
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from zero_tp.constants import DTYPES
+from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, shown
 from zero_tp.files import read_json
 from zero_tp.models import architectures
-from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, KEY, OF_A_HEAD, OF_EVERY_CONFIG, Fields
+from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_A_HEAD, OF_EVERY_CONFIG, Fields
 from zero_tp.models.architectures.rotary import ROPE, check_rope_names
 from zero_tp.validation import Block, validate
 
@@ -44,7 +44,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     model_type = _model_type(model)
     known, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
-    fields = validate(_fields_model(config_class, known), written, KEY).model_dump(exclude_unset=True)
+    fields = validate(_fields_model(config_class, known), written, MODEL_KEY).model_dump(exclude_unset=True)
     _check_names(fields, config_class, known)
     aliases: dict[str, str] = config_class.attribute_map
     with _named_as_written(fields, aliases):
@@ -62,7 +62,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         named = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
         if "rope_parameters" in why:
             named = named or [name for name in ROPE if name in fields]  # its older names
-        key = f"{KEY}.{named[-1]}" if named else KEY
+        key = f"{MODEL_KEY}.{named[-1]}" if named else MODEL_KEY
         raise ConfigError(key, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
     with _named_as_written(fields, aliases):
         check_rope_names(config, fields)
@@ -97,9 +97,11 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
     Raises:
         ConfigError: see `written_config`.
     """
+    fixed = set(FIXED_IN_EVERY_CONFIG)
     try:
         model_type = _model_type(raw)
         known = fields_of(model_type)
+        fixed |= known.fixed.keys()
         taken = _taken(raw, CONFIG_MAPPING[model_type], known)
         vocabulary = taken.get("vocab_size")
         for name in TOKEN_IDS:
@@ -111,10 +113,11 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
             taken[name] = value + vocabulary if has_row else None
         config = written_config({"model_type": model_type, **taken, **changes})
     except ConfigError as error:
-        name = error.key.removeprefix(f"{KEY}.")
+        name = error.key.removeprefix(f"{MODEL_KEY}.")
         if name in changes:
             raise
-        raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, error.remedy) from None
+        remedy = "give another model" if name in fixed else error.remedy  # nobody can leave somebody else's file at it
+        raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, remedy) from None
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     if isinstance(dtype, str) and dtype in DTYPES.values():
         config.dtype = getattr(torch, dtype)
@@ -160,12 +163,13 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
         found, before = getattr(config, name, None), saved.get(name)
         # The tokenizer beside the data decides the token ids.
         if name not in TOKEN_IDS and name not in known.irrelevant and found != before:
+            key, remedy = f"{MODEL_KEY}.from_pretrained", "start it with that, or give another --output-dir"
             problem = f"{name} in {directory} is {shown(found)}, but the run was started with {shown(before)}"
-            raise ConfigError(f"{KEY}.from_pretrained", problem, "start it with that, or give another --output-dir")
+            raise ConfigError(key, problem, remedy)
 
 
 def _model_type(model: dict[str, Any]) -> str:
-    supported, key = list(architectures.ARCHITECTURES), f"{KEY}.model_type"
+    supported, key = list(architectures.ARCHITECTURES), f"{MODEL_KEY}.model_type"
     listed = f"supported: {', '.join(supported)}"
     if "model_type" not in model:
         raise ConfigError(key, "required, but not given", listed)
@@ -190,7 +194,7 @@ def _taken(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, A
     for name, value in raw.items():
         if name not in declared and name not in elsewhere:
             problem = f"{shown(value)} is no field of {config_class.__name__}"
-            raise ConfigError(f"{KEY}.{name}", problem, "remove it from the file if it changes nothing")
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing")
     return {name: raw[name] for name in raw if name in declared and known.irrelevant.get(name) != OF_A_HEAD}
 
 
@@ -210,9 +214,9 @@ def _check_names(fields: dict[str, Any], config_class: Any, known: Fields) -> No
     for name, value in fields.items():
         if aliases.get(name) in fields:
             problem = f"is another name of {aliases[name]}, which is given too"
-            raise ConfigError(f"{KEY}.{name}", problem, "keep one of them")
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, "keep one of them")
         if known.irrelevant.get(name) == OF_A_HEAD and value != getattr(config_class, name):
-            raise ConfigError(f"{KEY}.{name}", "belongs to a head that is not trained here", "leave it out")
+            raise ConfigError(f"{MODEL_KEY}.{name}", "belongs to a head that is not trained here", "leave it out")
 
 
 def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
@@ -221,7 +225,7 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not 0 <= token < vocabulary:
                 remedy = f"give an id from 0 to {vocabulary - 1}, or null"
-                raise ConfigError(f"{KEY}.{name}", f"{token} is outside the vocabulary of {vocabulary}", remedy)
+                raise ConfigError(f"{MODEL_KEY}.{name}", f"{token} is outside the vocabulary of {vocabulary}", remedy)
 
 
 @contextlib.contextmanager
@@ -230,6 +234,6 @@ def _named_as_written(fields: dict[str, Any], aliases: dict[str, str]) -> Iterat
     try:
         yield
     except ConfigError as error:
-        own = error.key.removeprefix(f"{KEY}.")
+        own = error.key.removeprefix(f"{MODEL_KEY}.")
         name = next((alias for alias, target in aliases.items() if target == own and alias in fields), own)
-        raise ConfigError(f"{KEY}.{name}", error.problem, error.remedy or "leave it out") from None
+        raise ConfigError(f"{MODEL_KEY}.{name}", error.problem, error.remedy or "leave it out") from None

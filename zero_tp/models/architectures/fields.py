@@ -8,10 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, shown
-
-KEY = "zero_tp.model"
-"""What the key of every error starts with."""
 
 OF_A_HEAD = "of a head that is not trained"
 
@@ -118,7 +116,7 @@ class Fields:
         show = shown if written else repr
         fixed = {**FIXED_IN_EVERY_CONFIG, **self.fixed}
         for name, value in values.items():
-            key = f"{KEY}.{name}"
+            key = f"{MODEL_KEY}.{name}"
             if name in fixed and value != fixed[name][0]:
                 only, reason = fixed[name]
                 raise ConfigError(key, f"{show(value)} is refused: {reason}", f"leave it at {shown(only)}")
@@ -147,7 +145,7 @@ class Fields:
         """
         if config.is_heterogeneous:
             reason = FIXED_IN_EVERY_CONFIG["per_layer_config"][1]
-            raise ConfigError(f"{KEY}.per_layer_config", f"refused: {reason}")
+            raise ConfigError(f"{MODEL_KEY}.per_layer_config", f"refused: {reason}")
         attributes = vars(config)
         self.check(attributes, written=False)
         known = {*self.known(), *OF_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
@@ -155,4 +153,4 @@ class Fields:
             # One that the class declares and no table knows is of a newer transformers: its default changes nothing.
             if not name.startswith("_") and name not in known and value != getattr(type(config), name, _NO_DEFAULT):
                 problem = f"{value!r} is not known to the table of {config.model_type}"
-                raise ConfigError(f"{KEY}.{name}", problem, "delete the attribute if it changes nothing")
+                raise ConfigError(f"{MODEL_KEY}.{name}", problem, "delete the attribute if it changes nothing")

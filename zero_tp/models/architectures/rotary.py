@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
-from zero_tp.models.architectures.fields import KEY
 from zero_tp.models.spec import Rotary
 
 ROPE_KEYS = {
@@ -124,11 +124,11 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
             if found != wanted:
                 shown = name if name in _OLD_ROPE_NAMES else f"{name}.{part}"
                 problem = f"{wanted!r}, but {type(config).__name__} takes {part} {found!r}"
-                raise ConfigError(f"{KEY}.{shown}", problem, f"give it as rope_parameters.{part} alone")
+                raise ConfigError(f"{MODEL_KEY}.{shown}", problem, f"give it as rope_parameters.{part} alone")
 
 
 def _refused(name: str, problem: str, remedy: str = "") -> ConfigError:
-    return ConfigError(f"{KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy)
+    return ConfigError(f"{MODEL_KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy)
 
 
 def _positive(value: Any) -> bool:
