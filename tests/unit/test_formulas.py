@@ -23,7 +23,7 @@ from zero_tp.planning.formulas import (
     kept_outside_layers,
     kept_selective,
     model_flops,
-    model_state_bytes,
+    model_states,
     pipeline_bubble,
     pipeline_factor,
     sdpa_fused_core,
@@ -71,7 +71,7 @@ def test_terms_that_selective_recomputation_takes_away(sequence: bool) -> None:
     [(7.5e9, 64, 0, 120.0), (7.5e9, 64, 1, 31.4), (7.5e9, 64, 2, 16.6), (7.5e9, 64, 3, 1.88), (1.5e9, 1, 0, 24.0)],
 )
 def test_model_states_of_zero(parameters: float, data: int, stage: int, gigabytes: float) -> None:
-    assert model_state_bytes(parameters, stage, data) / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert sum(model_states(parameters, stage, data).values()) / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
 def test_the_model_of_1_5_billion_parameters() -> None:
@@ -145,12 +145,13 @@ def test_flops_count_every_product(seed: int) -> None:
 def test_activations_outside_the_layers_of_the_22b_model() -> None:
     """The formula gives 0.57 % of the layers' activations (the paper's text: under 0.01 %)."""
     a, h, layers = MODEL_22B
-    in_layers = layers * kept(Layer(2048, 4, h, a, 8, True))
-    outside = kept_outside_layers(2048, 4, h, 51200, layers, 8)
+    layer = Layer(2048, 4, h, a, 8, True)
+    in_layers = layers * kept(layer)
+    outside = kept_outside_layers(layer, 51200)
     printed = 2048 * 4 * h * layers / 8 * (1 / layers + 4 / layers * (1 + 51200 / h))
     assert outside == pytest.approx(printed)
     assert outside / in_layers == pytest.approx(0.0057, abs=5e-5)
-    assert kept_outside_layers(2048, 1, h, 51200, 105, 8, pipeline=35) == pytest.approx(2048 * h * 35 / 8)
+    assert kept_outside_layers(Layer(2048, 1, h, a, 8, True), 51200, pipeline=35) == pytest.approx(2048 * h * 35 / 8)
 
 
 def test_pipelines() -> None:

@@ -18,7 +18,8 @@ and table 2). What a layer keeps, for 16-bit activations, masks of one byte, an 
 | 16sbh | input and output of the MLP's activation | always |
 
 The first three lines are the paper's 10, the others its 24 + 5as/h. Left out, as in the paper: the norms' statistics
-(8sb at most), the states of random generators, a mask that all layers share, the layer's output (the next one's input).
+(16sb in fp32, as accelerators keep them, under SP 16sb/t), the states of random generators, a mask that all layers
+share, the layer's output (the next one's input).
 """
 
 from __future__ import annotations
@@ -154,31 +155,19 @@ def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
     return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
-def kept_outside_layers(
-    s: int,
-    b: int,
-    h: int,
-    v: int,
-    layers: int,
-    t: int,
-    *,
-    pipeline: int = 1,
-    sequence: bool = True,
-    element: int = 2,
-    dropout: bool = True,
-) -> float:
+def kept_outside_layers(layer: Layer, v: int, *, pipeline: int = 1, dropout: bool = True) -> float:
     """Return sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
 
     The mask of the embedding's dropout, sbh a micro-batch in flight; the input of the final norm and of the output
     layer, 2sbh each; the logits in fp32, 4sbv. The paper divides all of it by t.
 
+    Without SP only the logits are split.
+
     Args:
-        sequence: SP is on; without it only the logits are split.
-        element: bytes of an element. dropout: whether the input has any.
+        layer: one of the layers. dropout: whether the input has any.
     """
-    split = t if sequence else 1
-    last = s * b * (2 * element * h / split + 4 * v / t) if pipeline == 1 else 0.0
-    return (s * b * h * pipeline / split if dropout else 0.0) + last
+    last = 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t if pipeline == 1 else 0.0
+    return (layer.residual * pipeline if dropout else 0.0) + last
 
 
 def pipeline_factor(pipeline: int, interleaving: int = 1) -> float:
@@ -214,25 +203,21 @@ def bert_parameters(layers: int, h: int, v: int, positions: int = 512) -> int:
 
 # ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------
 
-OPTIMIZER_BYTES = 12
-"""K: fp32 master, momentum and variance of Adam a parameter (section 3.1)."""
 
+def model_states(parameters: float, stage: int, data: int, element: int = 2) -> dict[str, float]:
+    """Return the bytes of one device's parameters, gradients and optimizer states (figure 1, sections 5.1 to 5.3).
 
-def model_state_bytes(parameters: float, stage: int, data: int) -> float:
-    """Return the bytes of one device's model states in mixed precision (figure 1, sections 5.1 to 5.3).
-
-    Stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p): 16Ψ/N_d.
+    In mixed precision, together, stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p): 16Ψ/N_d.
+    The optimizer's are K = 12: fp32 master, momentum and variance of Adam (section 3.1). In fp32 the parameters are
+    their own masters.
 
     Args:
         parameters: Ψ on one TP rank.
+        element: bytes of an element.
     """
-    whole, split = {
-        0: (4 + OPTIMIZER_BYTES, 0),
-        1: (4, OPTIMIZER_BYTES),
-        2: (2, 2 + OPTIMIZER_BYTES),
-        3: (0, 4 + OPTIMIZER_BYTES),
-    }[stage]
-    return parameters * (whole + split / data)
+    sizes = {"parameters": element, "gradients": element, "optimizer": 12 - (4 if element == 4 else 0)}
+    partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    return {name: size * parameters / (data if stage >= partitioned_from[name] else 1) for name, size in sizes.items()}
 
 
 def fused_buffer_bytes(parameters: float) -> float:

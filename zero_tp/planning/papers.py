@@ -67,35 +67,16 @@ class PaperView:
 
     def outside_bytes(self) -> float:
         """Return what is kept outside the layers."""
-        at, spec = self.workload, self.model.spec
+        spec = self.model.spec
         return formulas.kept_outside_layers(
-            at.length,
-            at.batch,
-            spec.hidden,
-            spec.vocabulary,
-            spec.layers,
-            at.tensor,
-            pipeline=self.pipeline,
-            sequence=at.sequence,
-            element=at.element,
-            dropout=spec.dropouts.embedding > 0,
+            self.layer, spec.vocabulary, pipeline=self.pipeline, dropout=spec.dropouts.embedding > 0
         )
 
     def bytes(self) -> dict[str, float]:
         """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
-        own, e = self.model.whole / (self.workload.tensor * self.pipeline), self.workload.element
-        split = {
-            0: (1, 1, 1),
-            1: (1, 1, self.data),
-            2: (1, self.data, self.data),
-            3: (self.data, self.data, self.data),
-        }[self.stage]
-        # In fp32 the parameters are their own masters.
-        optimizer = formulas.OPTIMIZER_BYTES - (4 if e == 4 else 0)
+        own = self.model.whole / (self.workload.tensor * self.pipeline)
         return {
-            "parameters": e * own / split[0],
-            "gradients": e * own / split[1],
-            "optimizer": optimizer * own / split[2],
+            **formulas.model_states(own, self.stage, self.data, self.workload.element),
             "activations": self.layers_bytes(),
             "outside layers": self.outside_bytes(),
         }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from zero_tp.devices import Device
 from zero_tp.models.flops import forward_flops
 from zero_tp.models.spec import TransformerSpec
+from zero_tp.planning.formulas import pipeline_bubble
 from zero_tp.planning.workload import Workload
 from zero_tp.planning.zero import ZeroSettings
 
@@ -102,7 +103,7 @@ class Timing:
         exposed = collective[0] * (1 + whole / spec.layers) + max(0.0, collective[1] - hidden_behind)
         tensor = micro * layers * exposed
         data = self._data(products + again)
-        bubble = (stages - 1) / (self.interleaving * micro) * (products + again + elementwise + tensor)
+        bubble = pipeline_bubble(stages, micro, self.interleaving) * (products + again + elementwise + tensor)
         optimizer, host = self._optimizer()
         return StepTime(products, again, elementwise, tensor, data, optimizer, host, bubble)
 
