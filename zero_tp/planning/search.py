@@ -30,6 +30,8 @@ from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import Workload, workload_of
 from zero_tp.planning.zero import ZeroMemory, ZeroSettings
 
+NEAREST = 8
+"""Settings that by formulas do not fit, the nearest, that are run dry before it is said that none fits."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -119,20 +121,24 @@ class Search:
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Candidate], dict[str, Any]]:
         """Return the fastest `top` whose dry run fits and that a run accepts, and the first one's config.
 
+        Where none of those that fit by formulas is one, the nearest of the others are run dry too.
+
         Raises:
-            UserError: nothing fits; says what is short and by how much.
+            UserError: nothing fits; says what was tried, what is short and by how much.
         """
         raw = read_json(self.config.path)
         apply_overrides(raw, overrides)
         shown: list[Candidate] = []
         best: dict[str, Any] = {}
-        smallest, refused = None, None
+        lacking: list[Candidate] = []
+        refused = None
         assert self.config.world_size is not None
-        for estimated in self.ranked[: max(self.fitting, 1)]:
+        for number, estimated in enumerate(self.ranked[: self.fitting + NEAREST]):
+            if number >= self.fitting and shown:
+                break
             one = self._run_dry(estimated)
-            if smallest is None or one.short < smallest.short:
-                smallest = one
             if one.short > 0:
+                lacking.append(one)
                 continue
             written = changed(raw, one.choice, self.config.global_batch)
             refusal = accepted(written, self.config.world_size)
@@ -146,16 +152,17 @@ class Search:
         if not shown and refused is not None:
             raise UserError(f"--search: every setting that fits is refused, the last one because: {refused}")
         if not shown:
-            assert smallest is not None
-            raise UserError(self._short(smallest))
+            raise UserError(self._short(lacking))
         return shown, best
 
-    def _short(self, least: Candidate) -> str:
+    def _short(self, lacking: Sequence[Candidate]) -> str:
         config, device = self.config, self.device
+        least = min(lacking, key=lambda one: one.short)
         parts = sorted(least.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
         return (
-            f"{config.path}: does not fit {config.world_size} × {device.name} in any of {len(self.ranked)} ways: "
+            f"{config.path}: does not fit {config.world_size} × {device.name}: of {len(self.ranked)} ways "
+            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(lacking)} fits when run dry; "
             f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:.4g} GiB a "
             f"device ({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's host "
             f"memory, short by {least.short / GIB:.1f} GiB a device; use more or larger devices"
