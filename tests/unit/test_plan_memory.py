@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,20 @@ from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel import loss
 from zero_tp.planning import dryrun
 from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
+from zero_tp.planning.formulas import (
+    Layer,
+    eager_core,
+    kept,
+    kept_full,
+    kept_outside_layers,
+    kept_selective,
+    model_states,
+    sdpa_fused_core,
+)
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.moments import joined, measure
-from zero_tp.planning.workload import workload_of
+from zero_tp.planning.workload import Workload, workload_of
+from zero_tp.planning.zero import ZeroMemory, ZeroSettings
 from zero_tp.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,6 +228,59 @@ def test_an_accelerator_takes_the_branches_of_its_type() -> None:
     assert kept(checkpoints, False) - kept(on_host, False) == pytest.approx(3 * stream, rel=0.01)
     assert kept(checkpoints, True) == kept(on_host, True)
     assert kept(WIDE, False) < 0.7 * kept(WIDE, True)
+
+
+EVERYTHING = ["attention_core", "mlp_activation", "norm"]
+CORES: dict[str, Callable[[Layer], float]] = {"eager": eager_core, "sdpa": sdpa_fused_core}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=THOROUGH)])
+@pytest.mark.parametrize(
+    ("tensor", "sequence"), [(1, False), (2, False), (2, True), pytest.param(4, True, marks=THOROUGH)]
+)
+def test_an_accelerator_keeps_what_the_papers_count(tensor: int, sequence: bool, dtype: str) -> None:
+    """To the byte, with what table 2 leaves out written down here."""
+    s, b, h, v, count = 128, 2, 192, 1000, 4
+    layer = Layer(s, b, h, 8, tensor, sequence)
+    policies: list[tuple[dict[str, Any], dict[str, Any], Callable[[Callable[[Layer], float]], float]]] = [
+        ({"mode": "none"}, {}, lambda core: kept(layer, core)),
+        ({"mode": "full"}, {}, lambda core: kept_full(layer)),
+        ({"mode": "selective", "modules": EVERYTHING}, {}, lambda core: kept_selective(layer, core, EVERYTHING)),
+    ]
+    if tensor > 1 and not sequence:
+        split = {"partition_activations": True}
+        policies.append(({"mode": "full"}, split, lambda core: kept_full(layer, partitioned=True)))
+    shards = tensor if sequence else 1
+    # The loss of parallel/loss.py keeps the head's gradient in fp32 in place of the logits.
+    outside = kept_outside_layers(layer, v) - 4 * s * b * v / tensor + 4 * v * h / tensor
+    # The final norm's statistics; token and position numbers, and which tokens are of other ranks; two figures.
+    outside += 8 * s * b / shards + 8 * s * b + 8 * s + (s * b if tensor > 1 else 0) + 2 * 4
+    for attention, core in CORES.items():
+        config = GPT2Config(n_layer=count, n_embd=h, n_head=8, n_positions=s, vocab_size=v)
+        config._attn_implementation = attention
+        for policy, checkpointing, formula in policies:
+            again = policy["mode"] != "none"
+            workload = Workload(s, b, tensor, sequence, dtype, policy=RecomputePolicy(**policy))
+            moments = dry_run(config, replace(workload, checkpointing=checkpointing), whole=True)
+            # Mean and deviation of two norms in fp32, where no layer is recomputed as a whole.
+            statistics = 0 if policy["mode"] == "full" else 16 * s * b / shards
+            mask = 2 * s**2 if attention == "eager" and again else 0  # one for all layers, which run again with it
+            expected = count * (formula(core) + statistics) + outside + mask
+            assert max(one.activations for one in moments) == expected, (attention, policy, checkpointing)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_model_states_are_the_papers_and_padding(stage: int) -> None:
+    config = load([f"zero_optimization.stage={stage}", "zero_tp.parallel.tensor=1"])
+    parameters = model_of(config.hf_config(), 1, False).parameters
+    states = ZeroMemory(parameters, ZeroSettings.of(config.deepspeed_config(), WORLD, cpu=False)).states
+    papers = model_states(parameters.total, stage, WORLD)
+    # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice that.
+    padded = {0: 0, 1: 4 * WORLD, 2: 4 * WORLD, 3: WORLD * (len(parameters.matrices) + len(parameters.flats))}[stage]
+    own = padded / WORLD
+    assert 0 <= states.optimizer - papers["optimizer"] <= 12 * own
+    assert 0 <= states.parameters - papers["parameters"] <= 2 * (padded if stage < 3 else own)
+    assert stage < 3 or 0 <= states.gradients - papers["gradients"] <= 2 * own
 
 
 @functools.cache
