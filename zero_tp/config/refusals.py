@@ -31,10 +31,6 @@ class View:
     def tensor(self) -> int:
         return self.zero_tp.parallel.tensor
 
-    @property
-    def recompute_mode(self) -> str:
-        return self.zero_tp.recompute_policy.mode
-
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
@@ -52,19 +48,26 @@ class Refusal:
     when: str
     test: Callable[[View], bool]
     reason: str
-    remedy: str
+    remedy: str = "leave it out"
 
 
-def _on(key: str) -> Callable[[View], bool]:
-    return lambda view: view.get(key, False) is not False
+def _other(key: str, usual: Any) -> Callable[[View], bool]:
+    """Return the test for any value but the usual one."""
+    return lambda view: view.get(key, usual) != usual
 
 
-def _off(key: str) -> Callable[[View], bool]:
-    return lambda view: view.get(key, True) is False
+def _both(first: Callable[[View], bool], second: Callable[[View], bool]) -> Callable[[View], bool]:
+    return lambda view: first(view) and second(view)
+
+
+def _as(value: bool, key: str, reason: str) -> Refusal:
+    """Return the refusal of a switch in one position."""
+    return Refusal(key, f"as {shown(value)}", _other(key, not value), reason)
 
 
 ZERO = "zero_optimization"
 ACTIVATIONS = "activation_checkpointing"
+CONTIGUOUS = f"{ACTIVATIONS}.contiguous_memory_optimization"
 
 REFUSALS: tuple[Refusal, ...] = (
     # What is computed
@@ -78,61 +81,38 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "data_types.param_dtype",
         "when it is not the dtype of bf16 or fp16",
-        lambda view: view.get("data_types.param_dtype", dtype_name(view.config)) != dtype_name(view.config),
+        lambda view: _other("data_types.param_dtype", dtype_name(view.config))(view),
         "the model is built in one dtype",
-        "leave it out",
     ),
     Refusal(
         "gradient_allreduce_op",
         'as "sum"',
-        lambda view: view.get("gradient_allreduce_op") == "sum",
+        _other("gradient_allreduce_op", "mean"),
         "gradients would grow with the number of replicas, and the loss is a mean over the global batch",
         'use "mean"',
     ),
-    Refusal(
-        "managed_gradient_accumulation",
-        "as false",
-        _off("managed_gradient_accumulation"),
-        "every micro-step would then be an optimizer step",
-        "leave it out",
-    ),
-    Refusal(
-        "prescale_gradients",
-        "with ZeRO",
-        lambda view: view.stage > 0 and view.get("prescale_gradients", False),
-        "DeepSpeed supports it at stage 0 only",
-        "leave it out",
-    ),
-    Refusal(
-        "gradient_predivide_factor",
-        "with ZeRO",
-        lambda view: view.stage > 0 and view.get("gradient_predivide_factor", 1.0) != 1.0,
-        "DeepSpeed supports it at stage 0 only",
-        "leave it out",
+    _as(False, "managed_gradient_accumulation", "every micro-step would then be an optimizer step"),
+    *(
+        Refusal(
+            key,
+            "with ZeRO",
+            _both(lambda view: view.stage > 0, _other(key, off)),
+            "DeepSpeed supports it at stage 0 only",
+        )
+        for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0))
     ),
     Refusal(
         "data_types.grad_accum_dtype",
         "at stage 0 when it is not the dtype of bf16 or fp16",
-        lambda view: (
-            view.stage == 0
-            and view.get("data_types.grad_accum_dtype", dtype_name(view.config)) != dtype_name(view.config)
-        ),
+        lambda view: view.stage == 0 and _other("data_types.grad_accum_dtype", dtype_name(view.config))(view),
         "DeepSpeed has no optimizer for that mix",
         "leave it out, or use ZeRO",
     ),
-    Refusal(
-        f"{ZERO}.compute_grad_norm",
-        "as false",
-        _off(f"{ZERO}.compute_grad_norm"),
-        "non-finite gradients are found by the norm, and would be applied",
-        "leave it out",
-    ),
-    Refusal(
+    _as(False, f"{ZERO}.compute_grad_norm", "non-finite gradients are found by the norm, and would be applied"),
+    _as(
+        False,
         "bf16.check_grad_overflow",
-        "as false",
-        _off("bf16.check_grad_overflow"),
         "non-finite gradients would be applied, and zero_tp.training.on_nonfinite would not see them",
-        "leave it out",
     ),
     Refusal(
         "zero_allow_untested_optimizer",
@@ -149,29 +129,22 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "sequence_parallel_size",
         "above 1",
-        lambda view: view.get("sequence_parallel_size", 1) > 1,
+        _other("sequence_parallel_size", 1),
         "it is Ulysses, which changes ZeRO's groups and not the TP region",
         "use zero_tp.parallel.sequence",
     ),
     Refusal(
         "seq_parallel_communication_data_type",
         "at all",
-        lambda view: view.get("seq_parallel_communication_data_type") is not None,
+        _other("seq_parallel_communication_data_type", None),
         "it belongs to Ulysses and would do nothing",
-        "leave it out",
     ),
-    Refusal(
-        "use_data_before_expert_parallelism",
-        "as true",
-        _on("use_data_before_expert_parallelism"),
-        "there are no experts",
-        "leave it out",
-    ),
+    _as(True, "use_data_before_expert_parallelism", "there are no experts"),
     *(
         Refusal(
             f"{ZERO}.{key}",
             "with zero_tp.parallel.tensor above 1",
-            lambda view, key=key, off=off: view.tensor > 1 and view.get(f"{ZERO}.{key}", off) != off,  # type: ignore[misc]
+            _both(lambda view: view.tensor > 1, _other(f"{ZERO}.{key}", off)),
             "ZeRO++ makes its groups from the whole world, so they would mix the shards of different TP ranks",
             "leave it out, or use tensor 1",
         )
@@ -185,14 +158,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         f"{ZERO}.offload_param",
         "below stage 3",
-        lambda view: view.stage < 3 and view.get(f"{ZERO}.offload_param.device", "none") != "none",
+        _both(lambda view: view.stage < 3, _other(f"{ZERO}.offload_param.device", "none")),
         "parameters are whole on every rank there, and DeepSpeed would ignore it",
         "use stage 3, or leave it out",
     ),
     Refusal(
         f"{ZERO}.offload_optimizer",
         "at stage 0",
-        lambda view: view.stage == 0 and view.get(f"{ZERO}.offload_optimizer.device", "none") != "none",
+        _both(lambda view: view.stage == 0, _other(f"{ZERO}.offload_optimizer.device", "none")),
         "the optimizer's states are not partitioned there, and DeepSpeed would ignore it",
         "use stage 1, 2 or 3, or leave it out",
     ),
@@ -215,78 +188,41 @@ REFUSALS: tuple[Refusal, ...] = (
         )
         for block in ("offload_optimizer", "offload_param")
     ),
-    Refusal(
-        f"{ZERO}.elastic_checkpoint",
-        "as true",
-        _on(f"{ZERO}.elastic_checkpoint"),
-        "it changes the layout of checkpoints that zero_tp reads",
-        "leave it out",
-    ),
-    Refusal(
-        f"{ZERO}.legacy_stage1",
-        "as true",
-        _on(f"{ZERO}.legacy_stage1"),
-        "the old implementation is not what the parity proofs run",
-        "leave it out",
-    ),
-    Refusal(
-        f"{ZERO}.pipeline_loading_checkpoint",
-        "as true",
-        _on(f"{ZERO}.pipeline_loading_checkpoint"),
-        "zero_tp has no pipeline parallelism",
-        "leave it out",
-    ),
+    _as(True, f"{ZERO}.elastic_checkpoint", "it changes the layout of checkpoints that zero_tp reads"),
+    _as(True, f"{ZERO}.legacy_stage1", "the old implementation is not what the parity proofs run"),
+    _as(True, f"{ZERO}.pipeline_loading_checkpoint", "zero_tp has no pipeline parallelism"),
     Refusal(
         f"{ZERO}.zenflow",
         "at all",
-        lambda view: view.get(f"{ZERO}.zenflow") is not None,
+        _other(f"{ZERO}.zenflow", None),
         "it steps on stale gradients, so the model trains differently",
-        "leave it out",
     ),
     # What is kept for backward
     *(
         Refusal(
             f"{ACTIVATIONS}.{key}",
             "with zero_tp.recompute none or selective",
-            lambda view, key=key: _on(f"{ACTIVATIONS}.{key}")(view) and view.recompute_mode != "full",  # type: ignore[misc]
+            _both(lambda view: view.zero_tp.recompute_policy.mode != "full", _other(f"{ACTIVATIONS}.{key}", False)),
             "only full recomputation keeps layer inputs that could be moved",
-            "leave it out",
         )
         for key in ("partition_activations", "cpu_checkpointing")
     ),
     Refusal(
-        f"{ACTIVATIONS}.contiguous_memory_optimization",
+        CONTIGUOUS,
         "without partition_activations",
-        lambda view: (
-            _on(f"{ACTIVATIONS}.contiguous_memory_optimization")(view)
-            and not _on(f"{ACTIVATIONS}.partition_activations")(view)
-        ),
+        _both(_other(CONTIGUOUS, False), lambda view: not view.get(f"{ACTIVATIONS}.partition_activations", False)),
         "it arranges the partitions",
-        "leave it out",
     ),
     Refusal(
-        f"{ACTIVATIONS}.contiguous_memory_optimization",
+        CONTIGUOUS,
         "with zero_tp.parallel.sequence",
-        lambda view: _on(f"{ACTIVATIONS}.contiguous_memory_optimization")(view) and view.zero_tp.parallel.sequence,
+        _both(_other(CONTIGUOUS, False), lambda view: view.zero_tp.parallel.sequence),
         "there is nothing to partition under sequence parallelism",
-        "leave it out",
     ),
     # What zero_tp does itself
-    Refusal(
-        "dataloader_drop_last",
-        "as true",
-        _on("dataloader_drop_last"),
-        "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used",
-        "leave it out",
-    ),
+    _as(True, "dataloader_drop_last", "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
     *(
-        Refusal(
-            f"checkpoint.{key}",
-            "unless it keeps its default",
-            lambda view, key=key, default=default: view.get(f"checkpoint.{key}", default) != default,  # type: ignore[misc]
-            reason,
-            "leave it out",
-        )
+        Refusal(f"checkpoint.{key}", "unless it keeps its default", _other(f"checkpoint.{key}", default), reason)
         for key, default, reason in (
             ("load_universal", False, "zero_tp finds out itself what a checkpoint is"),
             ("use_node_local_storage", False, "a checkpoint is complete in one directory, where it is verified"),

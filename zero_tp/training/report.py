@@ -17,6 +17,11 @@ from zero_tp.files import write_atomically
 from zero_tp.training.metrics import Speed, perplexity
 
 METRICS_FILE = "metrics.jsonl"
+LOGGED = (
+    *("step", "consumed_samples", "loss", "learning_rate", "grad_norm"),
+    *("tokens_per_second", "model_tflops", "mfu", "memory_gib", "seconds"),
+)
+"""What a line of it has of a step, by the fields of StepRecord and Speed."""
 
 
 @dataclass(frozen=True)
@@ -199,21 +204,8 @@ class Reporter:
     def log(self, record: StepRecord) -> None:
         """Print the step's line and append it to metrics.jsonl."""
         self.say(format_line(record, self.total_steps))
-        speed = record.speed
-        self._append(
-            {
-                "step": record.step,
-                "consumed_samples": record.consumed_samples,
-                "loss": record.loss,
-                "learning_rate": record.learning_rate,
-                "grad_norm": record.grad_norm,
-                "tokens_per_second": speed.tokens_per_second,
-                "model_tflops": speed.model_tflops,
-                "mfu": speed.mfu,
-                "memory_gib": record.memory_gib,
-                "seconds": speed.seconds,
-            }
-        )
+        values = {**vars(record), **vars(record.speed)}
+        self._append({name: values[name] for name in LOGGED})
 
     def validation(self, step: int, loss: float) -> None:
         """Print and append a validation loss [nats a token] with its perplexity."""
