@@ -107,7 +107,6 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
                 scored += found
     assert not windows
     assert sorted(scored) == [token for documents in corpora for document in documents for token in document[1:]]
-    assert samples.targets == len(scored)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=4), st.integers(0, 5))

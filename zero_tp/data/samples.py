@@ -219,13 +219,6 @@ class ValidationSamples:
         """Return the number of windows."""
         return int(self._first[-1])
 
-    @property
-    def targets(self) -> int:
-        """Return the number of tokens that are scored when all windows are."""
-        if self.separate:
-            return sum(int(np.diff(corpus.first_tokens).clip(1).sum()) - len(corpus) for corpus in self.corpora)
-        return sum(corpus.tokens - 1 for corpus in self.corpora)
-
     def _window(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the tokens of window i and the numbers of their documents, int64 [s + 1] each.
 

@@ -6,7 +6,7 @@ Hugging Face's files. Fields are read by the general names, which every config c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -192,18 +192,26 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
     yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
 
 
-def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
-    """Return every parameter of a model of this spec."""
-    return (
-        EMBEDDING,
-        *layer_weights("attention_norm", "input_layernorm", bias=False),
-        *attention_weights(spec),
-        *layer_weights("mlp_norm", "post_attention_layernorm", bias=False),
-        *layer_weights("mlp.gate_up", "mlp.gate_proj", "mlp.up_proj", bias=spec.mlp_bias),
-        *layer_weights("mlp.down", "mlp.down_proj", bias=spec.mlp_bias),
-        Weight("transformer.final_norm.weight", "model.norm.weight"),
-        HEAD,
-    )
+GATED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""The linear layers of Llama's MLP: our name, theirs."""
+
+
+def weights(
+    spec: TransformerSpec, attention: Iterable[Weight] | None = None, mlp: Mapping[str, tuple[str, ...]] = GATED
+) -> tuple[Weight, ...]:
+    """Return every parameter of a model of this spec.
+
+    Args:
+        attention: those of `self_attn`, where they are not as in Llama.
+        mlp: its linear layers, our name → theirs.
+    """
+    bias = spec.norm == "layer_norm"
+    found = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
+    found += attention_weights(spec) if attention is None else attention
+    found += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
+    for ours, theirs in mlp.items():
+        found += layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
+    return (*found, *both_names("transformer.final_norm", "model.norm", bias=bias), HEAD)
 
 
 def architecture(

@@ -42,17 +42,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
             replace(attention[0], ours=f"{common.OURS}attention.qkv.{ours}", rows=(start, end, ends[-1]))
             for ours, start, end in zip(parts, (0, *ends), ends, strict=False)
         ]
-    return (
-        common.EMBEDDING,
-        *common.layer_weights("attention_norm", "input_layernorm", bias=False),
-        *attention,
-        *common.layer_weights("attention.output", "self_attn.o_proj", bias=False),
-        *common.layer_weights("mlp_norm", "post_attention_layernorm", bias=False),
-        *common.layer_weights("mlp.gate_up", "mlp.gate_up_proj", bias=False),
-        *common.layer_weights("mlp.down", "mlp.down_proj", bias=False),
-        Weight("transformer.final_norm.weight", "model.norm.weight"),
-        common.HEAD,
-    )
+    attention += common.layer_weights("attention.output", "self_attn.o_proj", bias=False)
+    return common.weights(spec, attention, {"gate_up": ("gate_up_proj",), "down": ("down_proj",)})
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Phi3ForCausalLM", weights)

@@ -47,16 +47,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
-    return (
-        common.EMBEDDING,
-        *common.layer_weights("attention_norm", "input_layernorm", bias=True),
-        *common.attention_weights(spec),
-        *common.layer_weights("mlp_norm", "post_attention_layernorm", bias=True),
-        *common.layer_weights("mlp.up", "mlp.c_fc", bias=spec.mlp_bias),
-        *common.layer_weights("mlp.down", "mlp.c_proj", bias=spec.mlp_bias),
-        *common.both_names("transformer.final_norm", "model.norm"),
-        common.HEAD,
-    )
+    return common.weights(spec, mlp={"up": ("c_fc",), "down": ("c_proj",)})
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Starcoder2ForCausalLM", weights)
