@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from zero_tp.config.optimizer import check_optimizer, check_scheduler
 from zero_tp.config.schema import ZeroTP
@@ -117,43 +118,26 @@ OWN_BLOCKS: dict[str, type[Block]] = {
     "flops_profiler": FlopsProfiler,
 }
 
-DEEPSPEED_BLOCKS = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "comms_logger",
-    "timers",
-)
+DEEPSPEED_BLOCKS = {
+    "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
+    "bf16": "runtime.precision_config:DeepSpeedBF16Config",
+    "fp16": "runtime.precision_config:DeepSpeedFP16Config",
+    "tensorboard": "monitor.config:TensorBoardConfig",
+    "wandb": "monitor.config:WandbConfig",
+    "csv_monitor": "monitor.config:CSVConfig",
+    "comet": "monitor.config:CometConfig",
+    "comms_logger": "comm.config:CommsLoggerConfig",
+    "timers": "utils.config:DeepSpeedThroughputTimerConfig",
+}
+"""Blocks of pydantic models in DeepSpeed's package; that of `timers` is the one key `throughput` in it."""
 
 
 def deepspeed_models() -> dict[str, type[BaseModel]]:
     """Return DeepSpeed's pydantic models by block. This imports DeepSpeed: about two seconds, and quietly."""
     with _quiet():
-        from deepspeed.comm.config import CommsLoggerConfig
-        from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-        from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-        from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-
-    class Timers(Block):
-        throughput: DeepSpeedThroughputTimerConfig = Field(default_factory=DeepSpeedThroughputTimerConfig)
-
-    models: tuple[type[BaseModel], ...] = (
-        DeepSpeedZeroConfig,
-        DeepSpeedBF16Config,
-        DeepSpeedFP16Config,
-        TensorBoardConfig,
-        WandbConfig,
-        CSVConfig,
-        CometConfig,
-        CommsLoggerConfig,
-        Timers,
-    )
-    return dict(zip(DEEPSPEED_BLOCKS, models, strict=True))
+        found = {block: pkgutil.resolve_name(f"deepspeed.{place}") for block, place in DEEPSPEED_BLOCKS.items()}
+    throughput = found["timers"]
+    return {**found, "timers": create_model("Timers", __base__=Block, throughput=(throughput, throughput()))}
 
 
 OFF_BLOCKS: dict[str, str] = {

@@ -58,19 +58,16 @@ def quiet_libraries(verbose: bool) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in LOGGERS:
-        logger = logging.getLogger(name)
         # A filter, because the libraries set their loggers' levels themselves when they are imported.
-        if not any(isinstance(each, _OnlyErrors) for each in logger.filters):
-            logger.addFilter(_OnlyErrors())
+        logging.getLogger(name).addFilter(_only_errors)
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category, module=LIBRARIES)
     # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor and says so at every call site, ours or not.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
-class _OnlyErrors(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
+def _only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 @contextlib.contextmanager
