@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from tests.launched import environment, furnish, launch, metrics_of
+from tests.waits import patience
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
     check_file,
@@ -72,13 +73,13 @@ def family(launcher: subprocess.Popen[bytes]) -> dict[str, list[psutil.Process]]
 def kill_inside_a_save(launcher: subprocess.Popen[bytes], run: Path, target: str, chance: random.Random) -> bool:
     """Wait for a save after the first few of this start, then kill at a random moment; False when the run ended."""
     begun = len(complete_steps(run)) and complete_steps(run)[-1]
-    aim, deadline = begun + chance.randint(1, STEPS_BETWEEN), time.monotonic() + LIMIT
+    aim, started = begun + chance.randint(1, STEPS_BETWEEN), time.monotonic()
     writing = checkpoints_of(run) / TEMPORARY
     named: dict[str, list[psutil.Process]] = {}
     while not (named and writing.exists()):
         if launcher.poll() is not None:
             return False
-        assert time.monotonic() < deadline, "no save came"
+        assert time.monotonic() - started < patience(LIMIT), "no save came"
         if not named and complete_steps(run) and complete_steps(run)[-1] >= aim:
             named = family(launcher)  # takes longer than a save: the next one is hit
         time.sleep(0.002)
@@ -92,8 +93,8 @@ def kill_inside_a_save(launcher: subprocess.Popen[bytes], run: Path, target: str
     for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    launcher.wait(LIMIT)
-    _, alive = psutil.wait_procs(everyone, timeout=60)
+    launcher.wait(patience(LIMIT))
+    _, alive = psutil.wait_procs(everyone, timeout=patience(60))
     assert not alive, f"left behind: {alive}"
     return True
 
@@ -139,7 +140,7 @@ def main() -> None:
             print(f"kill {kills}: {target}, saving in the {where}; newest complete: step {done[-1]}{left}", flush=True)
         for run in (killed, whole):
             launcher = start(workplace, run, done[-1] + 3, False)
-            _, errors = launcher.communicate(timeout=LIMIT * 5)
+            _, errors = launcher.communicate(timeout=patience(LIMIT * 5))
             assert launcher.returncode == 0, errors.decode()
         found, expected = losses(killed), losses(whole)
         assert found == expected, {step: (found.get(step), expected.get(step)) for step in expected}

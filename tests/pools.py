@@ -36,17 +36,6 @@ T = TypeVar("T")
 # Once one rank has failed, the others get this long to report too (seconds): most wait in a collective for ever.
 GRACE = 1.0
 
-# Imported once by the fork server; the ranks share those pages.
-PRELOADED = [
-    "torch",
-    "deepspeed",
-    "transformers.modeling_utils",
-    "transformers.generation",
-    "transformers.models.gpt2.modeling_gpt2",
-    "pydantic",
-    "pytest",
-]
-
 RANK_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -116,7 +105,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         # The fork server keeps the environment that it was started with.
         with _environment(RANK_ENVIRONMENT):
-            context.set_forkserver_preload(PRELOADED)
+            context.set_forkserver_preload(["tests.preloaded"])
             forkserver.ensure_running()
         self._folder = tempfile.TemporaryDirectory(prefix="zero_tp_ranks_")
         # The store lives here: a port that a rank had to find free could be taken before it is used.

@@ -16,6 +16,7 @@ import torch
 
 from tests.distributed.test_checkpoint import build, masters_of, steps_of, straight, write_config
 from tests.pools import Pools
+from tests.waits import patience
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     TEMPORARY,
@@ -303,7 +304,7 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
     go_on, write = threading.Event(), save.write_tensors
 
     def slowly(*arguments: Any) -> Any:
-        assert go_on.wait(60)
+        assert go_on.wait(patience(60))
         return write(*arguments)
 
     save.write_tensors = slowly  # type: ignore[assignment]

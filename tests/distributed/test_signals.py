@@ -110,6 +110,7 @@ def test_launch_py_tells_one_rank_after_another(workplace: Path) -> None:
     assert stopped_after(run) >= 2
 
 
+@THOROUGH
 def test_torchrun_tells_all_ranks(workplace: Path) -> None:
     with running(workplace, "torchrun", "torchrun") as run:
         run.launcher.send_signal(signal.SIGTERM)

@@ -183,13 +183,10 @@ def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:
     try:
         first = RankEnvironment(rank=4, world=8, node=1, local_rank=0, local_world=3, parent=psutil.Process(), job="")
         siblings = Siblings(first)
-        deadline = time.monotonic() + 10
-        while not siblings.complete and time.monotonic() < deadline:
-            siblings.observe()
+        wait_until(lambda: siblings.observe() or siblings.complete, 10, "the siblings were not seen", 0.01)
         assert siblings.gone() == {}
         ranks[1].kill()
-        while not siblings.gone() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(siblings.gone, 10, "the killed one was not missed", 0.01)
         assert siblings.gone() == {5: -9}
         ranks[1].wait()  # reaped: how it ended is no longer known
         assert siblings.gone() == {5: None}
