@@ -12,6 +12,7 @@ from tests.compare import grid
 from tests.decoders import decoder
 from tests.native import parallel_model
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.errors import UserError
 
 FIELDS: dict[str, Any] = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
@@ -58,18 +59,18 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
     return "", loss.item()
 
 
-@pytest.mark.parametrize(
-    ("tensor", "through", "refused"),
-    [
-        (2, "accelerate", True),
-        (2, "deepspeed", True),
-        (2, "deepspeed, mpu", False),
-        (1, "accelerate", False),
-        (1, "deepspeed", False),
-        (2, "ddp", True),
-        (1, "ddp", False),
-    ],
-)
+CASES = [
+    (2, "accelerate", True),
+    (2, "deepspeed", True),
+    (2, "deepspeed, mpu", False),
+    (1, "accelerate", False),
+    (1, "deepspeed", False),
+    (2, "ddp", True),
+    (1, "ddp", False),
+]
+
+
+@pytest.mark.parametrize(("tensor", "through", "refused"), in_tiers(CASES, [CASES[0], CASES[2], CASES[3], CASES[5]]))
 def test_a_model_that_is_split_needs_its_topology(ranks: Pools, tensor: int, through: str, refused: bool) -> None:
     for said, loss in ranks(2).run(prepared, tensor, through):
         assert ("does not know its topology" in said) == refused

@@ -17,6 +17,7 @@ from transformers import GPT2Config
 from benchmarks.kept import kept_by_backward, kept_by_layer
 from tests.compare import grid
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -105,7 +106,7 @@ def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str,
     return found
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), GRIDS)
+@pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS, [(1, False), (2, True)]))
 def test_a_layer_keeps_what_the_formulas_say(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     shapes = drawn(seed)
     everyone = ranks(tensor).run(measure, shapes, tensor, sequence) if tensor > 1 else [measure(shapes, 1, False)]
@@ -144,7 +145,7 @@ def both_ways(layer: Layer) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), GRIDS[:3])
+@pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS[:3], [(2, True)]))
 def test_storages_alive_are_those_that_autograd_packs(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     layer = replace(drawn(seed)[0], t=tensor, sequence=sequence)
     for found in ranks(tensor).run(both_ways, layer) if tensor > 1 else [both_ways(layer)]:

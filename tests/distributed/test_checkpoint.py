@@ -143,7 +143,6 @@ CASES = [
 ]
 FIRST = [
     (4, 2, 0, "fp32", "none"),
-    (4, 2, 1, "bf16", "none"),
     (4, 2, 1, "bf16_fp32_accumulation", "none"),
     (4, 2, 2, "bf16", "optimizer"),
     (4, 2, 3, "bf16", "parameters"),

@@ -23,7 +23,7 @@ from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
-EACH_WORLD = pytest.mark.parametrize("world", [2, 4])
+EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 FEW = hypothesis.settings(max_examples=3)
 RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 

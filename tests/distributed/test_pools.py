@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.pool_rank import cached
 from tests.pools import Pool, RankError
+from tests.tiers import THOROUGH, in_tiers
 from tests.waits import patience
 
 
@@ -127,7 +128,7 @@ def test_results_come_in_the_order_of_ranks(ranks: Any) -> None:
         assert all(torch.equal(r["total"], torch.full((3,), world * (world + 1.0))) for r in results)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", in_tiers([0, 1], [1]))
 def test_one_failing_rank_is_reported_while_the_other_waits(pool: Pool, failing: int) -> None:
     pool.run(describe, 1, torch.ones(1))
     start = time.monotonic()
@@ -150,6 +151,7 @@ def test_the_same_failure_on_all_ranks_keeps_the_pool(pool: Pool) -> None:
     assert pool.pids == before
 
 
+@THOROUGH
 def test_time_out_shows_the_stack(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"no answer from ranks \[1\]") as caught:
         pool.run(hang_on, 1, timeout=2)
@@ -174,12 +176,14 @@ def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
     assert pool.run(leave_things_behind) == [(2, 4), (2, 3)]
 
 
+@THOROUGH
 def test_deepspeed_engines_of_all_stages_follow_one_another(pool: Pool) -> None:
     losses = [pool.run(train_with_deepspeed, stage) for stage in (0, 1, 2, 3, 0)]
     for both in losses:
         assert both == pytest.approx(losses[0], rel=1e-5)
 
 
+@THOROUGH
 def test_engines_leave_no_threads_or_descriptors(pool: Pool) -> None:
     for stage in (1, 3):
         pool.run(train_with_deepspeed, stage)
@@ -194,6 +198,7 @@ def test_only_top_level_functions_are_sent(pool: Pool) -> None:
         pool.run(lambda: None)
 
 
+@THOROUGH
 def test_ranks_end_with_pytest(tmp_path: Path) -> None:
     script = (
         "import time\nfrom tests.pools import Pool\nfrom tests.distributed.test_pools import find_things\n"
