@@ -183,7 +183,12 @@ def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:
     try:
         first = RankEnvironment(rank=4, world=8, node=1, local_rank=0, local_world=3, parent=psutil.Process(), job="")
         siblings = Siblings(first)
-        wait_until(lambda: siblings.observe() or siblings.complete, 10, "the siblings were not seen", 0.01)
+
+        def seen() -> bool:
+            siblings.observe()
+            return siblings.complete
+
+        wait_until(seen, 10, "the siblings were not seen", 0.01)
         assert siblings.gone() == {}
         ranks[1].kill()
         wait_until(siblings.gone, 10, "the killed one was not missed", 0.01)
