@@ -138,6 +138,7 @@ NORM = "transformer.h.1.ln_2.weight"
         (lambda t: t.update({"h.9.attn.c_attn.bias": torch.ones(96)}), r"unexpected tensor h\.9\.attn\.c_attn\.bias"),
         (lambda t: t.update({NORM: torch.ones(33)}), rf"{NORM}: expected shape \(32,\), found \(33,\)"),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int64)}), rf"{NORM}: expected one of F64.*found I64"),
+        (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int16)}), rf"{NORM}: expected one of F64.*found I16$"),
         (lambda t: t.update({NORM.removeprefix("transformer."): torch.ones(32)}), rf"are both {NORM}"),
         (lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}), r"lm_head\.weight differ, but its config ties"),
     ],

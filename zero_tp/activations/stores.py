@@ -67,7 +67,7 @@ class Partitioned:
 
 
 class _Slot:
-    """A slot is a place in the buffer that is free again when this object is dropped."""
+    """A slot is a row of the buffer that is free again when this object is dropped."""
 
     def __init__(self, index: int, shape: Size):
         self.index, self.shape = index, shape
@@ -97,7 +97,7 @@ class ContiguousBuffer:
         assert self.buffer is not None
         if not self._free:
             raise RuntimeError(
-                f"activation_checkpointing.number_checkpoints: all {self.slots} places are taken; raise it, or leave "
+                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken; raise it, or leave "
                 "it out"
             )
         slot = _Slot(self._free.pop(), tensor.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -12,22 +12,28 @@ UNSAID = {"zero_tp.data.document_attention": "continue"}
 """What holds for a checkpoint that was saved before there was such a key."""
 
 
-def parallelism_of(config: RunConfig) -> dict[str, Any]:
-    """Return how a run is split over ranks, and its dtype: what may change when it is resumed."""
-    parallel = config.zero_tp.parallel
-    return {
-        "tensor": parallel.tensor,
-        "data": config.data_parallel,
-        "sequence": parallel.sequence,
-        "zero_stage": config.zero_stage,
-        "dtype": config.dtype,
-    }
+class Parallelism(NamedTuple):
+    """A run is split over ranks like this, and has this dtype: what may change when it is resumed."""
 
+    tensor: int
+    data: int
+    sequence: bool
+    zero_stage: int
+    dtype: str
 
-def describe_parallelism(found: dict[str, Any]) -> str:
-    """Return what `parallelism_of` gave, or a manifest has, as `TP 2 × DP 2, SP, ZeRO-2, bf16`."""
-    sequence = ", SP" if found["sequence"] else ""
-    return f"TP {found['tensor']} × DP {found['data']}{sequence}, ZeRO-{found['zero_stage']}, {found['dtype']}"
+    @classmethod
+    def of(cls, config: RunConfig) -> Parallelism:
+        parallel = config.zero_tp.parallel
+        return cls(parallel.tensor, config.data_parallel, parallel.sequence, config.zero_stage, config.dtype)
+
+    @classmethod
+    def saved(cls, manifest: dict[str, Any]) -> Parallelism:
+        return cls(*(manifest[name] for name in cls._fields))
+
+    def __str__(self) -> str:
+        """Write it as `TP 2 × DP 2, SP, ZeRO-2, bf16`."""
+        sequence = ", SP" if self.sequence else ""
+        return f"TP {self.tensor} × DP {self.data}{sequence}, ZeRO-{self.zero_stage}, {self.dtype}"
 
 
 def fixed_of(config: RunConfig) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use
-from zero_tp.checkpoint.identity import describe_parallelism
+from zero_tp.checkpoint.identity import Parallelism
 from zero_tp.tensors.files import read_header
 
-SAVED_AT = ("tensor", "data", "sequence", "zero_stage", "dtype")
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -45,7 +44,7 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         "checkpoint": str(checkpoint),
         "steps": complete_steps(source),
         "step": manifest["step"],
-        "saved_at": {key: manifest[key] for key in SAVED_AT},
+        "saved_at": Parallelism.saved(manifest)._asdict(),
         "model": manifest["model"],
         "parameters": sum(math.prod(entry["shape"]) for entry in manifest["parameters"].values()),
         "bytes": kinds,
@@ -93,7 +92,7 @@ def table(found: dict[str, Any]) -> str:
     rows = [
         ("checkpoint", found["checkpoint"]),
         ("step", f"{found['step']:,}"),
-        ("saved at", describe_parallelism(found["saved_at"])),
+        ("saved at", str(Parallelism.saved(found["saved_at"]))),
         ("model", f"{model['model_type']}: {sizes}"),
         ("parameters", f"{found['parameters']:,}"),
         *((kind, _size(size)) for kind, size in found["bytes"].items()),

@@ -72,15 +72,15 @@ def destinations_of(
     """
     header, base = read_header(file)
     starts, destinations = json.loads(header["__metadata__"][STARTS]), {}
-    for run, kind in pieces:
-        found = header.get(tensor_name(run.name, kind))
-        target = states.get(run, kind)
+    for fragment, kind in pieces:
+        found = header.get(tensor_name(fragment.name, kind))
+        target = states.get(fragment, kind)
         if found is None or target.dtype != torch.float32 or found["dtype"] != "F32":
             continue
-        if starts[run.name] == run.start and found["shape"] == [run.numel]:
+        if starts[fragment.name] == fragment.start and found["shape"] == [fragment.numel]:
             first, last = found["data_offsets"]
-            assert last - first == 4 * run.numel, f"{file}: {run.name} ({kind}) is not as long as its shape"
-            destinations[run.name, kind] = Destination(base + first, target.view(torch.uint8))
+            assert last - first == 4 * fragment.numel, f"{file}: {fragment.name} ({kind}) is not as long as its shape"
+            destinations[fragment.name, kind] = Destination(base + first, target.view(torch.uint8))
     return destinations
 
 

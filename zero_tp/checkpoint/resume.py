@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged, check_file, read_manifest
-from zero_tp.checkpoint.identity import check_same_run, parallelism_of
+from zero_tp.checkpoint.identity import Parallelism, check_same_run
 from zero_tp.checkpoint.reader import CheckpointReader, Described, destinations_of, states_file
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -211,7 +211,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
             whole.agree(failure)
         zero.fill_module()
         zero.restore_progress(manifest["progress"])
-        _restore_streams(zero, checkpoint, manifest, parallelism_of(config))
+        _restore_streams(zero, checkpoint, manifest, config)
     model.generation_config = GenerationConfig(**manifest["generation"])
     step: int = manifest["step"]
     return step
@@ -242,10 +242,11 @@ def _fill(
         states.get(fragment, kind).copy_(piece)
 
 
-def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: dict[str, Any], now: dict[str, Any]) -> None:
+def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: dict[str, Any], config: RunConfig) -> None:
     """Restore the streams as they were where the grid is the same; elsewhere take new ones, chosen by seed and step."""
     topology, streams = zero.topology, zero.model.streams
-    if any(manifest[key] != now[key] for key in ("tensor", "data", "sequence")):
+    before, now = Parallelism.saved(manifest), Parallelism.of(config)
+    if (before.tensor, before.data, before.sequence) != (now.tensor, now.data, now.sequence):
         streams.reseed(topology, manifest["fixed"]["zero_tp.training.seed"] + manifest["step"])
         return
     with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.identity import fixed_of, parallelism_of
+from zero_tp.checkpoint.identity import Parallelism, fixed_of
 from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -167,7 +167,7 @@ class Saver:
     def _manifest(self, states: OptimizerStates) -> dict[str, Any]:
         model = self.zero.model
         return {
-            **parallelism_of(self.config),
+            **Parallelism.of(self.config)._asdict(),
             "model": model.config.to_dict(),
             "generation": model.generation_config.to_dict(),
             "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},

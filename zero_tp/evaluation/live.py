@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +70,10 @@ class LiveTasks:
             engine.engine.train()
 
 
-def live_tasks(config: RunConfig, tokenizer: Path | None, model_config: PretrainedConfig) -> LiveTasks | None:
-    """Read the tasks of a run's config and their data; None when there are none.
+def live_tasks(
+    config: RunConfig, tokenizer: Path | None, model_config: PretrainedConfig
+) -> Callable[[Any, int], dict[str, dict[str, float | None]]] | None:
+    """Read the tasks of a run's config and their data; return what runs them (`LiveTasks.run`), None for no tasks.
 
     Args:
         tokenizer: the run's tokenizer's directory.
@@ -89,7 +91,7 @@ def live_tasks(config: RunConfig, tokenizer: Path | None, model_config: Pretrain
     options = TaskOptions(limit=asked.task_limit, include_path=include)
     data = {task: Path(file) for task, file in asked.task_data.items()}
     try:
-        return LiveTasks(asked.tasks, data, options, tokenizer, model_config)
+        return LiveTasks(asked.tasks, data, options, tokenizer, model_config).run
     except UserError as error:
         # Where the command has options, the file has keys.
         raise UserError(f"zero_tp.evaluation.tasks: {error} (--data is zero_tp.evaluation.task_data here)") from error

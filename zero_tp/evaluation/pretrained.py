@@ -4,7 +4,6 @@ is read, and then loaded."""
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.scoring import HuggingFaceScorer, ParallelScorer
 from zero_tp.evaluation.subject import Subject
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel.layout import whole_shape
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights
 
@@ -120,14 +118,6 @@ class CheckpointDirectory(ModelDirectory):
         with in_use(self.path) as manifest:
             source = CheckpointReader(self.path, manifest)
             return ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
-
-
-def parameters(model: Any) -> int:
-    """Count the parameters of the whole model, on however many ranks it is."""
-    if isinstance(model, ZeroTPForCausalLM):
-        return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
-    count: int = model.num_parameters()
-    return count
 
 
 def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:

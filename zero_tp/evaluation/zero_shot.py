@@ -13,7 +13,7 @@ import torch
 
 from zero_tp.constants import DTYPES
 from zero_tp.errors import UserError
-from zero_tp.evaluation.pretrained import open_directory, parameters
+from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.task import Task, TaskOptions, as_json
@@ -97,7 +97,7 @@ def evaluate(
             "step": directory.step,
             "model_type": directory.config.model_type,
             "class": type(subject.module).__name__,
-            "parameters": parameters(subject.module),
+            "parameters": subject.module.num_parameters(),
             "vocabulary_size": len(directory.tokenizer),
         },
         "settings": as_json(

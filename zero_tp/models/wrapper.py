@@ -5,6 +5,7 @@ s sequence, b batch, v vocabulary, t TP size.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from zero_tp.models.head import OutputLayer
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.gradients import GradientHooks
+from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
@@ -134,6 +136,15 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count the elements of parameters as transformers does, those of the whole model on however many ranks."""
+        embeddings = set(self.get_input_embeddings().parameters()) if exclude_embeddings else set()
+        return sum(
+            math.prod(whole_shape(parameter))
+            for parameter in self.parameters()
+            if (parameter.requires_grad or not only_trainable) and parameter not in embeddings
+        )
 
     def _runs_sequence_parallel(self, length: int) -> bool:
         """Decide on SP for this forward: without gradients a length that does not divide runs without it."""

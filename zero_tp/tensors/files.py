@@ -22,23 +22,15 @@ from threading import Event
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 PART = 8 * 2**20
 BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache
 HASHING_THREADS = 3
 VECTOR = 1024  # buffers that one call of the system may fill (IOV_MAX)
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""As a header writes them."""
+DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+"""As safetensors' headers write them."""
 
 
 @dataclass(frozen=True)

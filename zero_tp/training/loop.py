@@ -8,23 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from zero_tp.checkpoint.directory import (
-    read_manifest,
-    run_directory,
-    step_directory,
-    write_config,
-)
-from zero_tp.checkpoint.identity import describe_parallelism, parallelism_of
+from zero_tp.checkpoint.directory import read_manifest, run_directory, step_directory, write_config
+from zero_tp.checkpoint.identity import Parallelism
 from zero_tp.checkpoint.resume import find_resumable, resume, take_whole
 from zero_tp.checkpoint.save import Saver
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops
-from zero_tp.parallel.layout import whole_shape
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
@@ -60,62 +53,51 @@ def train(
             the loss is not finite and `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     environment.export()  # before anything is written
-    with run_directory(run.directory) if environment.rank == 0 else nullcontext():
-        _train(run, environment, requests or Requests(), tools or Tools(), verbose, resume_from)
-
-
-def _train(
-    run: PreparedRun,
-    environment: RankEnvironment,
-    requests: Requests,
-    tools: Tools,
-    verbose: bool,
-    resume_from: Path | None,
-) -> None:
+    requests, tools = requests or Requests(), tools or Tools()
     config, directory = run.config, run.directory
-    checkpoint = find_resumable(directory, config, resume_from)
-    manifest = read_manifest(checkpoint) if checkpoint is not None else None
-    if checkpoint is not None and manifest is not None:
-        run.check_resumed(checkpoint, manifest)
-    topology, device = connect_deepspeed(config, environment, verbose)
-    notes: list[str] = []
-    with hushed(verbose):
-        engine = TrainingEngine(
-            run.model_config,
-            topology,
-            config.deepspeed_config(),
-            seed=config.zero_tp.training.seed,
-            device=device,
-            source=run.pretrained() if checkpoint is None else None,
-            recompute=config.zero_tp.recompute_policy,
-        )
-        if checkpoint is not None:
-            take = partial(resume, engine.zero, config=config)
-            checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
-            manifest = read_manifest(checkpoint)
-    step = manifest["step"] if manifest is not None else 0
-    first = topology.rank == 0
-    steps = config.zero_tp.training.steps
-    if first and step < steps:
-        write_config(directory, config.resolved())
-    if first:
-        for note in notes:
-            print(note)
-        _announce(run, engine, manifest)
-    if step < steps:
-        forecast = tools.forecast(config, device.type) if first and tools.forecast is not None else None
-        if forecast is not None:
-            print(forecast.announcement())
-        _Loop(run, engine, device, step, requests, tools, forecast).train()
+    with run_directory(directory) if environment.rank == 0 else nullcontext():
+        checkpoint = find_resumable(directory, config, resume_from)
+        manifest = read_manifest(checkpoint) if checkpoint is not None else None
+        if checkpoint is not None and manifest is not None:
+            run.check_resumed(checkpoint, manifest)
+        topology, device = connect_deepspeed(config, environment, verbose)
+        notes: list[str] = []
+        with hushed(verbose):
+            engine = TrainingEngine(
+                run.model_config,
+                topology,
+                config.deepspeed_config(),
+                seed=config.zero_tp.training.seed,
+                device=device,
+                source=run.pretrained() if checkpoint is None else None,
+                recompute=config.zero_tp.recompute_policy,
+            )
+            if checkpoint is not None:
+                take = partial(resume, engine.zero, config=config)
+                checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
+                manifest = read_manifest(checkpoint)
+        step = manifest["step"] if manifest is not None else 0
+        ends = step >= config.zero_tp.training.steps
+        forecast = None
+        if topology.rank == 0:
+            if not ends:
+                write_config(directory, config.resolved())
+            for note in notes:
+                print(note)
+            _announce(run, engine, manifest)
+            if not ends and tools.forecast is not None:
+                forecast = tools.forecast(config, device.type)
+                print(forecast.announcement())
+        if not ends:
+            _Loop(run, engine, step, requests, tools, forecast).train()
 
 
 def _announce(run: PreparedRun, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
     config, steps = run.config, run.config.zero_tp.training.steps
-    parameters = sum(torch.Size(whole_shape(parameter)).numel() for parameter in engine.model.parameters())
     print(
-        f"{run.model_config.model_type}: {parameters:,} parameters, {config.dtype}, {engine.topology.describe()}, "
-        f"ZeRO-{config.zero_stage}, {config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, "
-        f"in {run.directory}"
+        f"{run.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
+        f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
+        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
     for note in engine.activations.notes:
         print(note)
@@ -124,7 +106,7 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: dict[str, Any]
         print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
         return
     if manifest is not None:
-        before, now = describe_parallelism(manifest), describe_parallelism(parallelism_of(config))
+        before, now = Parallelism.saved(manifest), Parallelism.of(config)
         print(f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}"))
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
     if schedule is not None and schedule < steps:
@@ -136,16 +118,15 @@ class _Loop:
         self,
         run: PreparedRun,
         engine: TrainingEngine,
-        device: torch.device,
         done: int,
         requests: Requests,
         tools: Tools,
         forecast: Forecast | None,
     ):
         self.tasks, self.forecast = tools.tasks, forecast
-        self.run, self.engine, self.device, self.done, self.requests = run, engine, device, done, requests
+        self.run, self.engine, self.done, self.requests = run, engine, done, requests
         self.config, self.settings = run.config, run.config.zero_tp
-        self.topology = engine.topology
+        self.topology, self.device = engine.topology, engine.device
         first = self.topology.rank == 0
         self.profiler = tools.profiler(engine) if first and tools.profiler is not None else None
         self.steps = self.settings.training.steps
@@ -154,7 +135,7 @@ class _Loop:
             self.config.global_batch * length,
             model_flops(spec, self.config.global_batch, length),
             self.topology.world,
-            device_peak_flops(device.type, engine.dtype, dist.barrier),
+            device_peak_flops(self.device.type, engine.dtype, dist.barrier),
             self.steps,
         )
         self.reporter = Reporter(run.directory, first, self.steps, self.settings.logging.interval, start_step=done)
@@ -174,7 +155,7 @@ class _Loop:
                     if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
                         reporter.validation(step, self._validation_loss(self.run.validation))
                     if self.tasks is not None and (last or _due(step, self.settings.evaluation.interval)):
-                        reporter.tasks(step, self.tasks.run(self.engine, self.config.micro_batch))
+                        reporter.tasks(step, self.tasks(self.engine, self.config.micro_batch))
                     stop, save = self.requests.agreed(self.device)
                     last |= stop
                     if last or save or _due(step, self.settings.checkpoint.interval):

@@ -11,13 +11,6 @@ from zero_tp.config import RunConfig
 from zero_tp.training.engine import TrainingEngine
 
 
-class LiveTasks(Protocol):
-    """Live tasks are zero-shot tasks run on the model that trains (zero_tp/evaluation/live.py)."""
-
-    def run(self, engine: TrainingEngine, batch_size: int) -> Mapping[str, Mapping[str, float | None]]:
-        """Return the figures of each task. Collective over all ranks."""
-
-
 class Forecast(Protocol):
     """A forecast says what a run will take, and at its end what it took (zero_tp/planning/forecast.py)."""
 
@@ -43,11 +36,12 @@ class Tools:
     """These are the tools of one run; each may be missing.
 
     Attributes:
-        tasks: run beside every validation.
+        tasks: (engine, rows of a forward) → the figures of each zero-shot task on the model that trains, beside every
+            validation (zero_tp/evaluation/live.py). Collective over all ranks.
         forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
         profiler: makes the profiler of an engine; called on rank 0 alone.
     """
 
-    tasks: LiveTasks | None = None
+    tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
     forecast: Callable[[RunConfig, str], Forecast] | None = None
     profiler: Callable[[TrainingEngine], Profiler] | None = None

@@ -8,8 +8,9 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -73,11 +74,9 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
-    partitioned = hasattr(parameter, "ds_id")
-    if partitioned:
-        import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
+    # It does nothing to what is not partitioned, and without DeepSpeed nothing is.
+    deepspeed = sys.modules.get("deepspeed")
+    with deepspeed.zero.GatheredParameters([parameter]) if deepspeed is not None else nullcontext():
         local = parameter.detach().clone()
     layout = layout_of(parameter)
     if not isinstance(layout, Sharded) or group_size(group) == 1:
@@ -237,7 +236,7 @@ def save_pretrained(
     entries = live_entries(parameters, config, topology.tensor_group, chosen)
     shards = plan_shards(entries, max_shard_size)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
-    gathered = _gathered(entry for planned in shards.values() for entry in planned)
+    gathered = (entry.read() for planned in shards.values() for entry in planned)
     failure: Exception | None = None
     if topology.rank == 0:
         streamed = [replace(entry, read=partial(next, gathered)) for entry in entries]
@@ -262,8 +261,3 @@ def save_pretrained(
             failure = UserError(outcome[0])
     if failure is not None:
         raise failure
-
-
-def _gathered(entries: Iterable[Entry]) -> Iterator[Tensor]:
-    for entry in entries:
-        yield entry.read()

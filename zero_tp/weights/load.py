@@ -76,15 +76,15 @@ class PretrainedSource:
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
-        for run in weight.runs(rows):
-            first, last = run.start, run.start + run.length
+        for held in weight.runs(rows):
+            first, last = held.start, held.start + held.length
             if dim == 0:  # the rows of this range that are wanted
-                first += max(start - run.ours, 0)
-                last -= max(run.ours + run.length - stop, 0)
+                first += max(start - held.ours, 0)
+                last -= max(held.ours + held.length - stop, 0)
             if first >= last:
                 continue
             index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
-            pieces.append(self._slice(run.theirs, index, transposed=weight.transposed))
+            pieces.append(self._slice(held.theirs, index, transposed=weight.transposed))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _slice(self, theirs: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
