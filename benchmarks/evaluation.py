@@ -32,8 +32,7 @@ from zero_tp import cli
 from zero_tp.evaluation.harness import Harness, isolated
 from zero_tp.evaluation.perplexity import sliding_windows
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.scoring import ParallelScorer
-from zero_tp.evaluation.subject import Subject, unreported
+from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported
 from zero_tp.evaluation.wikitext import OVERLAP, detokenised, wikitext_split
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 

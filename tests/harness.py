@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.lm_eval_tasks import answers
 from zero_tp.evaluation.harness import Harness
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.scoring import ParallelScorer
-from zero_tp.evaluation.subject import Subject, unreported
+from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 

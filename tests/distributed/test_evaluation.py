@@ -20,8 +20,7 @@ from tests.tiers import in_tiers
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import make_tasks
-from zero_tp.evaluation.scoring import ParallelScorer
-from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.subject import ParallelScorer, Subject
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology

@@ -23,8 +23,7 @@ from tests.tiers import THOROUGH, in_tiers
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.perplexity import perplexity
-from zero_tp.evaluation.scoring import ParallelScorer
-from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.subject import ParallelScorer, Subject
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -120,7 +119,7 @@ def parallel_perplexity(directory: Path, tensor: int, texts: list[str], length: 
     subject = Subject(
         ParallelScorer(model), model, tokenizer, model.config, positions=length, batch_size=4, topology=topology
     )
-    return perplexity(texts, subject, overlap=overlap).perplexity
+    return float(perplexity(texts, subject, overlap=overlap).figures()["perplexity"])
 
 
 def plain_perplexity(directory: Path, texts: list[str], length: int, overlap: int) -> float:

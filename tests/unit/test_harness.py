@@ -16,7 +16,7 @@ from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.harness import shared
 from zero_tp.evaluation.registry import make_tasks
-from zero_tp.evaluation.scoring import Row
+from zero_tp.evaluation.subject import Row
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology

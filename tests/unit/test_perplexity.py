@@ -20,8 +20,7 @@ from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
 from zero_tp.evaluation.registry import parse_data, parse_tasks
 from zero_tp.evaluation.report import table, write_report
-from zero_tp.evaluation.scoring import HuggingFaceScorer
-from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.subject import HuggingFaceScorer, Subject
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -112,12 +111,12 @@ def test_windows_score_each_target_once(targets: int, s: int, data: st.DataObjec
 
 
 def test_figures() -> None:
-    result = Perplexity(nll=80 * math.log(2), tokens=20, words=10, characters=40, bytes=50, documents=1)
-    assert result.perplexity == pytest.approx(16)
-    assert result.word_perplexity == pytest.approx(256)
-    assert result.bits_per_byte == pytest.approx(1.6)
-    assert result.bits_per_character == pytest.approx(2)
-    assert Perplexity(nll=1e6, tokens=1, words=1, characters=1, bytes=1).as_dict()["perplexity"] is None
+    result = Perplexity(nll=80 * math.log(2), tokens=20, words=10, characters=40, bytes=50, documents=1).figures()
+    assert result["perplexity"] == pytest.approx(16)
+    assert result["word_perplexity"] == pytest.approx(256)
+    assert result["bits_per_byte"] == pytest.approx(1.6)
+    assert result["bits_per_character"] == pytest.approx(2)
+    assert Perplexity(nll=1e6, tokens=1, words=1, characters=1, bytes=1).figures()["perplexity"] is None
 
 
 def test_evaluate_reports(model_directory: Path, text_file: Path, tmp_path: Path) -> None:

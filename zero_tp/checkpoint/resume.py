@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def take_whole(
             checkpoint = before
 
 
-class Verification:
+class Verification(AbstractContextManager["Verification"]):
     """A verification reads and hashes a checkpoint, each rank its share of the files, on a thread that starts at once.
 
     Each file is read once from end to end, and on the way brought to where its bytes belong. Leaving the block that it
@@ -164,12 +164,7 @@ class Verification:
             return error.file.name, error.problem
         return None
 
-    def __enter__(self) -> Verification:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._given_up.set()
         self._thread.shutdown(cancel_futures=True)
 

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -79,10 +80,10 @@ class Saver:
         self._count, self._step, self._told = self._count + 1, step, False
         if self.topology.rank == 0:
             begun = self._attempt(lambda: {"directory": str(directory.begin(self.run))})
-            self._store.set(self._key(self._count, "begun"), begun.get("error", ""))
-        problem = self._collect(self._key(self._count, "begun"), self._deadline())
+            self._tell("begun", begun.get("error", ""))
+        problem = self._collect("begun", self._deadline())
         if problem:  # on every rank
-            self._store.set(self._key(self._count, "outcome"), problem)
+            self._tell("outcome", problem)
             return
         states = self.zero.states()
         starts = {fragment.name: fragment.start + share.start for fragment, share in self._shares(states)}
@@ -90,7 +91,7 @@ class Saver:
         manifest = self._manifest(states)
         if self.background:
             entries = [_in_host_memory(entry) for entry in entries]
-        arguments = (self._count, step, entries, {STARTS: json.dumps(starts)}, manifest)
+        arguments = (entries, {STARTS: json.dumps(starts)}, manifest)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
         if not self.background:
@@ -109,7 +110,7 @@ class Saver:
         if self._thread.is_alive():
             raise self._late(f"writing {self._file} has not ended")
         self._thread = None
-        self._collect(self._key(self._count, "outcome"), deadline)
+        self._collect("outcome", deadline)
 
     def outcome(self) -> tuple[int, str] | None:
         """Return, once for each save that has ended, (step, what went wrong or ""). On every rank after `wait`; while a
@@ -118,10 +119,7 @@ class Saver:
         if self._told or not done:
             return None
         self._told = True
-        return self._step, self._collect(self._key(self._count, "outcome"), self._deadline())
-
-    def _key(self, count: int, what: object) -> str:
-        return f"{count}/{what}"
+        return self._step, self._collect("outcome", self._deadline())
 
     def _deadline(self, limits: int = 1) -> float:
         return time.monotonic() + limits * 60 * self._minutes
@@ -132,15 +130,19 @@ class Saver:
             f"zero_tp.training.timeout_minutes ({self._minutes:g})"
         )
 
-    def _collect(self, key: str, deadline: float) -> str:
-        """Return a value of the store, once it is there.
+    def _tell(self, what: str, told: str) -> None:
+        """Put what this rank has to say of the save into the store."""
+        self._store.set(f"{self._count}/{what}", told)
+
+    def _collect(self, what: str, deadline: float) -> str:
+        """Return what a rank has told, once it has.
 
         Raises:
             UserError: it is not there by the deadline.
         """
+        key = f"{self._count}/{what}"
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                what = key.rsplit("/", 1)[1]
                 raise self._late(
                     f"rank {what} has not written" if what.isdigit() else f"rank 0 has not said its {what}"
                 )
@@ -179,18 +181,16 @@ class Saver:
             "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
         }
 
-    def _write(
-        self, count: int, step: int, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]
-    ) -> None:
+    def _write(self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]) -> None:
         """Every rank: write its file and say so. The first rank: wait for all, then commit or give up."""
         told = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
-        self._store.set(self._key(count, self.topology.rank), json.dumps(told))
+        self._tell(str(self.topology.rank), json.dumps(told))
         if self.topology.rank:
             return
-        outcome = self._attempt(lambda: self._finish(count, step, manifest))
+        outcome = self._attempt(lambda: self._finish(manifest))
         if "error" in outcome:
             directory.abandon(self.run)
-        self._store.set(self._key(count, "outcome"), outcome.get("error", ""))
+        self._tell("outcome", outcome.get("error", ""))
 
     def _attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `work` gives, or the error as text: the other ranks wait to hear of it."""
@@ -203,15 +203,15 @@ class Saver:
         except Exception as error:  # on a thread of its own; the ranks agree on it and say it
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _finish(self, count: int, step: int, manifest: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, Written] = {}
         deadline = self._deadline()
         for rank in range(self.topology.world):
-            told = json.loads(self._collect(self._key(count, rank), deadline))
+            told = json.loads(self._collect(str(rank), deadline))
             if "error" in told:
                 raise OSError(0, f"rank {rank}: {told['error']}")
             files[told["file"]] = Written(told["size"], told["sha256"])
-        directory.commit(self.run, self._file.parent, step, manifest, files)
+        directory.commit(self.run, self._file.parent, self._step, manifest, files)
         settings = self.config.zero_tp.checkpoint
         directory.prune(self.run, settings.keep, settings.keep_every)
         return {}
@@ -224,4 +224,4 @@ def _read(states: OptimizerStates, fragment: Fragment, kind: str, share: slice) 
 def _in_host_memory(entry: Entry) -> Entry:
     """Return the entry with a copy of its data that later steps do not change."""
     copy = entry.read().detach().to("cpu", copy=True)
-    return Entry(entry.name, entry.shape, entry.dtype, partial(Tensor.detach, copy))
+    return replace(entry, read=partial(Tensor.detach, copy))

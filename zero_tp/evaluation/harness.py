@@ -2,7 +2,7 @@
 
 `Harness` is lm-eval's own Hugging Face adapter, from which it takes how text is cut into tokens and how generated text
 is finished; what it computes, and on which rank, is ours. lm-eval sees one process everywhere: every rank builds all
-requests, batches are dealt to the data-parallel ranks (scoring.py), and every rank gets all the answers.
+requests, batches are dealt to the data-parallel ranks (subject.py), and every rank gets all the answers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.scoring import Row, continuation_rows
-from zero_tp.evaluation.sources import Origin, digest_of
-from zero_tp.evaluation.subject import Report, Subject
-from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.evaluation.subject import Report, Row, Subject, continuation_rows
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, as_json, digest_of
 from zero_tp.process.quiet import hushed
 
 try:

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 from zero_tp.data.documents import document_kind, read_documents, read_objects, text_of
 from zero_tp.errors import UserError
-from zero_tp.evaluation.scoring import continuation_rows
-from zero_tp.evaluation.sources import Origin, origin_of, read_hub
-from zero_tp.evaluation.subject import Subject
-from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.evaluation.subject import Subject, continuation_rows
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, as_json, origin_of, read_hub
 from zero_tp.training.metrics import perplexity
 
 

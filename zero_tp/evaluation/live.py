@@ -11,8 +11,7 @@ from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import check_tokenizer
 from zero_tp.evaluation.registry import make_tasks
-from zero_tp.evaluation.scoring import ParallelScorer
-from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.subject import ParallelScorer, Subject
 from zero_tp.evaluation.task import TaskOptions
 
 if TYPE_CHECKING:

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 
 from zero_tp.errors import UserError
-from zero_tp.evaluation.scoring import Row, Tokens
-from zero_tp.evaluation.sources import read_texts
-from zero_tp.evaluation.subject import Subject
-from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.evaluation.subject import Row, Subject, Tokens
+from zero_tp.evaluation.task import Task, TaskOptions, as_json, read_texts
 from zero_tp.training import metrics
 
 
@@ -50,32 +48,21 @@ class Perplexity:
     windows: int = 0
     tokens_computed: int = 0
 
-    @property
-    def loss(self) -> float:
-        """Return the nats a token."""
-        return self.nll / self.tokens
+    def figures(self) -> dict[str, Any]:
+        """Return the fields, nats a token (`loss`), e to that and to the nats a word, bits a byte and a character.
 
-    @property
-    def perplexity(self) -> float:
-        """Return exp(nats a token). It depends on the tokenizer; the figures a byte, character or word don't."""
-        return metrics.perplexity(self.nll / self.tokens)
-
-    @property
-    def word_perplexity(self) -> float:
-        return metrics.perplexity(self.nll / self.words)
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nll / math.log(2) / self.bytes
-
-    @property
-    def bits_per_character(self) -> float:
-        return self.nll / math.log(2) / self.characters
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return fields and properties, for JSON; a figure too large for a float is null."""
-        names = ("loss", "perplexity", "word_perplexity", "bits_per_byte", "bits_per_character")
-        figures: dict[str, Any] = as_json(asdict(self) | {name: getattr(self, name) for name in names})
+        For JSON: a figure too large for a float is None. Those a token depend on the tokenizer, the others don't.
+        """
+        figures: dict[str, Any] = as_json(
+            {
+                **asdict(self),
+                "loss": self.nll / self.tokens,
+                "perplexity": metrics.perplexity(self.nll / self.tokens),
+                "word_perplexity": metrics.perplexity(self.nll / self.words),
+                "bits_per_byte": self.nll / math.log(2) / self.bytes,
+                "bits_per_character": self.nll / math.log(2) / self.characters,
+            }
+        )
         return figures
 
 
@@ -145,4 +132,4 @@ class PerplexityTask(Task):
 
     def figures(self, found: Perplexity) -> dict[str, Any]:
         """Return what the report has of it."""
-        return found.as_dict()
+        return found.figures()

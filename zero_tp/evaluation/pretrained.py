@@ -18,8 +18,7 @@ from zero_tp.checkpoint.convert import config_of, tokenizer_of
 from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.scoring import HuggingFaceScorer, ParallelScorer
-from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.subject import HuggingFaceScorer, ParallelScorer, Subject
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights

@@ -1,18 +1,25 @@
-"""This module says what a task of zero-shot evaluation is, and what it is asked with."""
+"""This module says what a task of zero-shot evaluation is, what it is asked with, and where its texts come from."""
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
-from zero_tp.errors import UserError
+from zero_tp.data.documents import file_sha256, read_documents
+from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import Subject
+
+Origin = dict[str, Any]
+"""What a report says of where data are from: the path or data set, and a SHA-256."""
 
 LEAST = {"batch_size": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 
@@ -72,12 +79,50 @@ class Task(ABC):
 
 def as_json(value: Any) -> Any:
     """Return the value as JSON has it: None for a number that isn't finite, its text for what JSON has no form for."""
-    if isinstance(value, dict):
-        return {str(key): as_json(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [as_json(each) for each in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+    return to_jsonable_python(
+        value, inf_nan_mode="null", fallback=lambda each: each.item() if isinstance(each, np.generic) else str(each)
+    )
+
+
+def digest_of(records: Iterable[Any]) -> str:
+    """Return the SHA-256 of records, each a line of JSON with sorted keys, in hexadecimal."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps(record, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def origin_of(path: Path) -> Origin:
+    """Describe a file by its path and the SHA-256 of its bytes as stored."""
+    return {"path": str(path), "sha256": file_sha256(path)}
+
+
+def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[list[str], Origin]:
+    """Read the texts of a file, but for empty ones. UserError: it can't be read, or there is none."""
+    texts = list(islice((text for text in read_documents(path, text_key) if text.strip()), limit))
+    if not texts:
+        raise UserError(f"{path}: no text in it")
+    return texts, origin_of(path)
+
+
+def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
+    """Read the test split of a data set, from the hub or its cache on this machine.
+
+    Args:
+        task, file: what a `UserError` names where it can't be had: `--data TASK=FILE`.
+    """
+    wanted = f"give the file with --data {task}=FILE ({file})"
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{task}: reading from the Hugging Face hub needs datasets (pip install -c constraints.txt -e .[eval]); "
+            f"or {wanted}"
+        ) from error
+    try:
+        records = list(datasets.load_dataset(repository, name, split="test"))
+    except Exception as error:  # datasets and huggingface_hub raise a dozen kinds, with and without a network
+        raise UserError(
+            f"{task}: {repository} can't be had from the Hugging Face hub ({first_line(error)}): {wanted}"
+        ) from error
+    return records, {"dataset": repository, "name": name, "split": "test", "sha256": digest_of(records)}

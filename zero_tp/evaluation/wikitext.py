@@ -14,8 +14,7 @@ from typing import Any
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, PerplexityTask
-from zero_tp.evaluation.sources import Origin, read_hub, read_texts
-from zero_tp.evaluation.task import TaskOptions, as_json
+from zero_tp.evaluation.task import Origin, TaskOptions, as_json, read_hub, read_texts
 from zero_tp.training.metrics import perplexity
 
 OVERLAP = 32

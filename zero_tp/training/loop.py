@@ -77,18 +77,18 @@ def train(
                 checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
                 manifest = read_manifest(checkpoint)
         step = manifest["step"] if manifest is not None else 0
-        ends = step >= config.zero_tp.training.steps
+        finished = step >= config.zero_tp.training.steps
         forecast = None
         if topology.rank == 0:
-            if not ends:
+            if not finished:
                 write_config(directory, config.resolved())
             for note in notes:
                 print(note)
             _announce(run, engine, manifest)
-            if not ends and tools.forecast is not None:
+            if not finished and tools.forecast is not None:
                 forecast = tools.forecast(config, device.type)
                 print(forecast.announcement())
-        if not ends:
+        if not finished:
             _Loop(run, engine, step, requests, tools, forecast).train()
 
 
