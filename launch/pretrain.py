@@ -79,9 +79,8 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from zero_tp.evaluation.live import live_tasks
     from zero_tp.planning.forecast import Forecast
     from zero_tp.planning.profile import StepProfiler, step_range
-    from zero_tp.training.loop import train
+    from zero_tp.training.loop import Tools, train
     from zero_tp.training.run import PreparedRun
-    from zero_tp.training.tools import Tools
 
     steps = step_range(options.profile_steps) if options.profile_steps else None
     run = PreparedRun(config, output, allow_pickle=options.allow_pickle)

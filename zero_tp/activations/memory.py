@@ -10,7 +10,7 @@ from torch import nn
 
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, Remade, recomputed
-from zero_tp.activations.stores import Contiguous, ContiguousBuffer, Host, InPlace, Partitioned, Store
+from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -83,7 +83,7 @@ class ActivationMemory:
         if settings.get("contiguous_memory_optimization"):
             slots = settings.get("number_checkpoints") or len(self.layers)
             buffer = ContiguousBuffer(slots, torch.device("cpu") if to_host else None, pinned=to_host)
-        store: Store = Host(buffer) if to_host else Contiguous(buffer) if buffer is not None else InPlace()
+        store: Store = Host(buffer) if to_host else buffer or InPlace()
         if not settings.get("partition_activations"):
             return store
         if topology.sequence or topology.tensor == 1:

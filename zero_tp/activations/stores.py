@@ -4,7 +4,6 @@ one preallocated buffer (M_D), or in host memory (P_a+cpu)."""
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -34,12 +33,6 @@ class InPlace:
         return token
 
 
-@dataclass(frozen=True)
-class _Piece:
-    token: Any
-    shape: Size
-
-
 class Partitioned:
     """P_a keeps one t-th of each tensor in another store and gathers the whole just before use (arXiv 1910.02054,
     section 6.1).
@@ -51,19 +44,20 @@ class Partitioned:
     def __init__(self, group: Group, store: Store):
         self.group, self.store = group, store
 
-    def put(self, tensor: Tensor) -> _Piece:
+    def put(self, tensor: Tensor) -> tuple[Any, Size]:
         """Keep this rank's piece of ⌈numel/t⌉ elements, padded where t does not divide. No communication."""
         size = group_size(self.group)
         length = -(-tensor.numel() // size)
         piece = tensor.flatten()[group_rank(self.group) * length :][:length]
         # A view would keep the whole tensor.
         piece = F.pad(piece, (0, length - piece.numel())) if piece.numel() < length else piece.clone()
-        return _Piece(self.store.put(piece), tensor.shape)
+        return self.store.put(piece), tensor.shape
 
-    def take(self, token: _Piece) -> Tensor:
+    def take(self, token: tuple[Any, Size]) -> Tensor:
         """Gather the pieces over the TP group. [⌈numel/t⌉] → the tensor's shape."""
-        whole = all_gather(self.store.take(token.token), self.group)
-        return whole[: token.shape.numel()].view(token.shape)
+        piece, shape = token
+        whole = all_gather(self.store.take(piece), self.group)
+        return whole[: shape.numel()].view(shape)
 
 
 class _Slot:
@@ -74,7 +68,9 @@ class _Slot:
 
 
 class ContiguousBuffer:
-    """The buffer holds slots of equal size, made at the first `put` and used again by every step.
+    """M_D copies tensors into a buffer, against fragmentation (arXiv 1910.02054, section 6.3).
+
+    It holds slots of equal size, made at the first `put` and used again by every step.
 
     Args:
         slots: tensors that wait at the same time (`number_checkpoints`).
@@ -87,6 +83,16 @@ class ContiguousBuffer:
         self.buffer: Tensor | None = None
         self._free: list[int] = []
 
+    def put(self, tensor: Tensor) -> Any:
+        slot, view = self.slot_for(tensor)
+        view.copy_(tensor)
+        return slot
+
+    def take(self, token: Any) -> Tensor:
+        """Return a view: the slot stays taken while it is used, so hold the token as long."""
+        assert self.buffer is not None
+        return self.buffer[token.index, : token.shape.numel()].view(token.shape)
+
     def slot_for(self, tensor: Tensor) -> tuple[Any, Tensor]:
         """Return a free slot and its view, shaped like the tensor.
 
@@ -94,7 +100,6 @@ class ContiguousBuffer:
             RuntimeError: more tensors wait than there are slots.
         """
         self._fit(tensor)
-        assert self.buffer is not None
         if not self._free:
             raise RuntimeError(
                 f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken; raise it, or leave "
@@ -102,11 +107,7 @@ class ContiguousBuffer:
             )
         slot = _Slot(self._free.pop(), tensor.shape)
         weakref.finalize(slot, self._free.append, slot.index)
-        return slot, self.view(slot)
-
-    def view(self, slot: _Slot) -> Tensor:
-        assert self.buffer is not None
-        return self.buffer[slot.index, : slot.shape.numel()].view(slot.shape)
+        return slot, self.take(slot)
 
     def _fit(self, tensor: Tensor) -> None:
         """Make the buffer, or another one while no slot is taken and the tensors have outgrown it."""
@@ -127,22 +128,6 @@ class ContiguousBuffer:
             pin_memory=self.pinned,
         )
         self._free[:] = range(self.slots)[::-1]
-
-
-class Contiguous:
-    """M_D copies tensors into a ContiguousBuffer, against fragmentation (arXiv 1910.02054, section 6.3)."""
-
-    def __init__(self, buffer: ContiguousBuffer):
-        self.buffer = buffer
-
-    def put(self, tensor: Tensor) -> Any:
-        slot, view = self.buffer.slot_for(tensor)
-        view.copy_(tensor)
-        return slot
-
-    def take(self, token: Any) -> Tensor:
-        """Return a view: the slot stays taken while it is used, so hold the token as long."""
-        return self.buffer.view(token)
 
 
 class _InHostMemory:

@@ -1,12 +1,14 @@
-"""Train a run from its config to its last checkpoint."""
+"""A run is trained from its config to its last checkpoint, with tools of other packages that it may be given."""
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -14,6 +16,7 @@ from zero_tp.checkpoint.directory import read_manifest, run_directory, step_dire
 from zero_tp.checkpoint.identity import Parallelism
 from zero_tp.checkpoint.resume import find_resumable, resume, take_whole
 from zero_tp.checkpoint.save import Saver
+from zero_tp.config import RunConfig
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
@@ -27,9 +30,44 @@ from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.run import PreparedRun
-from zero_tp.training.tools import Forecast, Tools
 
 SKIPS_IN_A_ROW = 10
+
+
+class Forecast(Protocol):
+    """A forecast says what a run will take, and at its end what it took (zero_tp/planning/forecast.py)."""
+
+    def announcement(self) -> str:
+        """Return a line for the run's start."""
+
+    def outcome(self) -> str:
+        """Return a line for the run's end."""
+
+
+class Profiler(Protocol):
+    """A profiler records some steps of one rank (zero_tp/planning/profile.py)."""
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Return the context that `step` runs in."""
+
+    def outcome(self, step: int) -> str | None:
+        """Return a line after the last step that is recorded, else None."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """These are the tools of one run; each may be missing.
+
+    Attributes:
+        tasks: (engine, rows of a forward) → the figures of each zero-shot task on the model that trains, beside every
+            validation (zero_tp/evaluation/live.py). Collective over all ranks.
+        forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
+        profiler: makes the profiler of an engine; called on rank 0 alone.
+    """
+
+    tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
+    forecast: Callable[[RunConfig, str], Forecast] | None = None
+    profiler: Callable[[TrainingEngine], Profiler] | None = None
 
 
 def train(
