@@ -21,6 +21,7 @@ from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_window
 from zero_tp.evaluation.registry import parse_data, parse_tasks
 from zero_tp.evaluation.report import table, write_report
 from zero_tp.evaluation.subject import HuggingFaceScorer, Subject
+from zero_tp.evaluation.task import as_json
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +117,8 @@ def test_figures() -> None:
     assert result["word_perplexity"] == pytest.approx(256)
     assert result["bits_per_byte"] == pytest.approx(1.6)
     assert result["bits_per_character"] == pytest.approx(2)
-    assert Perplexity(nll=1e6, tokens=1, words=1, characters=1, bytes=1).figures()["perplexity"] is None
+    large = Perplexity(nll=1e6, tokens=1, words=1, characters=1, bytes=1)
+    assert as_json(large.figures())["perplexity"] is None
 
 
 def test_evaluate_reports(model_directory: Path, text_file: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import Report, Row, Subject, continuation_rows
-from zero_tp.evaluation.task import Origin, Task, TaskOptions, as_json, digest_of
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, digest_of
 from zero_tp.process.quiet import hushed
 
 try:
@@ -188,8 +188,8 @@ class HarnessTask(Task):
     def __init__(self, name: str, loaded: Any, limit: int | None):
         self.name, self.loaded, self.limit = name, loaded, limit
 
-    def run(self, subject: Subject) -> dict[str, Any]:
-        """Return the metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
+    def figures(self, subject: Subject) -> dict[str, Any]:
+        """Compute the metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(SEEDS["fewshot"])  # it is used up: an evaluation before this one drew from it
         with subject.progress(self.name) as report, isolated():
@@ -201,7 +201,7 @@ class HarnessTask(Task):
                 bootstrap_iters=0 if subject.quiet or subject.topology.rank else BOOTSTRAP,
                 log_samples=False,
             )
-        whole = {key: as_json(results[key]) for key in IN_REPORT if key in results}
+        whole = {key: results[key] for key in IN_REPORT if key in results}
         metrics = whole["results"].get(self.name) or whole.get("groups", {}).get(self.name) or {}
         return {
             "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
@@ -225,7 +225,7 @@ class HarnessTask(Task):
         """Describe where a task's documents are from, with a SHA-256 of those that were used."""
         found = {"dataset": task.DATASET_PATH, "name": task.DATASET_NAME}
         if files := (task.get_config("dataset_kwargs") or {}).get("data_files"):
-            found["data_files"] = as_json(files)
+            found["data_files"] = files
         return found | {"sha256": digest_of(islice(task.eval_docs, self.limit))}
 
 

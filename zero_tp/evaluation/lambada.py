@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from zero_tp.data.documents import document_kind, read_documents, read_objects, text_of
 from zero_tp.errors import UserError
 from zero_tp.evaluation.subject import Subject, continuation_rows
-from zero_tp.evaluation.task import Origin, Task, TaskOptions, as_json, origin_of, read_hub
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, origin_of, read_hub
 from zero_tp.training.metrics import perplexity
 
 
@@ -34,28 +34,25 @@ class LambadaTask(Task):
     def __init__(self, file: Path | None, options: TaskOptions):
         self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
-    def run(self, subject: Subject) -> dict[str, Any]:
-        """Return the figures (see `Task.run`); `truncated` are passages longer than the model's positions."""
+    def figures(self, subject: Subject) -> dict[str, Any]:
+        """Compute the figures (see `Task.figures`); `truncated` are passages longer than the model's positions."""
         pairs = [subject.encode_pair(context, " " + word) for context, word in self.passages]
         rows, truncated = continuation_rows(pairs, subject.positions)
         with subject.progress(self.name) as report:
             scores = [scores[0] for scores in subject.score(rows, report)]
         count, nll = len(scores), math.fsum(score.nll for score in scores)
         accuracy = sum(score.greedy for score in scores) / count
-        figures: dict[str, Any] = as_json(
-            {
-                "data": self.origin,
-                "accuracy": accuracy,
-                "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None,
-                "perplexity": perplexity(nll / count),
-                "nll": nll,
-                "examples": count,
-                "tokens": sum(row.scored for row in rows),
-                "tokens_computed": sum(map(len, rows)),
-                "truncated": truncated,
-            }
-        )
-        return figures
+        return {
+            "data": self.origin,
+            "accuracy": accuracy,
+            "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None,
+            "perplexity": perplexity(nll / count),
+            "nll": nll,
+            "examples": count,
+            "tokens": sum(row.scored for row in rows),
+            "tokens_computed": sum(map(len, rows)),
+            "truncated": truncated,
+        }
 
 
 def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tuple[list[Passage], Origin]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.subject import Row, Subject, Tokens
-from zero_tp.evaluation.task import Task, TaskOptions, as_json, read_texts
+from zero_tp.evaluation.task import Task, TaskOptions, read_texts
 from zero_tp.training import metrics
 
 
@@ -48,22 +48,19 @@ class Perplexity:
     windows: int = 0
     tokens_computed: int = 0
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float]:
         """Return the fields, nats a token (`loss`), e to that and to the nats a word, bits a byte and a character.
 
-        For JSON: a figure too large for a float is None. Those a token depend on the tokenizer, the others don't.
+        Those a token depend on the tokenizer, the others don't.
         """
-        figures: dict[str, Any] = as_json(
-            {
-                **asdict(self),
-                "loss": self.nll / self.tokens,
-                "perplexity": metrics.perplexity(self.nll / self.tokens),
-                "word_perplexity": metrics.perplexity(self.nll / self.words),
-                "bits_per_byte": self.nll / math.log(2) / self.bytes,
-                "bits_per_character": self.nll / math.log(2) / self.characters,
-            }
-        )
-        return figures
+        return {
+            **asdict(self),
+            "loss": self.nll / self.tokens,
+            "perplexity": metrics.perplexity(self.nll / self.tokens),
+            "word_perplexity": metrics.perplexity(self.nll / self.words),
+            "bits_per_byte": self.nll / math.log(2) / self.bytes,
+            "bits_per_character": self.nll / math.log(2) / self.characters,
+        }
 
 
 def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Iterator[Row]:
@@ -126,10 +123,10 @@ class PerplexityTask(Task):
         if self.overlap is not None and not 1 <= self.overlap <= positions:
             raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
 
-    def run(self, subject: Subject) -> dict[str, Any]:
+    def figures(self, subject: Subject) -> dict[str, Any]:
         found = perplexity(self.documents, subject, overlap=self.overlap, title=self.name)
-        return {"data": self.origin, "overlap": self.overlap or subject.positions, **self.figures(found)}
+        return {"data": self.origin, "overlap": self.overlap or subject.positions, **self.chosen(found)}
 
-    def figures(self, found: Perplexity) -> dict[str, Any]:
+    def chosen(self, found: Perplexity) -> dict[str, Any]:
         """Return what the report has of it."""
         return found.figures()

@@ -64,9 +64,14 @@ class Task(ABC):
     def check(self, positions: int) -> None:  # noqa: B027  # most tasks fit every model
         """Raise a UserError if what was asked doesn't fit a model that reads so many tokens."""
 
-    @abstractmethod
     def run(self, subject: Subject) -> dict[str, Any]:
-        """Return the figures, for JSON. Collective; all ranks get the same.
+        """Return the figures as JSON has them. Collective; all ranks get the same."""
+        found: dict[str, Any] = as_json(self.figures(subject))
+        return found
+
+    @abstractmethod
+    def figures(self, subject: Subject) -> dict[str, Any]:
+        """Compute the figures.
 
         Every task gives `data` (its origin and SHA-256), `tokens`, those scored, and `tokens_computed`, those that the
         model read, padding not counted.

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, PerplexityTask
-from zero_tp.evaluation.task import Origin, TaskOptions, as_json, read_hub, read_texts
+from zero_tp.evaluation.task import Origin, TaskOptions, read_hub, read_texts
 from zero_tp.training.metrics import perplexity
 
 OVERLAP = 32
@@ -78,20 +78,17 @@ class WikitextTask(PerplexityTask):
         self.documents, self.original_tokens = [detokenised(text)], original_tokens(text)
         self.overlap = options.overlap or OVERLAP
 
-    def figures(self, found: Perplexity) -> dict[str, Any]:
+    def chosen(self, found: Perplexity) -> dict[str, Any]:
         divisors = {
             "perplexity": self.original_tokens,
             "perplexity_released_code": self.original_tokens - 1,
             "perplexity_subword": found.tokens,
         }
-        figures: dict[str, Any] = as_json(
-            {
-                "nll": found.nll,
-                "tokens": found.tokens,
-                "original_tokens": self.original_tokens,
-                **{name: perplexity(found.nll / count) if count else None for name, count in divisors.items()},
-                "windows": found.windows,
-                "tokens_computed": found.tokens_computed,
-            }
-        )
-        return figures
+        return {
+            "nll": found.nll,
+            "tokens": found.tokens,
+            "original_tokens": self.original_tokens,
+            **{name: perplexity(found.nll / count) if count else None for name, count in divisors.items()},
+            "windows": found.windows,
+            "tokens_computed": found.tokens_computed,
+        }
