@@ -123,14 +123,9 @@ class Topology:
     def get_model_parallel_world_size(self) -> int:
         return self.tensor
 
-    def get_tensor_model_parallel_group(self) -> ProcessGroup | None:
-        return self.tensor_group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.tensor_rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.tensor
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> ProcessGroup | None:
         return self.data_group

@@ -9,8 +9,8 @@ It keeps these promises under deepspeed, torchrun, `accelerate launch`, srun, an
 - Ctrl-C ends a rank promptly, also while it waits inside a collective. SIGTERM does too, except while training listens
   (see signals.py): then the first one only asks for a save and an end at the next step boundary, unless it comes
   because another rank has failed; a second one ends the rank at once. SIGUSR1 asks for a save.
-- Ranks end when a launcher above them is gone (measured: within 1.1 s; within 11 s, without a word, where C code holds
-  the interpreter's lock). SIGTERM to the `deepspeed` command reaches no one else, so this is what ends them.
+- Ranks end when a launcher above them is gone (measured: within 1.1 s; 10 s, without a word, where C code holds the
+  interpreter's lock). SIGTERM to the `deepspeed` command reaches no one else, so this is what ends them.
 - The process groups are destroyed on the way out (a process that leaves them can abort with status 250), for a
   bounded time.
 
