@@ -77,7 +77,7 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     )
 
     from zero_tp.evaluation.live import live_tasks
-    from zero_tp.planning.forecast import Forecast
+    from zero_tp.planning.forecast import MemoryForecast
     from zero_tp.planning.profile import StepProfiler, step_range
     from zero_tp.training.loop import Tools, train
     from zero_tp.training.run import PreparedRun
@@ -86,7 +86,7 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     run = PreparedRun(config, output, allow_pickle=options.allow_pickle)
     tools = Tools(
         tasks=live_tasks(config, run.tokenizer, run.model_config),
-        forecast=Forecast,
+        forecast=MemoryForecast,
         profiler=(lambda engine: StepProfiler(steps, engine, output)) if steps else None,
     )
     train(run, environment, requests, tools=tools, verbose=options.verbose, resume_from=options.resume_from)

@@ -1,4 +1,4 @@
-"""planning/formulas.py against the papers' expressions as they are printed, and their published figures."""
+"""planning/formulas.py and tests/papers.py against the papers' expressions as they are printed, and their figures."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import random
 import pytest
 import torch
 
-from zero_tp.devices import peak_flops
-from zero_tp.models.flops import utilisation
-from zero_tp.planning.formulas import (
-    Layer,
+from tests.papers import (
     bert_parameters,
     fused_buffer_bytes,
     gpt2_activation_bytes,
@@ -18,11 +15,16 @@ from zero_tp.planning.formulas import (
     hardware_flops_full,
     hardware_flops_selective,
     hardware_flops_selective_derived,
+    model_flops,
+)
+from zero_tp.devices import peak_flops
+from zero_tp.models.flops import utilisation
+from zero_tp.planning.formulas import (
+    Layer,
     kept,
     kept_full,
     kept_outside_layers,
     kept_selective,
-    model_flops,
     model_states,
     pipeline_bubble,
     pipeline_factor,

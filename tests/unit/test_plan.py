@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.papers import gpt_parameters, model_flops
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
@@ -22,8 +23,7 @@ from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import read_json
 from zero_tp.models import flops
 from zero_tp.planning import page, report
-from zero_tp.planning.forecast import Forecast
-from zero_tp.planning.formulas import gpt_parameters, model_flops
+from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.plan import device, plan
 from zero_tp.planning.search import NEAREST, Search, changed, write
@@ -199,7 +199,7 @@ def test_a_cpu_run_and_its_plan_say_the_same() -> None:
     """The run's own line at its start."""
     config = RunConfig.load(ROOT / "ds_configs" / "quickstart.json", (), 4)
     made = plan(config, device("cpu", 4))
-    said = Forecast(config, "cpu").announcement()
+    said = MemoryForecast(config, "cpu").announcement()
     planned = re.search(r"at most ([\d.]+) GiB", said)
     assert planned is not None and f"{made.peak.total / GIB:.2f}" == planned[1] and float(planned[1]) < 0.2
 

@@ -9,8 +9,8 @@ from zero_tp.planning.report import PHASES
 from zero_tp.training.metrics import memory_gib, resident_gib
 
 
-class Forecast:
-    """A Forecast is about one rank. On the CPU its process holds libraries beside its tensors."""
+class MemoryForecast:
+    """A MemoryForecast is about one rank. On the CPU its process holds libraries beside its tensors."""
 
     def __init__(self, config: RunConfig, device_type: str):
         self.device_type = device_type

@@ -1,7 +1,7 @@
-"""The papers' formulas count activations, parameters, model states, communication and FLOPs.
+"""The papers' formulas count activations, model states and communication.
 
 Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, p pipeline size, m interleaved
-stages, N_d data-parallel size, Ψ parameters, B global batch. Sizes are bytes; activations have 16 bits unless e
+stages, N_d data-parallel size, Ψ parameters. Sizes are bytes; activations have 16 bits unless e
 says otherwise.
 
 The first part counts the bytes of activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4
@@ -183,24 +183,6 @@ def pipeline_bubble(pipeline: int, micro_batches: int, interleaving: int = 1) ->
     return (pipeline - 1) / (interleaving * micro_batches)
 
 
-# ---- parameters ------------------------------------------------------------------------------------------------------
-
-
-def gpt_parameters(layers: int, h: int, v: int, positions: int = 0) -> int:
-    """Return h·v + L(12h² + 13h) + 2h, and h for each learned position: GPT-2's layers, tied embeddings."""
-    return h * v + layers * (12 * h**2 + 13 * h) + 2 * h + positions * h
-
-
-def bert_parameters(layers: int, h: int, v: int, positions: int = 512) -> int:
-    """Count Megatron's BERT: pre-norm body, two token types, pooler, MLM transform and sentence head (1909.08053, 5.3).
-
-    To `gpt_parameters` come 2h token types, pooler h² + h, transform h² + h with its norm 2h and v biases, and the
-    sentence head 2h + 2.
-    """
-    heads = (h**2 + h) + (h**2 + h + 2 * h + v) + (2 * h + 2)
-    return gpt_parameters(layers, h, v, positions) + 2 * h + heads
-
-
 # ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------
 
 
@@ -218,16 +200,6 @@ def model_states(parameters: float, stage: int, data: int, element: int = 2) -> 
     sizes = {"parameters": element, "gradients": element, "optimizer": 12 - (4 if element == 4 else 0)}
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
     return {name: size * parameters / (data if stage >= partitioned_from[name] else 1) for name, size in sizes.items()}
-
-
-def fused_buffer_bytes(parameters: float) -> float:
-    """Return 4Ψ: one fp32 buffer of all gradients, which C_B does away with (1910.02054, section 3.2)."""
-    return 4 * parameters
-
-
-def gpt2_activation_bytes(s: int, b: int, h: int, layers: int) -> float:
-    """Return the bytes of 12·h·b·s·L elements of 2: the estimate of 1910.02054, section 3.2, without recomputation."""
-    return 2.0 * 12 * h * b * s * layers
 
 
 # ---- communication of one step ---------------------------------------------------------------------------------------
@@ -252,41 +224,3 @@ def tensor_volume(layer: Layer, mode: str = "none") -> float:
     ring = layer.sbh * (layer.t - 1) / layer.t
     forward, again = 4, 2 if layer.sequence else 0
     return ring * (2 * forward + again + (forward if mode == "full" else 0))
-
-
-# ---- FLOPs of one iteration (arXiv 2205.05198, appendix A) -----------------------------------------------------------
-
-
-def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Return the FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
-
-    72·B·L·s·h²·(1 + s/(6h) + v/(12hL)), equation 7. Recomputation doesn't count, so it depends on no setting of
-    parallelism or memory.
-    """
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (12 * h * n))
-
-
-def hardware_flops_selective(
-    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
-) -> float:
-    """Return the FLOPs of one iteration with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
-
-    Equation 8, which is what reproduces the published hardware FLOPs utilisation.
-    """
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + s / (3 * h) + v / (12 * h * n))
-
-
-def hardware_flops_selective_derived(
-    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
-) -> float:
-    """Return the same from the paper's own derivation, 4Bs²h more a layer: 2s/(9h) in place of s/(3h)."""
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + 2 * s / (9 * h) + v / (12 * h * n))
-
-
-def hardware_flops_full(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Return the FLOPs under full recomputation, one more forward of layers: 96·B·L·s·h²·(1 + s/(6h)), and logits."""
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (4 / 3 * (1 + s / (6 * h)) + v / (12 * h * n))

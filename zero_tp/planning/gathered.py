@@ -10,7 +10,6 @@ modules, up to the prefetch bucket, are gathered; after it, they go unless they 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import lru_cache
 
 Name = tuple[int, int]
@@ -20,37 +19,19 @@ Name = tuple[int, int]
 @lru_cache(maxsize=256)
 def most_gathered(
     modules: tuple[tuple[int, ...], ...],
-    places: tuple[int, ...],
+    layers: tuple[int, ...],
     *,
     threshold: int,
     prefetch: int,
     max_live: int,
     max_reuse: int,
 ) -> dict[tuple[str, int], float]:
-    """Return the most elements gathered by ("forward" or "backward", the layer's number); see `gathered_elements`.
-
-    Args:
-        places: of each module: the layer's number, -1 before the first and L after the last.
-    """
-    forward, backward = gathered_elements(
-        modules, threshold=threshold, prefetch=prefetch, max_live=max_live, max_reuse=max_reuse
-    )
-    most: dict[tuple[str, int], float] = {}
-    for name, found in (("forward", forward), ("backward", backward)):
-        for place, elements in zip(places, found, strict=True):
-            most[name, place] = max(most.get((name, place), 0.0), elements)
-        most[name, places[-1]] = found[-1]  # the loss, beside which the final norm is small
-    return most
-
-
-def gathered_elements(
-    modules: Sequence[Sequence[int]], *, threshold: int, prefetch: int, max_live: int, max_reuse: int
-) -> tuple[list[float], list[float]]:
-    """Return the elements gathered while each module runs: in forward, and in backward, both in forward's order.
+    """Return the most elements gathered by ("forward" or "backward", the layer's number).
 
     Args:
         modules: elements of each parameter of each module, in forward's order. A parameter of more than one module
             (tied embeddings: of the first and the last) is counted with both.
+        layers: of each module: the layer's number, -1 before the first and L after the last.
     """
     count = len(modules)
     order = list(range(count)) + list(reversed(range(count)))
@@ -73,7 +54,7 @@ def gathered_elements(
     fetched_for: dict[Name, int] = {}
     flights: dict[Name, _Flight] = {}
     own = flat = live = 0
-    found = []
+    most: dict[tuple[str, int], float] = {}
     for step, module in enumerate(order):
         for name in partitioned[module]:
             uses[name].popleft()
@@ -89,8 +70,8 @@ def gathered_elements(
         while queue and queue[0][0] <= step:
             queue.popleft()
         ahead: list[Name] = []
-        most = min(max_live - live, prefetch)
-        while queue and sum(sizes[each] for each in ahead) < most:
+        limit = min(max_live - live, prefetch)
+        while queue and sum(sizes[each] for each in ahead) < limit:
             wanted, name = queue.popleft()
             fetched_for[name] = wanted
             if name not in available:
@@ -104,7 +85,9 @@ def gathered_elements(
             flight = _Flight(fetching, set(ahead))
             flat += fetching
             flights |= dict.fromkeys(ahead, flight)
-        found.append(float(own + flat))
+        if layers[module] != layers[-1] or module == count - 1:  # the loss, beside which the final norm is small
+            where = "forward" if step < count else "backward", layers[module]
+            most[where] = max(most.get(where, 0.0), float(own + flat))
         for name in partitioned[module]:
             coming = uses[name]
             skipped = fetched_for.get(name, -1) > step
@@ -113,7 +96,7 @@ def gathered_elements(
                 available.remove(name)
                 live -= sizes[name]
                 own -= sizes[name]
-    return found[:count], list(reversed(found[count:]))
+    return most
 
 
 class _Flight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -45,14 +45,14 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
         (matrices if len(dimensions) >= 2 else flats).append(parameter.numel())
         whole += math.prod(dimensions)
     modules: list[tuple[int, ...]] = []
-    places: list[int] = []
+    layers: list[int] = []
     for name, module in model.named_modules():
         if sizes := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
             modules.append(sizes)
             parts = name.split(".")
             after = name == "head" or "final_norm" in parts
-            places.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
-    return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(places)), whole)
+            layers.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
+    return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(layers)), whole)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class Point:
     @property
     def total(self) -> float:
         return sum(self.bytes.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return {"phase": self.phase, "total": self.total, "host": self.host, **self.bytes}
 
 
 @dataclass(frozen=True)

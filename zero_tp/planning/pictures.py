@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zero_tp.constants import GIB
@@ -30,21 +30,17 @@ SHOWN_POINTS = 600
 PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
-def figure_module() -> Any:
-    """Return matplotlib's Figure.
+def _axes(title: str, height: float = 3.6) -> tuple[Any, Any]:
+    """Return a new figure and its axes.
 
     Raises:
-        UserError: it is not installed.
+        UserError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
-    return Figure
-
-
-def _axes(title: str, height: float = 3.6) -> tuple[Any, Any]:
-    figure = figure_module()(figsize=(8.4, height), layout="constrained")
+    figure = Figure(figsize=(8.4, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
@@ -62,41 +58,23 @@ def _legend(axes: Any) -> None:
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
 
 
-def _limit(axes: Any, gib: float | None, *, vertical: bool = False) -> None:
-    if gib is None:
-        return
-    (axes.axvline if vertical else axes.axhline)(gib, color=LIMIT, linestyle="--", linewidth=1.2)
-    if vertical:
-        axes.text(gib, 1.0, f" {gib:g} GiB", transform=axes.get_xaxis_transform(), fontsize=8, va="bottom", ha="center")
-    else:
-        at = axes.get_yaxis_transform()
-        axes.text(0.005, gib, f"device: {gib:g} GiB", transform=at, fontsize=8, va="bottom", color=LIMIT)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A stack is one bar: its label and its bytes by category."""
-
-    label: str
-    bytes: Mapping[str, float]
-
-
-def bars(title: str, stacks: Sequence[Stack], limit: float | None) -> Any:
-    """Draw horizontal stacked bars in GiB."""
+def bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: float | None) -> Any:
+    """Draw horizontal stacked bars in GiB: of each label its bytes by category."""
     figure, axes = _axes(title, 1.4 + 0.5 * len(stacks))
-    names = _present([stack.bytes for stack in stacks])
     left = [0.0] * len(stacks)
-    labels = [stack.label for stack in stacks]
-    for name in names:
-        sizes = [stack.bytes.get(name, 0.0) / GIB for stack in stacks]
-        axes.barh(labels, sizes, left=left, color=COLOURS[name], label=TITLES[name], height=0.62)
+    for name in _present(list(stacks.values())):
+        sizes = [stack.get(name, 0.0) / GIB for stack in stacks.values()]
+        axes.barh(list(stacks), sizes, left=left, color=COLOURS[name], label=TITLES[name], height=0.62)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     widest = max(left)
     for number, total in enumerate(left):
         axes.text(total + 0.006 * max(left), number, _figure(total), va="center", fontsize=9, zorder=4, bbox=PAPER)
     shown = limit if limit is not None and limit < 8 * widest else None
     axes.set_xlim(0, 1.12 * max(widest, shown or 0.0))
-    _limit(axes, shown, vertical=True)
+    if shown is not None:
+        axes.axvline(shown, color=LIMIT, linestyle="--", linewidth=1.2)
+        at = axes.get_xaxis_transform()
+        axes.text(shown, 1.0, f" {shown:g} GiB", transform=at, fontsize=8, va="bottom", ha="center")
     axes.invert_yaxis()
     beyond = f"; the device's {limit:g} GiB are far to the right" if limit is not None and shown is None else ""
     axes.set_xlabel(f"GiB on one device{beyond}", fontsize=9)
@@ -108,24 +86,24 @@ def _figure(gib: float) -> str:
     return f"{gib:.0f}" if gib >= 100 else f"{gib:.3g}"
 
 
-def areas(title: str, label: str, places: Sequence[float], stacks: Sequence[Mapping[str, float]], limit: float | None,
-          *, doubling: bool = False) -> tuple[Any, Any]:  # fmt: skip
-    """Draw stacked areas in GiB over `places`."""
+def areas(
+    title: str, label: str, along: Sequence[float], stacks: Sequence[Mapping[str, float]], limit: float | None
+) -> tuple[Any, Any]:
+    """Draw stacked areas in GiB over the numbers `along`."""
     figure, axes = _axes(title)
     names = _present(stacks)
     heights = [[stack.get(name, 0.0) / GIB for stack in stacks] for name in names]
     axes.stackplot(
-        places, heights, colors=[COLOURS[name] for name in names], labels=[TITLES[name] for name in names], linewidth=0
+        along, heights, colors=[COLOURS[name] for name in names], labels=[TITLES[name] for name in names], linewidth=0
     )
     top = max(sum(stack.values()) for stack in stacks) / GIB
     shown = limit if limit is not None and limit < 4 * top else None
     axes.set_ylim(0, 1.1 * max(top, shown or 0.0))
-    axes.set_xlim(places[0], places[-1])
-    _limit(axes, shown)
-    if doubling:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{place:,.0f}" for place in places])
-        axes.minorticks_off()
+    axes.set_xlim(along[0], along[-1])
+    if shown is not None:
+        axes.axhline(shown, color=LIMIT, linestyle="--", linewidth=1.2)
+        at = axes.get_yaxis_transform()
+        axes.text(0.005, shown, f"device: {shown:g} GiB", transform=at, fontsize=8, va="bottom", color=LIMIT)
     axes.set_xlabel(label, fontsize=9)
     axes.set_ylabel("GiB on one device", fontsize=9)
     _legend(axes)
@@ -135,8 +113,7 @@ def areas(title: str, label: str, places: Sequence[float], stacks: Sequence[Mapp
 def over_time(title: str, points: Sequence[Point], limit: float | None, label: str = "one step") -> Any:
     """Draw memory over a step by category, with the phases named."""
     points = _thinned(points)
-    places = [point.position for point in points]
-    figure, axes = areas(title, label, places, [point.bytes for point in points], limit)
+    figure, axes = areas(title, label, [point.position for point in points], [point.bytes for point in points], limit)
     for start in PHASES.values():
         if start:
             axes.axvline(start, color="#888888", linewidth=0.8)
@@ -188,18 +165,20 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _rank_bars(plan: Plan, points: Sequence[Point]) -> list[Stack]:
+def _rank_bars(plan: Plan, points: Sequence[Point]) -> dict[str, Mapping[str, float]]:
     paper = plan.paper.bytes()
     paper["activations"] += paper.pop("outside layers")
-    phases = {phase: max((each for each in points if each.phase == phase), key=lambda each: each.total)
-              for phase in ("forward", "backward", "step")}  # fmt: skip
-    return [
-        Stack("as the papers count", paper),
-        Stack("most in forward", phases["forward"].bytes),
-        Stack("most in backward", phases["backward"].bytes),
-        Stack("most in the step", phases["step"].bytes),
-        Stack("between steps", points[-1].bytes),
-    ]
+
+    def most_in(phase: str) -> Mapping[str, float]:
+        return max((each for each in points if each.phase == phase), key=lambda each: each.total).bytes
+
+    return {
+        "as the papers count": paper,
+        "most in forward": most_in("forward"),
+        "most in backward": most_in("backward"),
+        "most in the step": most_in("step"),
+        "between steps": points[-1].bytes,
+    }
 
 
 def _by_sequence(plan: Plan, limit: float | None) -> Any:
@@ -212,26 +191,25 @@ def _by_sequence(plan: Plan, limit: float | None) -> Any:
         moments = dry_run(config, replace(at, length=length - length % at.tensor))
         peaks.append(RankMemory(plan.memory.zero, moments).peak.bytes)
     title = "Memory at its peak against sequence length"
-    figure, axes = areas(title, "tokens of one sequence", lengths, peaks, limit, doubling=True)
+    figure, axes = areas(title, "tokens of one sequence", lengths, peaks, limit)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
     axes.axvline(at.length, color="#888888", linewidth=0.8)
     axes.text(at.length, 0.97, " this run", transform=axes.get_xaxis_transform(), fontsize=9, va="top", color="#444444")
     return figure
 
 
-def _by_stage(plan: Plan) -> list[Stack]:
-    found = []
+def _by_stage(plan: Plan) -> dict[str, Mapping[str, float]]:
+    given = plan.memory.zero.at
+    found: dict[str, Mapping[str, float]] = {}
     for stage in range(4):
-        given = plan.memory.zero.at
-        offload = given.offload_optimizer and stage > 0
-        overlap = stage == 3 if given.stage == 3 or stage == 3 else given.overlap
-        zero = replace(
-            given,
-            stage=stage,
-            offload_optimizer=offload,
+        zero = given.at_stage(
+            stage,
+            offload_optimizer=given.offload_optimizer and stage > 0,
             offload_param=given.offload_param and stage == 3,
-            overlap=overlap,
         )
         memory = RankMemory(ZeroMemory(plan.memory.zero.parameters, zero), plan.memory.moments)
         here = "  ← this run" if stage == given.stage else ""
-        found.append(Stack(f"ZeRO-{stage}{here}", memory.peak.bytes))
+        found[f"ZeRO-{stage}{here}"] = memory.peak.bytes
     return found

@@ -11,7 +11,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +53,39 @@ class StepProfiler:
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
         """Record one step: its memory when it is FIRST, its operators in the others, or both when there is one only."""
-        if not self.first <= step <= self.last:
+        with ExitStack() as stack:
+            if step == self.first:
+                stack.enter_context(self._following())
+            if self.first < step <= self.last or step == self.first == self.last:
+                stack.enter_context(self._timing())
             yield
-            return
-        if step == self.first:
-            with self._following():
-                if self.first == self.last:
-                    with self._timing():
-                        yield
-                else:
-                    yield
-        else:
-            with self._timing():
-                yield
 
     def outcome(self, step: int) -> str | None:
         """Write the files after LAST and tell where they are."""
         if step != self.last:
             return None
-        return self._write()
+        from zero_tp.planning import page, pictures
+
+        name = f"steps_{self.first}-{self.last}"
+        largest = sorted(self._operators.items(), key=lambda item: -item[1])[:OPERATORS]
+        operators = {
+            key.removeprefix("autograd::engine::evaluate_function: "): value / max(1, self._timed)
+            for key, value in largest
+        }
+        peak = max(self._points, key=lambda point: point.total)
+        figures = {"over_time": pictures.over_time(f"Memory over step {self.first}, measured", self._points, None)}
+        if operators:
+            figures["operators"] = pictures.seconds("Time by operator, measured", operators, "seconds a step")
+        parts = [f"<p>{html.escape(self.engine.topology.describe())}, rank 0; peak {peak.total / GIB:.3g} GiB</p>"]
+        parts += [page.svg(figure) for figure in figures.values()]
+        written = page.write(self.directory / f"{name}.html", f"{self.directory.parent.name}: {name}", parts, figures)
+        record = {
+            "peak_bytes": {"phase": peak.phase, "total": peak.total, **peak.bytes},
+            "over_time": [{"phase": point.phase, "position": point.position, **point.bytes} for point in self._points],
+            "operator_seconds": operators,
+        }
+        written[0].with_suffix(".json").write_text(json.dumps(record) + "\n")
+        return f"profile of steps {self.first} to {self.last}: {written[0]}, peak {peak.total / GIB:.3f} GiB in tensors"
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
@@ -128,42 +142,12 @@ class StepProfiler:
         allocations.mark(parameters, "parameters")  # in fp32 without ZeRO they are their own masters
         allocations.mark(_other_tensors(allocations), "buffers")
 
-    # ---- files -------------------------------------------------------------------------------------------------------
-
-    def _write(self) -> str:
-        from zero_tp.planning import page, pictures
-
-        name = f"steps_{self.first}-{self.last}"
-        largest = sorted(self._operators.items(), key=lambda item: -item[1])[:OPERATORS]
-        operators = {
-            key.removeprefix("autograd::engine::evaluate_function: "): value / max(1, self._timed)
-            for key, value in largest
-        }
-        peak = max(self._points, key=lambda point: point.total)
-        figures = {"over_time": pictures.over_time(f"Memory over step {self.first}, measured", self._points, None)}
-        if operators:
-            figures["operators"] = pictures.seconds("Time by operator, measured", operators, "seconds a step")
-        parts = [f"<p>{html.escape(self.engine.topology.describe())}, rank 0; peak {peak.total / GIB:.3g} GiB</p>"]
-        parts += [page.svg(figure) for figure in figures.values()]
-        written = page.write(self.directory / f"{name}.html", f"{self.directory.parent.name}: {name}", parts, figures)
-        record = {
-            "peak_bytes": {"phase": peak.phase, "total": peak.total, **peak.bytes},
-            "over_time": [{"phase": point.phase, "position": point.position, **point.bytes} for point in self._points],
-            "operator_seconds": operators,
-        }
-        written[0].with_suffix(".json").write_text(json.dumps(record) + "\n")
-        return f"profile of steps {self.first} to {self.last}: {written[0]}, peak {peak.total / GIB:.3f} GiB in tensors"
-
 
 def _other_tensors(allocations: Allocations) -> Iterable[Tensor]:
     known = allocations.known()
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:
             yield thing
-
-
-def _flat(one: Allocation) -> bool:
-    return len(one.shape) == 1
 
 
 def points(allocations: Allocations, begin: int) -> list[Point]:
@@ -190,7 +174,8 @@ def points(allocations: Allocations, begin: int) -> list[Point]:
             following = min((c for _, c in marks if c > clock), default=step)
             if gone <= following:
                 # DeepSpeed's buckets are flat and empty at first; no operation of a layer makes such a tensor.
-                return "buffers" if name == "backward" and "empty" in one.operation and _flat(one) else "transients"
+                bucket = name == "backward" and "empty" in one.operation and len(one.shape) == 1
+                return "buffers" if bucket else "transients"
             return "activations" if name == "forward" else "gradients"
         return "buffers"
 

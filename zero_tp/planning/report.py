@@ -32,17 +32,13 @@ def heading(plan: Plan) -> list[str]:
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
     stages = f" × {plan.pipeline} pipeline stages" if plan.pipeline > 1 else ""
     sequence = ", SP" if block.parallel.sequence else ""
-    policy = block.recompute_policy
-    notes = []
-    if config.nvme_paths:
-        notes.append("NVMe is counted as host memory")
     return [
         f"{model.model_type}, {parameters:,} parameters, {plan.model.parameters.total:,} a TP rank",
         f"{plan.ranks} × {plan.device.name} = {sizes}{stages}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
-        f"recompute {policy.mode}, {block.attention}",
+        f"recompute {block.recompute_policy.mode}, {block.attention}",
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro {config.micro_batch} × "
         f"accumulation {config.accumulation} × data {config.data_parallel}",
-        *notes,
+        *(["NVMe is counted as host memory"] if config.nvme_paths else []),
     ]
 
 

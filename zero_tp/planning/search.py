@@ -81,13 +81,12 @@ class Candidate:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
-        peak = self.peak
         return {
             **vars(self.choice),
             "needed_bytes": self.needed,
             "host_node_bytes": self.host,
-            "peak_bytes": {"phase": peak.phase, "total": peak.total, "host": peak.host, **peak.bytes},
-            "step_seconds": {**self.time.terms(), "total": self.time.total},
+            "peak_bytes": self.peak.as_json(),
+            "step_seconds": self.time.as_json(),
         }
 
 
@@ -172,13 +171,11 @@ class Search:
         config, device = self.config, self.device
         assert config.world_size is not None
         given = ZeroSettings.of(self._deepspeed, config.world_size // choice.tensor, cpu=device.is_cpu)
-        settings = replace(
-            given,
-            stage=choice.stage,
+        settings = given.at_stage(
+            choice.stage,
             accumulation=choice.accumulation,
             offload_optimizer=choice.offload_optimizer,
             offload_param=choice.offload_param,
-            overlap=choice.stage == 3 if given.stage == 3 or choice.stage == 3 else given.overlap,
         )
         zero = zero_memory(model.parameters, settings)
         workload = replace(

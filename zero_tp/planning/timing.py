@@ -59,6 +59,9 @@ class StepTime:
             "pipeline bubble": self.bubble,
         }
 
+    def as_json(self) -> dict[str, float]:
+        return {**self.terms(), "total": self.total}
+
 
 @dataclass(frozen=True)
 class Timing:

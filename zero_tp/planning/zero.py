@@ -8,7 +8,7 @@ P is a rank's partition of the flattened parameters, e bytes an element of the r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,10 +32,6 @@ class StateBytes(NamedTuple):
     buffers: float = 0.0
     host: float = 0.0
 
-    @property
-    def device(self) -> float:
-        return self.parameters + self.gathered + self.gradients + self.optimizer + self.buffers
-
 
 @dataclass(frozen=True)
 class Parameters:
@@ -46,13 +42,13 @@ class Parameters:
             the two groups by themselves, because weight decay skips the second.
         modules: elements of each parameter of each module, in the order in which forward runs them; a tied output
             layer has the embedding's again.
-        places: of each module the layer's number, -1 before the first and L after the last.
+        layers: of each module the layer's number, -1 before the first and L after the last.
     """
 
     matrices: tuple[int, ...]
     flats: tuple[int, ...]
     modules: tuple[tuple[int, ...], ...]
-    places: tuple[int, ...]
+    layers: tuple[int, ...]
 
     @cached_property
     def total(self) -> int:
@@ -132,6 +128,15 @@ class ZeroSettings:
             **given,
         )
 
+    def at_stage(self, stage: int, **changes: Any) -> ZeroSettings:
+        """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.
+
+        Args:
+            changes: of other attributes.
+        """
+        overlap = stage == 3 if 3 in (stage, self.stage) else self.overlap
+        return replace(self, stage=stage, overlap=overlap, **changes)
+
 
 @dataclass(frozen=True)
 class ZeroMemory:
@@ -183,28 +188,11 @@ class ZeroMemory:
             copy = 4 * part + (e * part if e < 4 else 0)  # of the gradients, and of the weights on their way back
             return StateBytes(whole, buffers=e * largest, host=master_moments + copy + e * largest)
         persistent = e * sum(size for size in self._distinct if size <= at.persistence_threshold)
-        local = e * part
-        host = local if at.offload_param else 0
-        optimizer = 0.0
+        device, host = (0, e * part) if at.offload_param else (e * part, 0)
+        held = StateBytes(device, gathered=persistent, buffers=e * at.reduce_bucket, host=host)
         if at.offload_optimizer:
-            host += master_moments + 4 * part
-            gradients_on_host = e * part
-            return StateBytes(
-                0 if at.offload_param else local,
-                gathered=persistent,
-                gradients=0,
-                buffers=e * at.reduce_bucket,
-                host=host + gradients_on_host,
-            )
-        optimizer = master_moments
-        return StateBytes(
-            0 if at.offload_param else local,
-            gathered=persistent,
-            gradients=e * part,
-            optimizer=optimizer,
-            buffers=e * at.reduce_bucket,
-            host=host,
-        )
+            return held._replace(host=host + master_moments + 4 * part + e * part)  # of gradients, in fp32 and as made
+        return held._replace(gradients=e * part, optimizer=master_moments)
 
     @property
     def _distinct(self) -> tuple[int, ...]:
@@ -216,7 +204,7 @@ class ZeroMemory:
         at = self.at
         most = most_gathered(
             self.parameters.modules,
-            self.parameters.places,
+            self.parameters.layers,
             threshold=at.persistence_threshold,
             prefetch=at.prefetch_bucket,
             max_live=at.max_live,
@@ -226,13 +214,13 @@ class ZeroMemory:
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
-    def during(self, phase: str, done: float, place: int, micro: int = 0, transients: float = 0.0) -> StateBytes:
+    def during(self, phase: str, done: float, layer: int, micro: int = 0, transients: float = 0.0) -> StateBytes:
         """Return the bytes at a moment inside a micro-batch.
 
         Args:
             phase: "forward" or "backward".
             done: elements whose gradients are done in this micro-batch.
-            place: the layer's number, -1 before the first and L after the last.
+            layer: the layer's number, -1 before the first and L after the last.
             micro: the micro-batch's number in the step.
             transients: of the activations at that moment.
         """
@@ -240,7 +228,7 @@ class ZeroMemory:
         buckets = e * at.reduce_bucket * (2 if at.overlap else 1)
         total = self.parameters.total
         if at.stage == 3:
-            return held._replace(gathered=held.gathered + self.gathered_at[phase, place])
+            return held._replace(gathered=held.gathered + self.gathered_at[phase, layer])
         accumulated = e * (total if micro else min(done, total))
         if at.stage == 0:
             return held._replace(gradients=accumulated)
