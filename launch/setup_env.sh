@@ -49,13 +49,12 @@ write() { # the whole file or none of it
 if ! installed; then
     echo "set-up: installing zero_tp${extras:+[$extras]} into .venv, some minutes (messages: .venv/setup.log)"
     begin=$SECONDS
-    # Most modules are never imported: Python compiles those that are, which pip would do for all of them in a minute.
     # The constraints hold for the builds' own environments too: by the first name for pip before 25.3, by the second after.
     PIP_CONSTRAINT=$repository/constraints.txt PIP_BUILD_CONSTRAINT=$repository/constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-        "$python" -m pip install --no-compile -c constraints.txt -e ".${extras:+[$extras]}" >"$log" 2>&1 ||
+        "$python" -m pip install -c constraints.txt -e ".${extras:+[$extras]}" >"$log" 2>&1 ||
         { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; }
     case ,$extras, in *,dev,*)
-        PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --no-compile --no-deps -r tests/packages.txt >>"$log" 2>&1 ||
+        PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install --no-deps -r tests/packages.txt >>"$log" 2>&1 ||
             { tail -n 20 "$log" >&2; fail "pip failed; all its messages are in $log"; } ;;
     esac
     write "$environment/installed-$extras" <<<"$key"

@@ -33,7 +33,7 @@ COLLECTED = pytest.StashKey[list[str]]()
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The second tier has more examples: --hypothesis-profile thorough.
-for _profile, _examples in (("plain", 8), ("thorough", 25)):
+for _profile, _examples in (("plain", 5), ("thorough", 25)):
     hypothesis.settings.register_profile(
         _profile,
         deadline=None,  # the first example compiles, imports or starts ranks

@@ -13,6 +13,8 @@ if [ "${1:-}" = --tests-only ]; then tests_only=yes; shift; fi
 bash launch/setup_env.sh dev eval
 export PATH="$PWD/.venv/bin:$PATH"
 
+# What one process of a test compiles the next one reads: workers, launchers, ranks.
+unset PYTHONDONTWRITEBYTECODE
 failed=()
 check() {
     local begin=$SECONDS

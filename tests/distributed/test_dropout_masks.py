@@ -16,6 +16,7 @@ from transformers import GPT2Config
 
 from tests.compare import grid
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -114,8 +115,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("attention", "sequence"),
+    in_tiers([("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)], [("eager", True), ("sdpa", False)]),
+)
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
 def test_recomputation_replays_the_masks(ranks: Pools, policy: str, attention: str, sequence: bool) -> None:
     again = POLICIES[policy][2]
@@ -137,7 +140,9 @@ def masks_on_a_grid(tensor: int, sequence: bool, attention: str) -> tuple[int, i
     return topology.tensor_rank, topology.data_rank, forward, replay
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (2, True), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("tensor", "sequence"), in_tiers([(2, False), (2, True), (4, False), (4, True)], [(4, False), (4, True)])
+)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_who_shares_which_masks(ranks: Pools, tensor: int, sequence: bool, attention: str) -> None:
     """In the replay too; test_random.py has an eager forward."""

@@ -54,7 +54,7 @@ def answers_on_grid(directory: Path, tasks: Path, tensor: int) -> Results:
     return ours(subject, tasks, list(CHOSEN), LIMIT) | ours(subject, tasks, ["wikitext_local"], 1)
 
 
-@pytest.mark.parametrize(("world", "tensor"), in_tiers(GRIDS, [(2, 2), (4, 2)]))
+@pytest.mark.parametrize(("world", "tensor"), in_tiers(GRIDS, [(4, 2)]))
 def test_lm_evals_tasks_equal_its_own_adapter(
     ranks: Pools, model: Path, tasks: Path, expected: Results, world: int, tensor: int
 ) -> None:

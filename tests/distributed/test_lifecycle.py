@@ -187,11 +187,12 @@ def test_interrupt_is_said_once_and_leaves_no_process(launch: Callable[..., Laun
     assert not re.search(r"^(error|rank \d)", output, re.MULTILINE)
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("victim", "number", "name"),
     [
         ("runner", signal.SIGTERM, "deepspeed"),
-        pytest.param("launch.py", signal.SIGKILL, "deepspeed's launch.py", marks=THOROUGH),
+        ("launch.py", signal.SIGKILL, "deepspeed's launch.py"),
     ],
 )
 def test_ranks_end_when_a_launcher_above_them_is_gone(

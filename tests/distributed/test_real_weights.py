@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.compare import grid
 from tests.pools import Pools
 from tests.smollm2 import with_heads
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.perplexity import perplexity
@@ -84,6 +84,7 @@ def greatest(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
+@THOROUGH
 def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
     model = ZeroTPForCausalLM.from_pretrained(smollm2, Topology(world=1)).eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
@@ -91,7 +92,8 @@ def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
         assert greatest(model(tokens).logits, native_logits(smollm2, tokens)) < GREATEST
 
 
-@pytest.mark.parametrize("tensor", in_tiers([2, 3], [3]))
+@THOROUGH
+@pytest.mark.parametrize("tensor", [2, 3])
 def test_more_ranks(ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_path: Path, tensor: int) -> None:
     # In fp64: fp32 sums in another order move the model's logits by 1.1e-4, the copy's by 2e-3.
     directory, dtype = (smollm2 if tensor == 3 else cut), torch.float64

@@ -18,6 +18,7 @@ from tests.distributed.matrix import (
     judged,
     write_config,
 )
+from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 
 CONTIGUOUS = ("full, contiguous", "full, contiguous, cpu")
@@ -52,6 +53,7 @@ def acting_pairs_of(cell: Cell) -> set[tuple[Setting, Setting]]:
     return {pair for pair in pairs_of(cell) if not idle(cell) & set(pair)}
 
 
+@THOROUGH
 def test_no_cell_is_neither_refused_nor_proved() -> None:
     accepted, refused = judged()
     covered = set().union(*map(pairs_of, covering_array()))
