@@ -51,8 +51,10 @@ def launch(world: int, launcher: str = "deepspeed", script: str = "launch/pretra
     return [sys.executable, *words, "--master_port", str(free_port()), str(ROOT / script)]
 
 
-def pretrain(world: int, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run([*launch(world), *arguments], directory)
+def pretrain(
+    world: int, directory: Path, *arguments: str, launcher: str = "deepspeed"
+) -> subprocess.CompletedProcess[str]:
+    return run([*launch(world, launcher), *arguments], directory)
 
 
 def script(name: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -202,6 +202,7 @@ class _State:
                     vars(holder).clear()
             del engine, optimizer, holder
         gc.collect()
+        gc.freeze()  # what is left stays: the next collection need not look at it
         for group in _groups():
             if group not in _kept_groups:
                 torch.distributed.destroy_process_group(group)

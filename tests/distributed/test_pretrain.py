@@ -98,7 +98,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output) ->
 
 def test_a_run_goes_on_elsewhere_and_is_exported(workplace: Path, finished: Output) -> None:
     elsewhere = ("--set", "zero_tp.parallel.tensor=1", "--set", "zero_optimization.stage=3")
-    other = pretrain(2, workplace, "--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9", *elsewhere)
+    words = ("--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9", *elsewhere)
+    other = pretrain(2, workplace, *words, launcher="torchrun")
     assert other.returncode == 0, other.stdout + other.stderr
     moved = "resuming step 8 saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-3, fp32"
     assert moved in said(other.stdout)

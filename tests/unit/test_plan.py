@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.papers import gpt_parameters, model_flops
+from tests.tiers import in_tiers
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
@@ -228,16 +229,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert RunConfig.load(written, (), 8).global_batch == result["batch"]["global"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--world-size", "8", "--device", "h1000"], "--device: 'h1000' is unknown"),
-        (["--world-size", "0", "--device", "h100"], "--world-size: 0 is not positive"),
-        (["--world-size", "8", "--device", "h100", "--write", "x.json"], "--write: writes what --search finds"),
-        (["--world-size", "9", "--device", "h100", "--pipeline", "2"], "--pipeline: 9 devices do not divide"),
-        (["--world-size", "3", "--device", "h100"], "zero_tp.parallel.tensor: tensor 2 × data 1.5 ≠ world 3"),
-    ],
-)
+MISTAKES = [
+    (["--world-size", "8", "--device", "h1000"], "--device: 'h1000' is unknown"),
+    (["--world-size", "0", "--device", "h100"], "--world-size: 0 is not positive"),
+    (["--world-size", "8", "--device", "h100", "--write", "x.json"], "--write: writes what --search finds"),
+    (["--world-size", "9", "--device", "h100", "--pipeline", "2"], "--pipeline: 9 devices do not divide"),
+    (["--world-size", "3", "--device", "h100"], "zero_tp.parallel.tensor: tensor 2 × data 1.5 ≠ world 3"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), in_tiers(MISTAKES, MISTAKES[-1:]))
 def test_mistakes_are_one_line(arguments: list[str], said: str) -> None:
     done = command("ds_configs/gpt2_355m.json", "--set", "zero_tp.parallel.tensor=2", *arguments)
     assert done.returncode == 2 and done.stdout == ""
