@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import ConfigError, shown
+
+MOST_BYTES = 2**28
+"""JSON files are at most as long as this, of which Python makes up to ten times as much."""
+_MOST_DIGITS, _MOST_LEVELS = 100, 100
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -28,42 +34,112 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+class InvalidJson(ValueError):
+    """An InvalidJson says what is wrong with a text that should be JSON, and where in it."""
+
+
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. A pipe, a device or a directory is never waited on.
 
     Raises:
-        ConfigError: the file is missing or unreadable, is not JSON (with line and column), holds a key twice, holds
-            NaN or Infinity, or is not an object.
+        OSError: it is missing, cannot be read, is no regular file, or is longer.
+    """
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, at most {most:,} are read", str(path))
+        return file.read(most)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text: strict UTF-8 JSON, whose every key and number means one thing.
+
+    Raises:
+        InvalidJson: it is not JSON (with line and column), holds a key twice, NaN or Infinity, an integer of more than
+            100 digits, half of a surrogate pair, or more than 100 levels.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in seen:
-                raise ConfigError(str(path), f'the key "{key}" appears twice in one object', "keep one of them")
-            seen[key] = value
-        return seen
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
+        return found
 
-    def finite(text: str) -> float:
-        if not math.isfinite(float(text)):
-            raise ConfigError(str(path), f"{text} is not a finite number", "write a finite number")
-        return float(text)
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            raise InvalidJson(f"{number[:60]} is not a finite number")
+        return float(number)
+
+    def bounded(number: str) -> int:
+        if len(number) > _MOST_DIGITS:
+            raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
+        return int(number)
 
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            str(path), "no such file", "give the path of a JSON config, as those in ds_configs/"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), f"can't be read ({error})", "give the path of a JSON config") from None
-    try:
-        value = json.loads(text, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite)
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(
+            decoded, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite, parse_int=bounded
+        )
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise ConfigError(str(path), f"not valid JSON: {error.msg} at {where}", "mend the file there") from None
+        raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidJson(f"not valid JSON: not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise ConfigError(str(path), "not valid JSON: nested too deeply", "mend the file") from None
-    if not isinstance(value, dict):
-        raise ConfigError(str(path), f"holds {shown(value)}, not an object", "one file is one JSON object {...}")
+        raise InvalidJson("not valid JSON: nested too deeply") from None
+    _check_parts(value)
     return value
+
+
+def _check_parts(value: Any) -> None:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        for part in level:
+            if isinstance(part, str) and not part.isascii():
+                try:
+                    part.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise InvalidJson(f"half of a surrogate pair at character {error.start} of a string") from None
+        objects = (part for part in level if isinstance(part, dict))
+        lists = (part for part in level if isinstance(part, list))
+        level = [inner for part in objects for pair in part.items() for inner in pair] + [
+            inner for part in lists for inner in part
+        ]
+        if not level:
+            return
+    raise InvalidJson("not valid JSON: nested too deeply")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        OSError: see `read_regular`.
+        InvalidJson: see `parse_json`; or it is not an object.
+    """
+    value = parse_json(read_regular(path))
+    if not isinstance(value, dict):
+        raise InvalidJson(f"holds {shown(value)}, not an object")
+    return value
+
+
+def read_json(path: Path, remedy: str = "give the path of a JSON config") -> dict[str, Any]:
+    """Return the object in a JSON file that a person has named.
+
+    Args:
+        remedy: what to do where there is no such file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not an object in strict JSON (see `parse_json`).
+    """
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such file", remedy) from None
+    except OSError as error:
+        raise ConfigError(str(path), f"can't be read ({error.strerror or error})", remedy) from None
+    except InvalidJson as error:
+        raise ConfigError(str(path), str(error), "mend the file") from None

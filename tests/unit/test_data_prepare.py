@@ -162,7 +162,7 @@ def test_a_given_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl:2: not valid JSON"),
         (
             "a.jsonl",
             b'{"text": "a"}\n\n{"body": "b", "id": 1}\n',

@@ -81,7 +81,7 @@ def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, 
     file = tmp_path / "x.json"
     with pytest.raises(UserError, match="No such file"):
         comparison(file, file)
-    for content, message in [("{", "not JSON"), ("[]", "not a report"), ('{"tasks": {}}', "not a report")]:
+    for content, message in [("{", "not valid JSON"), ("[]", "not an object"), ('{"tasks": {}}', "not a report")]:
         file.write_text(content)
         with pytest.raises(UserError, match=message):
             read_report(file)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.errors import UserError
-from zero_tp.files import write_atomically
+from zero_tp.files import InvalidJson, read_object, write_atomically
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written
@@ -50,12 +50,9 @@ def first_config(run: Path) -> dict[str, Any] | None:
     if not path.exists() or not complete_steps(run):
         return None
     try:
-        resolved = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); give another --output-dir") from error
-    if not isinstance(resolved, dict):
-        raise UserError(f"{path}: not a run's config; give another --output-dir")
-    return resolved
+        return read_object(path)
+    except (InvalidJson, OSError) as error:
+        raise UserError(f"{path}: not a run's config ({error}); give another --output-dir") from error
 
 
 def saved_model(run: Path) -> dict[str, Any] | None:
@@ -124,13 +121,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
+        manifest = read_object(path)
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
-    except (ValueError, OSError) as error:
-        raise Damaged(path, f"not valid JSON ({error})") from error
-    if not isinstance(manifest, dict):
-        raise Damaged(path, "not a manifest")
+    except (InvalidJson, OSError) as error:
+        raise Damaged(path, str(error)) from error
     if manifest.get("format") != FORMAT:
         raise UserError(
             f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; use the version that wrote it"

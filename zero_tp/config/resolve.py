@@ -7,12 +7,12 @@ world = tensor × data, global batch = micro × accumulation × data.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_tp.errors import ConfigError, shown
+from zero_tp.files import InvalidJson, parse_json
 
 BATCH_FIELDS = {
     "train_batch_size": "total",
@@ -43,14 +43,9 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _value(text: str) -> Any:
-    def finite(number: str) -> float:
-        if not math.isfinite(float(number)):
-            raise ValueError(number)
-        return float(number)
-
     try:
-        return json.loads(text, parse_float=finite, parse_constant=finite)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except InvalidJson:
         return text
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import hashlib
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from zero_tp.errors import UserError
+from zero_tp.files import InvalidJson, parse_json
 
 KINDS = {".jsonl": "jsonl", ".txt": "txt"}
 
@@ -94,11 +95,9 @@ def _decode(data: bytes, where: str) -> str:
 
 def _object_of_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(_decode(line, where).removeprefix("\ufeff"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise UserError(f"{where}: JSON nested too deeply") from error
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8))
+    except InvalidJson as error:
+        raise UserError(f"{where}: {error}") from error
     if not isinstance(record, dict):
         raise UserError(f"{where}: a JSON object is needed, found {type(record).__name__}")
     return record

@@ -29,6 +29,7 @@ from zero_tp.data.documents import check_files, document_kind, file_sha256, read
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
 from zero_tp.errors import UserError
+from zero_tp.files import InvalidJson, read_object
 
 REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
@@ -126,9 +127,9 @@ def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> dict[s
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     try:
-        report = json.loads((output / REPORT).read_text(encoding="utf-8"))
+        report = read_object(output / REPORT)
         found, files = report["identity"], report["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, InvalidJson, KeyError):
         raise UserError(f"{output} exists and is not the output of this command: choose another --output") from None
     if overwrite and found != identity:
         return None

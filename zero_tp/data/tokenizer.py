@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.errors import UserError, first_line
+from zero_tp.files import read_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -159,7 +159,7 @@ def _tokens(directory: Path) -> dict[int, str]:
         if path.is_file():
             return {id_: token for token, id_ in Tokenizer.from_file(str(path)).get_vocab().items()}
         path = directory / "vocab.json"
-        return {id_: token for token, id_ in json.loads(path.read_text("utf-8")).items()} if path.is_file() else {}
+        return {id_: token for token, id_ in read_object(path).items()} if path.is_file() else {}
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(f"{path}: can't be read as a tokenizer ({error})") from error
 

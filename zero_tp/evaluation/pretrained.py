@@ -3,7 +3,6 @@ is read, and then loaded."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import HuggingFaceScorer, ParallelScorer, Subject
+from zero_tp.files import InvalidJson, read_object
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights
@@ -154,10 +154,9 @@ def _is_run(path: Path) -> bool:
     if (path / "metrics.jsonl").is_file() or (path / "manifest.json").is_file():
         return True
     try:
-        content: Any = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return "zero_tp" in read_object(path / "config.json")
+    except (OSError, InvalidJson):  # told where it is opened
         return False
-    return isinstance(content, dict) and "zero_tp" in content
 
 
 def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:

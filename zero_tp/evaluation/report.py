@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
-from zero_tp.files import write_atomically
+from zero_tp.files import read_json, write_atomically
 
 
 def _figure(value: float | None) -> str:
@@ -90,13 +90,8 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 def read_report(path: Path) -> dict[str, Any]:
     """Read a file that `write_report` wrote. UserError: it isn't one."""
-    try:
-        report: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
-    if not isinstance(report, dict) or not isinstance(report.get("tasks"), dict) or "model" not in report:
+    report = read_json(path, "give a report of eval/zero_shot.py --output")
+    if not isinstance(report.get("tasks"), dict) or "model" not in report:
         raise UserError(f"{path}: not a report of eval/zero_shot.py --output")
     return report
 

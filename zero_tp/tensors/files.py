@@ -25,6 +25,8 @@ import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from zero_tp.files import MOST_BYTES, parse_json
+
 PART = 8 * 2**20
 BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache
 HASHING_THREADS = 3
@@ -284,9 +286,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
+        if length > min(path.stat().st_size, MOST_BYTES):
             raise ValueError("its header is longer than the file")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     return header, 8 + length

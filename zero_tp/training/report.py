@@ -12,7 +12,7 @@ from typing import IO, NoReturn
 
 from tqdm import tqdm
 
-from zero_tp.files import write_atomically
+from zero_tp.files import parse_json, write_atomically
 from zero_tp.training.metrics import Speed, perplexity
 
 METRICS_FILE = "metrics.jsonl"
@@ -136,7 +136,7 @@ def cut_metrics(path: Path, last_step: int) -> int:
     unreadable = 0
     for line in old.splitlines():
         try:
-            step = json.loads(line)["step"]
+            step = parse_json(line)["step"]
             keep = int(step) <= last_step
         except (ValueError, KeyError, TypeError):  # counted, and said by the caller
             unreadable += 1

@@ -6,11 +6,11 @@ restricted unpickler, which makes tensors and plain containers alone. What is he
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.errors import UserError, first_line
+from zero_tp.files import InvalidJson, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,8 @@ def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tenso
 
 def _files_of(index: Path) -> list[Path]:
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = set(read_object(index)["weight_map"].values())
+    except (OSError, InvalidJson, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: not an index with a weight_map ({error})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:

@@ -1,0 +1,118 @@
+"""A command of launch/ or eval/ is run in a forked child, and judged by what every command promises."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.waits import patience
+from zero_tp.errors import BAD_INPUT
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 20.0  # seconds on an idle machine
+LONGEST_LINE = 2_000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command has ended: with this exit status (minus a signal's number; None where it was still running at the
+    limit), having printed this."""
+
+    status: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
+) -> Ended:
+    """Run `python SCRIPT ARGUMENTS` in `directory`, in a fork of this process: what it has imported costs nothing.
+
+    Nothing that starts threads (a tokenizer, a large sum of torch) may have run in this process before.
+
+    Args:
+        script: its path from the repository's root.
+        environment: variables to set.
+        limit: seconds until it is killed, on an idle machine.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        begun = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            _become(script, arguments, directory, environment or {}, out.fileno(), err.fileno())
+        status = _wait(child, begun, limit)
+        texts = []
+        for stream in (out, err):
+            stream.seek(0)
+            texts.append(stream.read().decode("utf-8", "backslashreplace"))
+    return Ended(status, *texts, time.monotonic() - begun)
+
+
+def _become(
+    script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], out: int, err: int
+) -> None:
+    """Be the command, and end this process with its status."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(directory)
+        os.environ.update(environment)
+        for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+            os.dup2(descriptor, target)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.argv = [str(ROOT / script), *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # what the interpreter would print
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def _wait(child: int, begun: float, limit: float) -> int | None:
+    while time.monotonic() - begun < patience(limit):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def broken_promise(ended: Ended) -> str | None:
+    """Return what the command has done that none may, or None: it ended by itself, in time, with status 0 or with
+    status 2 and one line `error: …` that a terminal can show, and no traceback."""
+    if ended.status is None:
+        return f"was still running after {ended.seconds:.0f} s"
+    if "Traceback (most recent call last)" in ended.err + ended.out:
+        return f"ended with a traceback: {ended.err[-1500:]}"
+    if ended.status not in (0, BAD_INPUT):
+        return f"ended with status {ended.status}: {ended.err[-500:]}"
+    if any(not (letter.isprintable() or letter in "\n\r\t") for letter in ended.err + ended.out):
+        return f"printed control characters: {ended.err[-500:]!r}"
+    errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    if ended.status == BAD_INPUT and (len(errors) != 1 or not ended.err.rstrip().endswith(errors[0])):
+        return f"ended with status {BAD_INPUT} without one line `error: …`: {ended.err[-500:]}"
+    if errors and len(errors[0]) > LONGEST_LINE:
+        return f"its error is a line of {len(errors[0]):,} characters: {errors[0][:200]}…"
+    return None
