@@ -58,7 +58,7 @@ def parse_json(text: bytes | str) -> Any:
 
     Raises:
         InvalidJson: it is not JSON (with line and column), holds a key twice, NaN or Infinity, an integer of more than
-            100 digits, half of a surrogate pair, or more than 100 levels.
+            100 digits, an unpaired surrogate, or more than 100 levels.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _check_parts(value: Any) -> None:
                 try:
                     part.encode("utf-8")
                 except UnicodeEncodeError as error:
-                    raise InvalidJson(f"half of a surrogate pair at character {error.start} of a string") from None
+                    raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
         objects = (part for part in level if isinstance(part, dict))
         lists = (part for part in level if isinstance(part, list))
         level = [inner for part in objects for pair in part.items() for inner in pair] + [

@@ -111,8 +111,4 @@ def text_of(record: dict[str, Any], where: str, text_key: str) -> str:
     text = record[text_key]
     if not isinstance(text, str):
         raise UserError(f"{where}: {text_key!r} must be a string, found {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: unpaired surrogate at character {error.start} of {text_key!r}") from error
     return text
