@@ -87,7 +87,7 @@ def parse_json(text: bytes | str) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     except UnicodeDecodeError as error:
-        raise InvalidJson(f"not valid JSON: not UTF-8 at byte {error.start}") from None
+        raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise InvalidJson("not valid JSON: nested too deeply") from None
     _check_parts(value)

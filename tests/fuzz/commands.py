@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tests.waits import patience
 from zero_tp.errors import BAD_INPUT
@@ -56,11 +57,12 @@ def run(
         if child == 0:
             _become(script, arguments, directory, environment or {}, out.fileno(), err.fileno())
         status = _wait(child, begun, limit)
-        texts = []
-        for stream in (out, err):
-            stream.seek(0)
-            texts.append(stream.read().decode("utf-8", "backslashreplace"))
-    return Ended(status, *texts, time.monotonic() - begun)
+        return Ended(status, _text(out), _text(err), time.monotonic() - begun)
+
+
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read().decode("utf-8", "backslashreplace")
 
 
 def _become(
