@@ -79,7 +79,7 @@ def test_reports_side_by_side(tokenizer: Path, data: dict[str, Path], tmp_path: 
 
 def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, Path]) -> None:
     file = tmp_path / "x.json"
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="no such file"):
         comparison(file, file)
     for content, message in [("{", "not valid JSON"), ("[]", "not an object"), ('{"tasks": {}}', "not a report")]:
         file.write_text(content)
