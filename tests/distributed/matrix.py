@@ -214,20 +214,20 @@ def chosen_cells() -> tuple[list[Cell], int]:
 
 @cache
 def first_cells() -> list[Cell]:
-    """A few of the cells with all pairs, which together have every setting at work, every family, and every TP and
-    each dtype with and without SP. Greedy like `chosen_cells`.
+    """A few of the cells with all pairs, which together have every setting at work, every family, and every TP with
+    and without SP, also in fp32. Greedy like `chosen_cells`; of equals in fp32, which is held to tight limits and has
+    one plain run a family, not thirty.
     """
     cells, with_all_pairs = chosen_cells()
     shown: dict[Cell, set[Any]] = {}
     for cell in cells[:with_all_pairs]:
         settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
         named = dict(zip(FACTORS, cell, strict=True))
-        # fp32 is held to tight limits, bf16 to those of its rounding.
-        exactly = (named["dtype"], named["sequence"] if named["tensor"] != "TP 1" else "")
-        shown[cell] = {*settings, cell[:2], exactly, ("family", families()[cell])}
+        exactly = {("fp32", named["sequence"])} if named["dtype"] == "fp32" and named["tensor"] != "TP 1" else set()
+        shown[cell] = {*settings, cell[:2], *exactly, ("family", families()[cell])}
     new, chosen = set().union(*shown.values()), []
     while new:
-        chosen.append(max(shown, key=lambda cell: len(shown[cell] & new)))
+        chosen.append(max(shown, key=lambda cell: (len(shown[cell] & new), cell[-1] == "fp32")))
         new -= shown[chosen[-1]]
     return chosen
 

@@ -140,7 +140,7 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
 @pytest.mark.parametrize(
     ("tensor", "sequence", "stage"), in_tiers([(2, True, 3), (4, False, 1), (4, True, 3)], [(2, True, 3)])
 )
-@EACH_TYPE
+@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "gpt_neox", "phi3", "qwen3"]))
 @hypothesis.settings(max_examples=1)
 @given(data=st.data())
 def test_steps_through_zero(

@@ -16,7 +16,7 @@ from tests.harness import Results, assert_same, native_subject, ours, parallel_s
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.pool_rank import cached
 from tests.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import make_tasks
@@ -74,7 +74,8 @@ def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
     return ours(subject, tasks, ["generate_local"], LIMIT)
 
 
-@pytest.mark.parametrize("sample", in_tiers([False, True], [False]))
+@THOROUGH
+@pytest.mark.parametrize("sample", [False, True])
 def test_generated_text(
     ranks: Pools, model: Path, tmp_path: Path, shared_file: Callable[[str], Path], sample: bool
 ) -> None:

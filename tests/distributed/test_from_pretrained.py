@@ -20,7 +20,7 @@ from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
 from tests.native import native_tensors, to_theirs
 from tests.pools import Pools
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.inspect import inspect
@@ -85,7 +85,10 @@ def weights_in_the_engine(path: str) -> tuple[dict[str, Tensor], float]:
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "offload"),
-    [*((stage, dtype, "none") for stage in range(4) for dtype in ("fp32", "bf16")), (3, "bf16", "parameters")],
+    in_tiers(
+        [*((stage, dtype, "none") for stage in range(4) for dtype in ("fp32", "bf16")), (3, "bf16", "parameters")],
+        [(0, "fp32", "none"), (2, "bf16", "none"), (3, "bf16", "parameters")],
+    ),
 )
 def test_an_engine_starts_from_the_directory(
     ranks: Pools, tmp_path: Path, stage: int, dtype: str, offload: str

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.papers import gpt_parameters, model_flops
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
@@ -117,6 +117,7 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert "the present settings fit" in told and "longer than the first" in told
 
 
+@THOROUGH
 def test_what_fits_in_no_way_says_what_was_tried_and_what_is_short(tmp_path: Path) -> None:
     overrides = published(96, 12288, 96, 8, 1, full=True)
     config = RunConfig.load(GPT2, overrides, 8)

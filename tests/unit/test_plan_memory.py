@@ -19,7 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
@@ -114,8 +114,8 @@ NAMES = [
 ]
 
 
-# ZeRO-3 with offload, full recomputation with ZeRO-2, windows; then every fourth; then all.
-TIERS = {number: "thorough" for number in range(0, len(CONFIGS), 4)} | {number: "first" for number in (12, 20, 24)}
+# ZeRO-3 with offload; then full recomputation with ZeRO-2, windows, and every fourth; then all.
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 20, 24)} | {12: "first"}
 MARKS: dict[str, Any] = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 
@@ -149,7 +149,7 @@ RECOMPUTED_CASES = [
     pytest.param(policy, split, id=" ".join(map(str, [*policy.values(), *["P_a+cpu"] * split])), marks=marks)
     for number, policy in enumerate(RECOMPUTED)
     for split in ([False, True] if policy["mode"] == "full" else [False])
-    for marks in [() if split == (number == 1) and number else THOROUGH]
+    for marks in [() if split and number == 1 else THOROUGH]
 ]
 
 
@@ -172,8 +172,11 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
 
 
 @pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
-@pytest.mark.parametrize("rows", [7, 100])
-@pytest.mark.parametrize("overrides", [CONFIGS[1], CONFIGS[14]], ids=["fp32", "untied"])
+@pytest.mark.parametrize("rows", in_tiers([7, 100], [7]))
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param(CONFIGS[1], id="fp32", marks=THOROUGH), pytest.param(CONFIGS[14], id="untied")],
+)
 def test_chunks_of_the_loss_that_differ_stand_for_all(
     overrides: list[str], rows: int, cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
