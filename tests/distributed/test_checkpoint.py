@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.half_precision import fp16_supported
 from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
@@ -59,6 +60,8 @@ def write_config(path: Path, stage: int, dtype: str, tensor: int = 2, offload: s
     }
     if dtype.startswith("bf16"):
         config["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 10}
     if dtype == "bf16_fp32_accumulation":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     path.write_text(json.dumps(config))
@@ -171,50 +174,78 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
         assert (logits - result["logits"]).abs().max() < tolerance
 
 
-def loss_scales(kind: str, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float]]:
-    """Scales of one run straight, and of the same with a fresh optimizer from `resume_at` on. DeepSpeed's own scalers,
-    in a shell of its optimizers: fp16 does not compute here."""
-    from types import SimpleNamespace
-
-    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
-    from zero_tp.zero.states import loss_scale_of, set_loss_scale
-
-    arguments = {"init_scale": 2.0**16, "scale_window": 3, "min_scale": 1.0}
+def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Scales of one run straight, and of the same with a fresh engine from `resume_at` on; what is saved there."""
+    from zero_tp.zero.loss_scale import LossScale
 
     def fresh() -> Any:
-        if kind == "zero":
-            shifts = {"delayed_shift": 2, "consecutive_hysteresis": False}
-            return SimpleNamespace(loss_scaler=CreateLossScaler(torch.half, 0, True, arguments | shifts))
-        scaler = LossScaleConfig(torch.float16, True, 0, arguments)
-        return SimpleNamespace(loss_scale_config=scaler, verbose=False)
+        with fp16_supported():
+            return build_fp16(stage).zero.loss_scale
 
-    def run(optimizer: Any, overflows: list[bool]) -> list[float]:
+    def run(scale: LossScale, overflows: list[bool]) -> list[float]:
         scales = []
         for overflow in overflows:
-            if kind == "zero":
-                optimizer.loss_scaler.update_scale(overflow)
-            else:
-                FP16_UnfusedOptimizer._update_scale(optimizer, overflow)
-            scales.append(loss_scale_of(optimizer)["cur_scale"])
+            scale.update(overflow)
+            scales.append(scale.value)
         return scales
 
     straight, resumed = fresh(), fresh()
     before = run(straight, overflows[:resume_at])
-    set_loss_scale(resumed, json.loads(json.dumps(loss_scale_of(straight))))
-    return before + run(straight, overflows[resume_at:]), before + run(resumed, overflows[resume_at:])
+    saved = json.loads(json.dumps(straight.state()))
+    resumed.restore(saved)
+    return before + run(straight, overflows[resume_at:]), before + run(resumed, overflows[resume_at:]), saved
 
 
-@pytest.mark.parametrize("kind", ["zero", "no zero"])
-def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, kind: str) -> None:
+def build_fp16(stage: int) -> Any:
+    from tests.compare import grid
+    from tests.distributed.test_engine import build as engine_of
+
+    fp16 = {"enabled": True, "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 1.0}
+    return engine_of(grid(2, True), stage, fp16=fp16)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, stage: int) -> None:
     generator = torch.Generator().manual_seed(run_seed)
     overflows = (torch.rand(40, generator=generator) < 0.15).tolist()
     overflows[:8] = [True, True, True, False, False, False, False, False]  # it falls and rises whatever is drawn
     for resume_at in (2, 7, 20):
-        for whole, again in ranks(2).run(loss_scales, kind, overflows, resume_at):
+        for whole, again, saved in ranks(2).run(loss_scales, stage, overflows, resume_at):
             assert whole == again
             assert len(set(whole)) > 2, "the scale has moved"
+            assert set(saved) == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
+
+
+def resumed_in(path: str, run: str) -> tuple[float | None, float]:
+    """The loss scale after resuming a run, None in another dtype, and the loss of the next step."""
+    from zero_tp.checkpoint.resume import resume
+
+    with fp16_supported():
+        engine, config = build(path)
+        checkpoint = find_resumable(Path(run), config)
+        assert checkpoint is not None
+        step = resume(engine.zero, checkpoint, config)
+        scale = engine.zero.loss_scale
+        at_start = None if scale is None else scale.value
+        return at_start, steps_of(engine, step + 1, step + 1)[0][0]
+
+
+def straight_in_fp16(path: str, run: str, save_at: int) -> dict[str, Any]:
+    with fp16_supported():
+        return straight(path, run, [save_at], save_at + 1)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
+def test_a_run_goes_on_in_another_dtype_with_that_dtypes_scale(
+    ranks: Pools, tmp_path: Path, before: str, after: str
+) -> None:
+    run = tmp_path / "run"
+    first = write_config(tmp_path / "before.json", 2, before)
+    whole = ranks(2).run(straight_in_fp16, str(first), str(run), 2)
+    then = write_config(tmp_path / "after.json", 1, after)
+    for (scale, loss), result in zip(ranks(2).run(resumed_in, str(then), str(run)), whole, strict=True):
+        assert scale == (2.0**10 if after == "fp16" else None)
+        assert loss == pytest.approx(result["steps"][2][0], rel=1e-2)
 
 
 def test_only_the_newest_stay_and_latest_names_the_last(ranks: Pools, tmp_path: Path) -> None:

@@ -267,8 +267,12 @@ class _Loop:
         self._judge(step, loss)
 
     def _judge(self, step: int, loss: float) -> None:
-        """Judge a skipped step. In fp16 a finite loss with overflowing gradients only lowers the loss scale."""
-        if not self.engine.skipped or (self.config.dtype == "fp16" and math.isfinite(loss)):
+        """Judge a skipped step. In fp16, gradients that overflow beside a finite loss only lower the loss scale."""
+        scale = self.engine.zero.loss_scale
+        if self.engine.skipped and scale is not None and scale.reduced and math.isfinite(loss):
+            self.reporter.say(f"step {step} was skipped: its gradients overflow fp16; the loss scale is {scale.value:g}")
+            return
+        if not self.engine.skipped:
             self.skips_in_a_row = 0
             return
         self.skips_in_a_row += 1

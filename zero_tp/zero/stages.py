@@ -18,14 +18,8 @@ from torch import Tensor, nn
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
-from zero_tp.zero.states import (
-    Fragment,
-    OptimizerStates,
-    StatesOnNVMe,
-    loss_scale_of,
-    partition_of,
-    set_loss_scale,
-)
+from zero_tp.zero.loss_scale import LossScale
+from zero_tp.zero.states import Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -39,12 +33,14 @@ class ZeroEngine(ABC):
     Attributes:
         settings: DeepSpeed's config, as its engine gets it.
         model: the unwrapped model. engine, optimizer, scheduler: what `deepspeed.initialize` made of it.
+        loss_scale: of fp16; None in another dtype.
         lock_step: whether all DP ranks must run the same number of forwards, because each forward gathers over DP.
     """
 
     lock_step = False
     model: ZeroTPForCausalLM
     engine: Any
+    loss_scale: LossScale | None
     optimizer: Any
     scheduler: Any
 
@@ -64,10 +60,14 @@ class ZeroEngine(ABC):
         found = self.engine.dp_world_size
         if found != self.topology.data:
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
+        self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
     def step(self) -> None:
         """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights."""
+        last = self.engine.is_gradient_accumulation_boundary()
         self.engine.step()
+        if last and self.loss_scale is not None:
+            self.loss_scale.update(self.optimizer.overflow)
 
     def outcome(self) -> tuple[float, bool]:
         """Return (gradient norm, skipped) of the last step.
@@ -94,7 +94,7 @@ class ZeroEngine(ABC):
             "counters": {name: getattr(self.engine, name) for name in COUNTERS},
             "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
-            "loss_scale": loss_scale_of(self.optimizer),
+            "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
@@ -106,7 +106,8 @@ class ZeroEngine(ABC):
             self.scheduler.load_state_dict(progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, progress["learning_rates"], strict=True):
             group["lr"] = rate
-        set_loss_scale(self.optimizer, progress["loss_scale"])
+        if self.loss_scale is not None:
+            self.loss_scale.restore(progress["loss_scale"])
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -185,7 +186,7 @@ class WithoutZero(ZeroEngine):
 
     def _clip(self) -> None:
         parameters = list(self.model.parameters())
-        scale = self.optimizer.loss_scale_config.cur_scale if self._wrapped else 1.0
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
         self._last_norm = norm.item()
         finite = bool(norm.isfinite())

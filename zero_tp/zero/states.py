@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 MASTER = "master"
-LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -133,25 +132,6 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
         adam.ds_opt_adam.adam_update(
             adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, value, gradient, first, second
         )
-
-
-def _loss_scaler(optimizer: Any) -> Any:
-    """Return what holds the loss scale of fp16: an object of the ZeRO optimizers, or of the ones without ZeRO."""
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-
-
-def loss_scale_of(optimizer: Any) -> dict[str, Any]:
-    """Return the loss scale, and what decides when it changes next."""
-    scaler = _loss_scaler(optimizer)
-    return {name: getattr(scaler, name) for name in LOSS_SCALE if hasattr(scaler, name)}
-
-
-def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Bring the loss scale to what `loss_scale_of` gave, as far as this optimizer's has the same parts."""
-    scaler = _loss_scaler(optimizer)
-    for name, value in saved.items():
-        if hasattr(scaler, name):
-            setattr(scaler, name, value)
 
 
 def partition_of(parameter: nn.Parameter) -> Tensor:
