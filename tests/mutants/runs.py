@@ -15,6 +15,7 @@ EVALUATION = ENGINE + "test_validation_is_the_mean_over_all_labels[1]"
 RESUME = "tests/distributed/test_checkpoint.py::test_a_resumed_run_is_the_run_that_never_stopped[4-2-1-fp32-none]"
 DOCUMENTS = "tests/distributed/test_documents.py::test_packed_documents_equal_documents_apart"
 DOCUMENTS_RUN = "tests/distributed/test_documents_run.py::test_a_run_on_packed_documents_trains_the_plain_model"
+FP16 = "tests/distributed/test_fp16.py::test_a_run_in_fp16_is_that_of_torchs_scaler"
 STEP = ENGINE + "test_loss_and_gradient_norm_of_a_step"
 
 MUTANTS: dict[str, Mutant] = {
@@ -212,6 +213,20 @@ MUTANTS: dict[str, Mutant] = {
         "self.engine.train()\n        total = torch.zeros(",
         "self.engine.eval()\n        total = torch.zeros(",
         (EVALUATION,),
+    ),
+    "scale-updated-in-mid-step": Mutant(
+        "The loss scale grows before the gradients are divided by it, as DeepSpeed 0.19.8 does.",
+        "zero_tp/zero/loss_scale.py",
+        "optimizer._update_scale = _later",
+        "optimizer._update_scale, self.update = self._scaler.update_scale, _later",
+        (FP16 + "[2-3-zero1]",),
+    ),
+    "loss-not-scaled": Mutant(
+        "Without ZeRO the loss is not scaled, as in DeepSpeed 0.19.8, but the gradients are divided by the scale.",
+        "zero_tp/zero/stages.py",
+        "super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value)",
+        "super().backward(loss)",
+        (FP16 + "[2-0-zero0]",),
     ),
     "streams-not-resumed": Mutant(
         "A resumed run draws the dropout masks of its first steps again.",

@@ -120,7 +120,7 @@ class TrainingEngine:
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             loss = self._loss(batch, num_items_in_batch=share)
-            self.engine.backward(loss)
+            self.zero.backward(loss)
             total += loss.detach()
             self.zero.step()
         if not self._hooks_checked:

@@ -270,7 +270,7 @@ class _Loop:
         """Judge a skipped step. In fp16, gradients that overflow beside a finite loss only lower the loss scale."""
         scale = self.engine.zero.loss_scale
         if self.engine.skipped and scale is not None and scale.reduced and math.isfinite(loss):
-            self.reporter.say(f"step {step} was skipped: its gradients overflow fp16; the loss scale is {scale.value:g}")
+            self.reporter.say(f"step {step} was skipped: its gradients overflow; the loss scale is {scale.value:g}")
             return
         if not self.engine.skipped:
             self.skips_in_a_row = 0

@@ -62,6 +62,10 @@ class ZeroEngine(ABC):
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
+    def backward(self, loss: Tensor) -> None:
+        """Run a micro-batch's backward, in fp16 of the scaled loss."""
+        self.engine.backward(loss)
+
     def step(self) -> None:
         """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights."""
         last = self.engine.is_gradient_accumulation_boundary()
@@ -178,6 +182,10 @@ class WithoutZero(ZeroEngine):
             group.pop("step", None)
         for fragment in self.fragments():
             fragment.master.copy_(self.model.get_parameter(fragment.name).flatten())
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed 0.19.8 scales the losses of its ZeRO optimizers alone; that of ZeRO-0 divides by the scale too.
+        super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value)
 
     def step(self) -> None:
         if self.engine.is_gradient_accumulation_boundary():
