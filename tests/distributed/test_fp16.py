@@ -104,7 +104,7 @@ def plain(overflows: Sequence[int]) -> Run:
 
 
 CPU = {"device": "cpu"}
-FIRST = [(2, 0, {}), (2, 3, {})]
+FIRST: list[tuple[int, int, dict[str, Any]]] = [(2, 0, {}), (2, 3, {})]
 CASES = [
     *FIRST,
     *((tensor, stage, {}) for tensor in (1, 2, 4) for stage in (0, 1, 2, 3) if (tensor, stage, {}) not in FIRST),
