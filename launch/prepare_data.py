@@ -65,7 +65,10 @@ def main() -> None:
 
     report = prepared.report
     if prepared.reused:
-        print(f"{prepared.output} is up to date: made from the same inputs and settings")
+        by = (
+            "" if prepared.compared == "content" else f" (compared by {prepared.compared}: its report has no checksums)"
+        )
+        print(f"{prepared.output} is up to date: made from the same inputs and settings{by}")
     for split, figures in report["splits"].items():
         print(
             f"{split:>10}: {figures['documents']:,} documents, {figures['characters']:,} characters, "

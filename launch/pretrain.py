@@ -83,7 +83,8 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from zero_tp.training.run import PreparedRun
 
     steps = step_range(options.profile_steps) if options.profile_steps else None
-    run = PreparedRun(config, output, allow_pickle=options.allow_pickle)
+    first = environment.local_rank in (None, 0)
+    run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)
     tools = Tools(
         tasks=live_tasks(config, run.tokenizer, run.model_config),
         forecast=MemoryForecast,

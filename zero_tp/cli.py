@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line
 
-BROKEN_PIPE = 141  # 128 + SIGPIPE
+BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,10 +27,13 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    It ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C and with 141 when
-    the reader of standard output has gone (`… | head`), both without a traceback. Every other exception is a fault of
-    ours and keeps its traceback.
+    It ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C, with 143 after
+    SIGTERM and with 141 when the reader of standard output has gone (`… | head`), these without a traceback and each
+    after what it has begun to write is cleaned up. Every other exception is a fault of ours and keeps its traceback.
     """
+    signal.signal(signal.SIGTERM, _terminate)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
         status = main() or 0
         sys.stdout.flush()
@@ -44,6 +50,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = BROKEN_PIPE
     sys.exit(status)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(TERMINATED)
 
 
 def _stdout_reader_gone() -> bool:

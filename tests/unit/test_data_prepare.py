@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.prepare import Prepared, PrepareSettings, prepare
+from zero_tp.data.prepare import Prepared, PrepareSettings, _partial, prepare
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -236,3 +238,98 @@ def test_the_command(tmp_path: Path) -> None:
 def test_the_shipped_corpus() -> None:
     texts = list(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"))
     assert (len(texts), sum(map(len, texts))) == (233, 10_760_041)
+
+
+def test_a_changed_byte_is_no_output_that_is_up_to_date(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    for name in ("train.bin", "validation.idx", "validation.jsonl", "tokenizer/tokenizer.json"):
+        path = first.output / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        with pytest.raises(UserError, match=rf"{name} has SHA-256 \w+… instead of \w+…: make .* --overwrite"):
+            run(tmp_path)
+        path.write_bytes(content)
+    assert run(tmp_path).reused, "restored, with other times"
+    report = json.loads((first.output / "report.json").read_text())
+    report["files"] = {name: described["bytes"] for name, described in report["files"].items()}
+    (first.output / "report.json").write_text(json.dumps(report))  # as an earlier version wrote it
+    assert run(tmp_path).compared == "sizes"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": {}},
+        {"files": []},
+        {"files": {"../out.jsonl": 5}},
+        {"files": {"train.bin": -1}},
+        {"files": {"train.bin": {"bytes": 1}}},
+        {"identity": [1]},
+        {"splits": {"train": None}},
+        {"unigram": {"train_entropy": "much"}},
+        {"vocabulary_size": None},
+    ],
+)
+def test_an_odd_report_is_one_line(tmp_path: Path, damage: dict[str, Any]) -> None:
+    first = run(tmp_path)
+    report = json.loads((first.output / "report.json").read_text())
+    (first.output / "report.json").write_text(json.dumps(report | damage))
+    with pytest.raises(UserError, match=r"report\.json|out\.jsonl"):
+        run(tmp_path)
+    source, settings = tmp_path / "out.jsonl", PrepareSettings("bpe:300", 0.1)
+    assert prepare([source], first.output, settings, overwrite=True).report["files"] == report["files"]
+
+
+def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    for path, problem in (
+        (tmp_path / "a.jsonl", "is not a regular file"),
+        (Path("/dev/null"), "is not a regular file"),
+        (tmp_path / ("a" * 300 + ".txt"), "File name too long"),
+        (Path("a\0.txt"), "embedded null byte"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            prepare([path], tmp_path / "out", PrepareSettings("bpe:300"))
+    source = write_jsonl(tmp_path / "b.jsonl", TEXTS)
+    with pytest.raises(UserError, match="File name too long"):
+        prepare([source], tmp_path / ("o" * 300), PrepareSettings("bpe:300"))
+    for tokenizer in ("t" * 300, "bpe:" + "9" * 5000):
+        with pytest.raises(UserError, match=r"^tokenizer "):
+            prepare([source], tmp_path / "out", PrepareSettings(tokenizer))
+    assert not prepare([source], tmp_path / ("o" * 250), PrepareSettings("bpe:300")).reused
+    assert {path.name[:3] for path in tmp_path.iterdir()} == {"a.j", "b.j", "ooo"}
+
+
+def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
+    left = tmp_path / ".out.partial"
+    (left / "tokenizer").mkdir(parents=True)
+    (left / "tokenizer" / "a.json").touch()
+    (left / "train.bin").write_bytes(b"half")
+    with _partial(tmp_path / "out"), pytest.raises(UserError, match="another process prepares it now"):
+        run(tmp_path)
+    assert not left.exists()
+    left.mkdir()
+    (left / "old").touch()
+    files = {path.name for path in run(tmp_path).output.iterdir()}
+    assert files == {
+        *("report.json", "tokenizer", "train.bin", "train.idx", "train.content.json"),
+        *("validation.bin", "validation.idx", "validation.content.json", "validation.jsonl"),
+    }
+    assert not left.exists()
+    left.symlink_to(tmp_path / "out")
+    with pytest.raises(UserError, match="can't be written"):
+        prepare([tmp_path / "out.jsonl"], tmp_path / "out", PrepareSettings("bpe:300", 0.1, 7), overwrite=True)
+    assert run(tmp_path).reused, "nothing is cleared through a link"
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "word " * 50 for i in range(200_000)])
+    arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
+    process = subprocess.Popen([sys.executable, "launch/prepare_data.py", *map(str, arguments)], cwd=ROOT)
+    partial = tmp_path / ".out.partial"
+    while not partial.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from zero_tp.config import RunConfig
-from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path
+from zero_tp.data import indexed
+from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path, content_path
 from zero_tp.data.tokenizer import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
@@ -138,3 +141,67 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
     with pytest.raises(UserError, match=r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun$"):
         train(run, RankEnvironment.of_this_process(slurm), verbose=False)
     assert not run.directory.exists()
+
+
+def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, seed: int) -> None:
+    """Between the blocks that the quick identity reads, and with the file's times set back."""
+    prefix = tmp_path / "data" / "train"
+    prefix.parent.mkdir()
+    with IndexedWriter(prefix, 300) as writer:
+        writer.add_document(np.random.default_rng(seed).integers(0, 300, 700_000))
+    model = {"model_type": "gpt2", **SIZES}
+    saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
+    data = bin_path(prefix)
+    times = data.stat()
+    with data.open("r+b") as file:
+        file.seek(17_000)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    os.utime(data, ns=(times.st_atime_ns, times.st_mtime_ns))
+    quick = IndexedCorpus(prefix).identity(whole=False)
+    assert quick.items() <= saved["corpora"][str(prefix)].items(), "the quick identity sees nothing"
+    with pytest.raises(UserError, match=r"^zero_tp.data.train: .* was started with 1 documents of 700,000 "):
+        run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+    del saved["corpora"][str(prefix)]["content"]  # as saved before it was noted
+    run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+
+
+def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = tmp_path / "train"
+    prepare(prefix, seed)
+    read: list[str] = []
+    hashed = indexed._after_a_tick
+
+    def noting(path: Path) -> dict[str, int]:
+        read.append(path.name)
+        return hashed(path)
+
+    monkeypatch.setattr(indexed, "_after_a_tick", noting)
+    written = IndexedCorpus(prefix).content
+    assert not read, "who wrote it has noted its content"
+    content_path(prefix).unlink()
+    assert IndexedCorpus(prefix).content == written and IndexedCorpus(prefix).content == written
+    assert written.sha256 == hashlib.sha256(bin_path(prefix).read_bytes()).hexdigest()
+    ids = np.fromfile(bin_path(prefix), np.uint16)
+    assert (written.smallest, written.largest) == (ids.min(), ids.max())
+    assert read == ["train.bin"]
+    memory = json.loads(content_path(prefix).read_text())
+    memory["content"]["largest"] = 7
+    for damaged in (json.dumps(memory), "{", "[]", '{"content": 1}'):
+        content_path(prefix).write_text(damaged)
+        assert IndexedCorpus(prefix).content == written
+    assert len(read) == 5
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, seed: int) -> None:
+    prepare(tmp_path / "data" / "train", seed)
+    with IndexedWriter(tmp_path / "data" / "late", 400) as writer:
+        for token in (5, 299, 300):
+            writer.add_document([1, 2, 3, 4, 5, 6, 7, 8, token])
+    model = {"model_type": "gpt2", **SIZES}
+    late = str(tmp_path / "data" / "late")
+    for data in ({"train": late}, {"validation": late}):
+        with pytest.raises(UserError, match=r"late\.bin holds token id 300, outside the model's vocabulary of 300: "):
+            run_of(tmp_path, model, **data)
+    run_of(tmp_path, model | {"vocab_size": 301}, train=late)

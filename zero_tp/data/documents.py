@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import gzip
 import hashlib
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,12 +28,20 @@ def document_kind(path: Path) -> str:
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raise a UserError for the first path that is missing, a directory, or of an unknown kind."""
+    """Raise a UserError for the first path that is missing, no regular file, or of an unknown kind."""
     for path in paths:
-        if path.is_dir():
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL
+            raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        if stat.S_ISDIR(mode):
             raise UserError(f"{path} is a directory: name the files in it")
-        if not path.exists():
-            raise UserError(f"{path}: no such file")
+        if not stat.S_ISREG(mode):
+            raise UserError(
+                f"{path} is not a regular file: inputs are read three times, so write a pipe to a file first"
+            )
         document_kind(path)
 
 

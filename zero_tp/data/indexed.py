@@ -12,13 +12,22 @@
     int64[D+1]    sequence at which each document starts; the last entry is S
 
 A document is one sequence unless a preprocessor split it into sentences.
+
+`PREFIX.content.json` remembers what was found when all of PREFIX.bin was read, and at which size and times of the file:
+it is read again once they differ. It may be deleted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import json
+import os
 import struct
+import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.errors import UserError
+from zero_tp.files import InvalidJson, read_object, write_atomically
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -37,6 +47,8 @@ DTYPES: dict[int, np.dtype] = {
     for code, name in {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}.items()
 }
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
+_PART = 2**24  # bytes that are hashed while the ids in them are compared
+_CLOCK_TICK = 0.01  # seconds: a file system's times can be as coarse
 _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 
 
@@ -53,6 +65,55 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def content_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.content.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """A content is the SHA-256 of PREFIX.bin, and the smallest and largest of its ids (0 and -1 where it has none)."""
+
+    sha256: str
+    smallest: int
+    largest: int
+
+
+def _stamp(data: Path) -> dict[str, int]:
+    """Return what differs once a file was written to: also where its times were set back, as no one can set ctime."""
+    status = data.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+
+
+def _remembered(prefix: str) -> Content | None:
+    """Return the content that is remembered of PREFIX.bin; None where it was written to since, or nobody knows."""
+    try:
+        memory = read_object(content_path(prefix))
+        if memory == _memory(_stamp(bin_path(prefix)), memory["content"]):
+            return Content(**memory["content"])
+    except (OSError, InvalidJson, KeyError, TypeError):  # nothing usable: all is read
+        pass
+    return None
+
+
+def _remember(prefix: str, stamp: dict[str, int], content: Content) -> None:
+    with contextlib.suppress(OSError):  # others' folder, a full disk: the next one reads all again
+        memory = _memory(stamp, dataclasses.asdict(content))
+        write_atomically(content_path(prefix), json.dumps(memory) + "\n")
+
+
+def _memory(stamp: dict[str, int], content: dict[str, Any]) -> dict[str, Any]:
+    memory = {"file": stamp, "content": content}
+    return {**memory, "sha256": hashlib.sha256(json.dumps(memory, sort_keys=True).encode()).hexdigest()}
+
+
+def _after_a_tick(data: Path) -> dict[str, int]:
+    """Return the stamp of a file, once what is written from now on gets another time."""
+    stamp = _stamp(data)
+    if abs(time.time() - max(stamp["mtime_ns"], stamp["ctime_ns"]) / 1e9) < _CLOCK_TICK:
+        time.sleep(_CLOCK_TICK)
+    return stamp
+
+
 class IndexedCorpus:
     """A memory-mapped corpus gives documents by number, and the whole as one flat stream of tokens.
 
@@ -61,15 +122,21 @@ class IndexedCorpus:
         tokens: tokens in the flat stream.
 
     Raises:
-        UserError: a file is missing, foreign or truncated; says which, and the sizes expected and found.
+        UserError: a file is missing, foreign, truncated or cannot be read; says which, and sizes expected and found.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         index, data = idx_path(prefix), bin_path(prefix)
         for path in (index, data):
-            if not path.is_file():
+            if not os.path.isfile(path):  # also where there can be no such name
                 raise UserError(f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx")
+        try:
+            self._open(index, data)
+        except OSError as error:
+            raise UserError(f"{error.filename or index}: can't be read ({error.strerror or error})") from error
+
+    def _open(self, index: Path, data: Path) -> None:
         self.dtype, sequences, boundaries = _read_header(index)
         needed = _HEADER.size + 12 * sequences + 8 * boundaries
         found = index.stat().st_size
@@ -106,11 +173,61 @@ class IndexedCorpus:
         """Return the number of documents."""
         return len(self._documents) - 1
 
-    def identity(self) -> dict[str, Any]:
-        """Return what identifies the corpus wherever it lies: `documents`, `tokens`, `type` and `sha256`.
+    @cached_property
+    def content(self) -> Content:
+        """Return what PREFIX.bin holds, as remembered where neither its size nor its times have changed; else all of
+        it is read (a core hashes 1.8 GB/s), and remembered where the folder can be written.
 
-        The last is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin. Every other way to cut or to tokenise
+        What a disk changes without a write is not seen until it is read again.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if (known := _remembered(self.prefix)) is not None:
+            return known
+        path, digest = bin_path(self.prefix), hashlib.sha256()
+        smallest, largest = 0, -1
+        try:
+            stamp = _after_a_tick(path)
+            count = _PART // self.dtype.itemsize
+            with ThreadPoolExecutor(1) as hashing:
+                for start in range(0, self.tokens, count):
+                    part = self._data[start : start + count]
+                    hashed = hashing.submit(digest.update, part.data)
+                    low, high = int(part.min()), int(part.max())
+                    smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
+                    hashed.result()
+            found = Content(digest.hexdigest(), smallest, largest)
+            if _stamp(path) != stamp:
+                raise UserError(f"{path} was written to while it was read: start again once that has ended")
+        except OSError as error:
+            raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+        _remember(self.prefix, stamp, found)
+        return found
+
+    def check_vocabulary(self, size: int) -> None:
+        """Check that each token is a row of an embedding of `size` rows. Reads `content`.
+
+        Raises:
+            UserError: an id lies outside.
+        """
+        content = self.content
+        if content.smallest < 0 or content.largest >= size:
+            wrong = content.smallest if content.smallest < 0 else content.largest
+            raise UserError(
+                f"{bin_path(self.prefix)} holds token id {wrong}, outside the model's vocabulary of {size:,}: raise "
+                "zero_tp.model.vocab_size, or prepare the corpus with the model's tokenizer"
+            )
+
+    def identity(self, *, whole: bool = True) -> dict[str, Any]:
+        """Return what identifies the corpus wherever it lies: `documents`, `tokens`, `type`, `sha256` and `content`.
+
+        `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin. Every other way to cut or to tokenise
         the documents changes it; tokens that are changed one by one, and documents as long as before, may not.
+        `content` is that of all of PREFIX.bin.
+
+        Args:
+            whole: with `content`, for which all may have to be read.
         """
         hashed = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
@@ -121,7 +238,8 @@ class IndexedCorpus:
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
             hashed.update(self._data[start : start + count].tobytes())
         kind = {"documents": len(self), "tokens": self.tokens, "type": self.dtype.name}
-        return {**kind, "sha256": hashed.hexdigest()}
+        content = {"content": self.content.sha256} if whole else {}
+        return {**kind, "sha256": hashed.hexdigest(), **content}
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
         """Return the token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
@@ -179,22 +297,28 @@ class IndexedWriter:
         self.dtype = token_dtype(vocabulary_size)
         self.tokens = 0
         self._sizes = array("i")
+        self._digest, self._smallest, self._largest = hashlib.sha256(), vocabulary_size, -1
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
 
     def add_document(self, ids: npt.ArrayLike) -> None:
         """Append one document, ids [tokens]. UserError when an id lies outside the vocabulary."""
         values = np.asarray(ids, dtype=np.int64)
-        if values.size and (values.min() < 0 or values.max() >= self.vocabulary_size):
-            bad = int(values.min() if values.min() < 0 else values.max())
-            raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
+        if values.size:
+            low, high = int(values.min()), int(values.max())
+            if low < 0 or high >= self.vocabulary_size:
+                bad = low if low < 0 else high
+                raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
+            self._smallest, self._largest = min(self._smallest, low), max(self._largest, high)
         if values.size > np.iinfo(np.int32).max:
             raise UserError(f"a document of {values.size:,} tokens: at most {np.iinfo(np.int32).max:,} fit the format")
-        self._file.write(values.astype(self.dtype).tobytes())
+        stored = values.astype(self.dtype).tobytes()
+        self._file.write(stored)
+        self._digest.update(stored)
         self._sizes.append(values.size)
         self.tokens += values.size
 
     def close(self) -> None:
-        """Write the index, which makes the corpus whole."""
+        """Write the index, which makes the corpus whole, and remember the content."""
         self._file.close()
         sizes = np.array(self._sizes, dtype="<i4")
         starts = np.zeros(len(sizes), dtype="<i8")
@@ -205,6 +329,9 @@ class IndexedWriter:
             file.write(sizes.tobytes())
             file.write((starts * self.dtype.itemsize).tobytes())
             file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+        smallest, largest = (self._smallest, self._largest) if self.tokens else (0, -1)
+        content = Content(self._digest.hexdigest(), smallest, largest)
+        _remember(self.prefix, _after_a_tick(bin_path(self.prefix)), content)
 
     def __enter__(self) -> IndexedWriter:
         return self

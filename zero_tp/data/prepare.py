@@ -1,12 +1,15 @@
 """`prepare` makes a corpus of text files: it splits by document, tokenises, writes `.bin/.idx`, and reports.
 
-The output directory is whole or it isn't there: everything is written to a hidden directory beside it, which is then
-renamed. The inputs are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a
-document, one batch of texts (4 Mi characters, or one document if that is longer), and nothing of the corpus itself.
+The output directory is whole or it isn't there: everything is written to a hidden directory beside it, which takes its
+place once the disk has it. A preparation that was killed leaves that directory, and the next one clears it. The inputs
+are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a document, one batch of
+texts (4 Mi characters, or one document if that is longer), and nothing of the corpus itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -23,13 +26,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 from tqdm import tqdm
 
 from zero_tp.data.documents import check_files, document_kind, file_sha256, read_documents
-from zero_tp.data.indexed import IndexedWriter
+from zero_tp.data.indexed import IndexedWriter, content_path
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
-from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, read_object
+from zero_tp.errors import UserError, shown
+from zero_tp.files import InvalidJson, exchange, read_object, sync
+from zero_tp.validation import Block, Count, Positive, validate
 
 REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
@@ -57,11 +62,56 @@ class PrepareSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """This is what `prepare` returns: the output directory, its report.json's content, whether it was there already."""
+    """This is what `prepare` returns.
+
+    Attributes:
+        report: the content of report.json.
+        reused: the output was there already.
+        compared: what of its files was then compared: their "content", or their "sizes" where an earlier version made
+            it and recorded nothing else.
+    """
 
     output: Path
     report: dict[str, Any]
     reused: bool
+    compared: str = "content"
+
+
+class PreparedFile(Block):
+    bytes: Count
+    sha256: str
+
+
+class Split(Block):
+    documents: Positive
+    tokens: Positive
+    characters: Positive
+    bytes: Positive
+
+
+class Splits(Block):
+    train: Split
+    validation: Split
+
+
+class Unigram(Block):
+    train_entropy: float
+    validation_cross_entropy: float
+    uniform: float
+
+
+class Report(Block):
+    """This is report.json."""
+
+    identity: dict[str, Any]
+    inputs: list[str]
+    splits: Splits
+    vocabulary_size: Positive
+    unigram: Unigram
+    seconds: dict[str, float]
+    tokens_per_second: float
+    versions: dict[str, str]
+    files: dict[str, PreparedFile | Count] = Field(description="By path. A size alone is of an earlier version.")
 
 
 def prepare(
@@ -92,25 +142,69 @@ def prepare(
         "seed": settings.seed,
         "text_key": settings.text_key,
     }
-    if (report := _existing(output, identity, overwrite)) is not None:
-        return Prepared(output, report, reused=True)
-
-    partial = output.absolute().parent / f".{output.absolute().name}.partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        report = _Preparation(inputs, spec, settings, progress).write(partial)
-        report = {"identity": identity, "inputs": [str(path) for path in inputs], **report}
-        report["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
-        report["files"] = {
-            str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()
-        }
-        (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        _replace(partial, output, overwrite)
+        if (reused := _existing(output, identity, overwrite)) is not None:
+            return reused
+        with _partial(output) as partial:
+            report = _Preparation(inputs, spec, settings, progress).write(partial)
+            names = [os.fsencode(path).decode("utf-8", "backslashreplace") for path in inputs]
+            report = {"identity": identity, "inputs": names, **report}
+            report["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
+            report["files"] = {
+                str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+                for path in sorted(partial.rglob("*"))
+                if path.is_file() and path not in _memories(partial)
+            }
+            (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            sync(partial)
+            _replace(partial, output)
     except OSError as error:
         raise UserError(f"{output}: can't be written: {error.strerror or error}") from error
+    return Prepared(output, report, reused=False)
+
+
+def _memories(directory: Path) -> list[Path]:
+    """Return the files that may differ between two equal outputs: they hold times."""
+    return [content_path(directory / split) for split in SPLITS]
+
+
+@contextlib.contextmanager
+def _partial(output: Path) -> Iterator[Path]:
+    """Make an empty directory beside `output`, of this process alone, which is gone at the end of the block.
+
+    Raises:
+        UserError: another process is writing there.
+        OSError: it cannot be made.
+    """
+    name = output.absolute().name
+    if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    partial = output.absolute().parent / f".{name}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
+    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it if its holder dies
+    except BlockingIOError:
+        os.close(held)
+        raise UserError(f"{output}: another process prepares it now: wait for it, or choose another --output") from None
+    except OSError:  # a file system that has none
+        if any(partial.iterdir()):
+            os.close(held)
+            raise UserError(f"{partial} is left of another preparation: remove it unless that still runs") from None
+    try:
+        _clear(partial)
+        yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Prepared(output, report, reused=False)
+        os.close(held)
+
+
+def _clear(directory: Path) -> None:
+    for each in directory.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
 
 
 def _check_settings(settings: PrepareSettings) -> None:
@@ -122,41 +216,63 @@ def _check_settings(settings: PrepareSettings) -> None:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
 
 
-def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
-    """Return the report of an output made from the same inputs and settings; None when there is nothing to reuse."""
+def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> Prepared | None:
+    """Return an output made from the same inputs and settings; None when there is nothing to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     try:
-        report = read_object(output / REPORT)
-        found, files = report["identity"], report["files"]
-    except (OSError, InvalidJson, KeyError):
-        raise UserError(f"{output} exists and is not the output of this command: choose another --output") from None
-    if overwrite and found != identity:
+        raw = read_object(output / REPORT)
+        report = validate(Report, raw, str(output / REPORT))
+    except (OSError, InvalidJson, UserError) as error:
+        if isinstance(error, UserError) and overwrite and {"identity", "files"} <= raw.keys():
+            return None
+        why = f"{REPORT}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"{output} exists and is not the output of this command: choose another --output ({why})"
+        ) from None
+    if overwrite and report.identity != identity:
         return None
-    if found != identity:
-        changed = ", ".join(key for key in identity if found.get(key) != identity[key]) or "settings"
+    if report.identity != identity:
+        changed = ", ".join(key for key in identity if report.identity.get(key) != identity[key]) or "settings"
         raise UserError(
             f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
         )
-    for name, size in files.items():
-        path = output / name
-        actual = path.stat().st_size if path.is_file() else None
-        if actual != size:
+    sizes_alone = False
+    for name, recorded in report.files.items():
+        expected = recorded if isinstance(recorded, PreparedFile) else PreparedFile(bytes=recorded, sha256="")
+        sizes_alone |= not expected.sha256
+        if problem := _difference(output, name, expected):
             if overwrite:
                 return None
-            state = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            raise UserError(f"{path} {state}: make the corpus again with --overwrite")
-    return report
+            raise UserError(f"{output / name} {problem}: make the corpus again with --overwrite")
+    missing = {f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")} - report.files.keys()
+    if missing and not overwrite:
+        raise UserError(f"{output / REPORT} names no {min(missing)}: make the corpus again with --overwrite")
+    return None if missing else Prepared(output, raw, reused=True, compared="sizes" if sizes_alone else "content")
 
 
-def _replace(partial: Path, output: Path, overwrite: bool) -> None:
-    if overwrite and output.exists():
-        old = partial.with_name(partial.name + ".old")
-        output.rename(old)
-        partial.rename(output)
-        shutil.rmtree(old)
+def _difference(output: Path, name: str, expected: PreparedFile) -> str | None:
+    """Return what is wrong with a file of an output, or None."""
+    path = output / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return f"is named by {REPORT}, but lies elsewhere"
+    actual = path.stat().st_size if path.is_file() else None
+    if actual is None:
+        return "is missing"
+    if actual != expected.bytes:
+        return f"has {actual:,} bytes instead of {expected.bytes:,}"
+    if expected.sha256 and (found := file_sha256(path)) != expected.sha256:
+        return f"has SHA-256 {found[:12]}… instead of {shown(expected.sha256)[1:13]}…"
+    return None
+
+
+def _replace(partial: Path, output: Path) -> None:
+    """Put the new output in its place; what was there before, if anything, is in `partial` then."""
+    if output.is_dir() and any(output.iterdir()):
+        exchange(partial, output)
     else:
         partial.rename(output)
+    sync(output.absolute().parent, below=False)
 
 
 class _Preparation:

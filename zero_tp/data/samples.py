@@ -73,9 +73,9 @@ class PackedSamples:
         self.windows = [_whole_windows(corpus, sequence_length) for corpus in self.corpora]
         self._blend = _Blend(prefixes)
 
-    def identities(self) -> dict[str, dict[str, Any]]:
+    def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
         """Return prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
-        return {corpus.prefix: corpus.identity() for corpus in self.corpora}
+        return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
 
     def source(self, k: int) -> SampleSource:
         """Return the corpus, epoch and window of sample k."""

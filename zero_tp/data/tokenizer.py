@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 EOS = "<|endoftext|>"
 SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
+LARGEST_BPE = 2**24  # about 60 times the largest known vocabulary
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,19 @@ class TokenizerSpec:
     @classmethod
     def parse(cls, text: str) -> TokenizerSpec:
         """Read the command-line form. UserError: neither a directory with a tokenizer nor `bpe:SIZE`, SIZE < 257."""
-        if match := re.fullmatch(r"bpe:(\d+)", text):
-            size = int(match[1])
+        if match := re.fullmatch(r"bpe:([0-9]+)", text):
+            size = int(match[1][:20])
             if size < SMALLEST_BPE:
                 raise UserError(f"tokenizer {text}: at least {SMALLEST_BPE} (256 bytes and {EOS}) are needed")
+            if size > LARGEST_BPE:
+                raise UserError(
+                    f"tokenizer bpe:{match[1][:20]}: more than {LARGEST_BPE:,} tokens; choose a smaller SIZE"
+                )
             return cls(bpe_size=size)
         path = Path(text)
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise UserError(f"tokenizer {text!r}: neither a directory nor bpe:SIZE such as bpe:8192")
-        if not (path / "tokenizer.json").is_file() and not (path / "tokenizer_config.json").is_file():
+        if not os.path.isfile(path / "tokenizer.json") and not os.path.isfile(path / "tokenizer_config.json"):
             raise UserError(f"tokenizer {text}: the directory holds neither tokenizer.json nor tokenizer_config.json")
         return cls(directory=path)
 
@@ -50,9 +56,12 @@ class TokenizerSpec:
         if self.directory is None:
             return f"bpe:{self.bpe_size}"
         digest = hashlib.sha256()
-        for path in sorted(self.directory.iterdir()):
-            if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
-                digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        try:
+            for path in sorted(self.directory.iterdir()):
+                if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
+                    digest.update(os.fsencode(path.name) + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+        except OSError as error:
+            raise UserError(f"tokenizer {self.directory}: can't be read ({error.strerror or error})") from error
         return f"sha256:{digest.hexdigest()}"
 
 

@@ -26,14 +26,15 @@ class PreparedRun:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False):
+    def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False, whole: bool = True):
         """Read and check everything.
 
         Args:
             allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
+            whole: all of every corpus, which one rank of a node does (see `IndexedCorpus.content`).
         """
         block = config.zero_tp
-        self.config, self.directory, self.allow_pickle = config, directory, allow_pickle
+        self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
         data, separate = block.data, block.data.document_attention == "reset"
         self.samples = PackedSamples(data.train, data.sequence_length, block.training.seed, separate=separate)
         self.validation = (
@@ -45,11 +46,13 @@ class PreparedRun:
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, self.config.pretrained)
+        for corpus in (*self.samples.corpora, *(self.validation.corpora if self.validation else ())) if whole else ():
+            corpus.check_vocabulary(self.model_config.vocab_size)
 
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
         """Return what the training corpora are, by prefix."""
-        return self.samples.identities()
+        return self.samples.identities(whole=self.whole)
 
     def pretrained(self) -> PretrainedSource | None:
         """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
@@ -67,6 +70,8 @@ class PreparedRun:
             check_unchanged(self.config.pretrained, self.model_config, manifest["model"])
         for prefix, before in manifest["corpora"].items():
             found = self.corpora[prefix]
+            compared = before.keys() & found.keys()  # `content` is not in what was saved before there was one
+            found, before = ({key: each[key] for key in compared} for each in (found, before))
             if found != before:
                 raise UserError(
                     f"zero_tp.data.train: {prefix} holds {_described(found)}, but the run of {checkpoint} was started "
@@ -102,5 +107,5 @@ class PreparedRun:
 def _described(corpus: dict[str, Any]) -> str:
     return (
         f"{corpus['documents']:,} documents of {corpus['tokens']:,} tokens ({corpus['type']}, "
-        f"SHA-256 {corpus['sha256'][:12]}…)"
+        f"SHA-256 {corpus.get('content', corpus['sha256'])[:12]}…)"
     )
