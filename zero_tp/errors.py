@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import unicodedata
 from collections.abc import Iterable
 
 BAD_INPUT = 2
+_LONGEST = 1_500  # characters of an error's line
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
@@ -34,13 +36,28 @@ class ConfigError(UserError):
         super().__init__(one_line(text))
 
 
+def visible(text: str) -> str:
+    """Return `text` as a terminal may show it: what acts on it instead of being seen is escaped (`\\x1b`).
+
+    Line breaks, tabs and every kind of blank stay, and the two joiners that scripts need.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if _seen(letter) else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def _seen(letter: str) -> bool:
+    return letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
+
+
 def one_line(text: str, limit: int | None = None) -> str:
-    """Return `text` with its lines and blanks joined by single blanks, cut after `limit` characters."""
-    line = " ".join(text.split())
+    """Return `text` with its lines and blanks joined by single blanks, what doesn't print escaped, and cut after
+    `limit` characters."""
+    line = visible(" ".join(text.split()))
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
-def error_line(error: object, limit: int | None = None) -> str:
+def error_line(error: object, limit: int = _LONGEST) -> str:
     """Return the one line that a person reads of `error`, its text cut after `limit` characters."""
     return f"error: {one_line(str(error), limit)}"
 
@@ -80,6 +97,7 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a JSON value as an error message shows it: as JSON, and cut after 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    """Return a JSON value as an error message shows it: as JSON, what doesn't print escaped, and cut after 60
+    characters."""
+    text = visible(json.dumps(value, ensure_ascii=False, default=str))
     return text if len(text) <= 60 else text[:57] + "..."

@@ -5,22 +5,25 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError, first_line
-from zero_tp.files import read_object
+from zero_tp.errors import UserError, first_line, shown
+from zero_tp.files import read_json, read_object
+from zero_tp.weights.files import TOKENIZER_FILES, is_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
+MOST_IDS = 2**24
 SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
 LARGEST_BPE = 2**24  # about 60 times the largest known vocabulary
 
@@ -94,18 +97,54 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     )
 
 
+def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Open the tokenizer of a Hugging Face directory. Code that comes with it is never run.
+
+    Raises:
+        UserError: it can't be read, one of its files is none, or a token's id is beyond every vocabulary.
+    """
+    from transformers import AutoTokenizer
+
+    for name in TOKENIZER_FILES:
+        if is_regular(directory / name) and name.endswith(".json"):
+            _check_ids(directory / name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # transformers raises anything from KeyError to its own types here
+        raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
+    return found
+
+
+def _check_ids(path: Path) -> None:
+    """Raise a UserError if a file of a tokenizer isn't strict JSON, or has an id for which tables would fill memory."""
+    found = read_json(path)
+    model, added = found.get("model"), found.get("added_tokens")
+    ids: list[Any] = [token.get("id") for token in added or [] if isinstance(token, dict)]
+    ids += found.get("added_tokens_decoder") or []
+    vocabularies = [model.get("vocab") if isinstance(model, dict) else None]
+    if path.name in ("vocab.json", "added_tokens.json"):
+        vocabularies.append(found)
+    for vocabulary in vocabularies:
+        ids += vocabulary.values() if isinstance(vocabulary, dict) else []
+    for id_ in ids:
+        if str(id_).isdecimal() and not isinstance(id_, bool) and int(id_) >= MOST_IDS:
+            raise UserError(f"{path}: the id {shown(id_)} is beyond every vocabulary; ids go up to {MOST_IDS - 1:,}")
+
+
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a Hugging Face directory.
 
     Raises:
-        UserError: it can't be read, is not a fast one, or has no eos token.
+        UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has no eos token.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # transformers raises anything from KeyError to its own types here
-        raise UserError(f"tokenizer {directory}: can't be read: {first_line(error)}") from error
+        tokenizer = open_tokenizer(directory)
+    except UserError as error:
+        raise UserError(f"tokenizer {directory}: can't be read: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
     if tokenizer.eos_token_id is None:

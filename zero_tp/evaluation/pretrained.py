@@ -3,25 +3,24 @@ is read, and then loaded."""
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zero_tp.checkpoint.convert import config_of, tokenizer_of
 from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import HuggingFaceScorer, ParallelScorer, Subject
 from zero_tp.files import InvalidJson, read_object
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights
+from zero_tp.weights.load import open_config, open_model
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,7 @@ class ModelDirectory:
             return ZeroTPForCausalLM.from_pretrained(
                 self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
             )
-        try:
-            # With output_loading_info it returns a pair, which its annotations don't say.
-            opened: Any = AutoModelForCausalLM.from_pretrained(
-                str(self.path),
-                dtype=dtype,
-                local_files_only=True,
-                output_loading_info=True,
-                use_safetensors=None if self.allow_pickle else True,
-                weights_only=True,
-            )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise UserError(f"{self.path}: the weights can't be read: {first_line(error)}") from error
-        model, loading = opened
-        if missing := sorted(loading["missing_keys"]):
-            raise UserError(f"{self.path}: weights missing in the files: {missing[0]} and {len(missing) - 1} more")
+        model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
             return model.to(device)
         except (RuntimeError, AssertionError) as error:
@@ -137,13 +122,7 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
     if not (path / "config.json").is_file():
         raise UserError(f"--model {path}: no config.json in it: not a Hugging Face model directory")
     find_weights(path, allow_pickle)
-
-    try:
-        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # transformers raises anything from KeyError to its own types here
-        raise UserError(f"{path / 'config.json'}: {first_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"--model {path}: {config.model_type} is not a causal language model")
+    config = open_config(path)
     return ModelDirectory(path, config, _open_tokenizer(tokenizer or path, config), allow_pickle)
 
 
@@ -170,12 +149,7 @@ def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
 
 
 def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:  # the same
-        raise UserError(f"{path}: its tokenizer can't be read: {first_line(error)}") from error
+    tokenizer = open_tokenizer(path)
     check_tokenizer(tokenizer, config, path)
     return tokenizer
 
@@ -188,8 +162,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to stand before a text")
     vocabulary = config.get_text_config().vocab_size
-    if len(tokenizer) > vocabulary:
-        raise UserError(
-            f"{path}: its tokenizer has {len(tokenizer):,} tokens, the model only {vocabulary:,}: "
-            "they don't belong together"
-        )
+    largest = max(tokenizer.get_vocab().values())
+    if max(len(tokenizer), largest + 1) > vocabulary:
+        has = f"{len(tokenizer):,} tokens" if len(tokenizer) > vocabulary else f"a token of id {largest:,}"
+        raise UserError(f"{path}: its tokenizer has {has}, the model only {vocabulary:,}: they don't belong together")

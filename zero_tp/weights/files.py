@@ -6,10 +6,11 @@ restricted unpickler, which makes tensors and plain containers alone. What is he
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import UserError, first_line
+from zero_tp.errors import UserError, first_line, shown
 from zero_tp.files import InvalidJson, read_object
 
 if TYPE_CHECKING:
@@ -17,57 +18,99 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ADAPTER = "adapter_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""The files that a tokenizer of a Hugging Face directory may have."""
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
     """Return the directory's weights file or index.
 
     Raises:
-        UserError: there is none, or it is pickled and that is not allowed.
+        UserError: there is none, there are two that could be meant, one is no file, or it is pickled and that is not
+            allowed.
     """
-    for name in (INDEX, SINGLE):
-        if (directory / name).is_file():
-            return directory / name
-    for name in (PICKLED_INDEX, PICKLED):
-        if not (directory / name).is_file():
-            continue
-        if allow_pickle:
-            return directory / name
+    if (directory / ADAPTER).exists():
         raise UserError(
-            f"{directory}: its weights are pickled ({name}), which can carry code; use a safetensors version of it, or "
-            "--allow-pickle (in Python allow_pickle=True) to read it with torch's restricted unpickler"
+            f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give the whole model"
         )
+    for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
+        there = [directory / name for name in (index, single) if is_regular(directory / name)]
+        if not there:
+            continue
+        if single == PICKLED and not allow_pickle:
+            raise UserError(
+                f"{directory}: its weights are pickled ({there[0].name}), which can carry code; use a safetensors "
+                "version of it, or --allow-pickle (in Python allow_pickle=True) to read it with torch's restricted "
+                "unpickler"
+            )
+        if len(there) == 2 and single not in _weight_map(there[0]).values():
+            raise UserError(
+                f"{directory}: {single} and {index} are two models in one directory; remove the one that is not meant"
+            )
+        return there[0]
     raise UserError(
         f"{directory}: no weights in it: no {SINGLE} nor {INDEX}; give a Hugging Face directory of safetensors"
     )
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether there is a file of this name. UserError: there is something else, such as a pipe, which nobody may
+    wait for."""
+    if path.is_file():
+        return True
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{path}: not a regular file; put a copy of the file there")
+    return False
 
 
 def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
     """Return the directory's tensors by name. They are mapped into memory: what is used of one is read then.
 
     Raises:
-        UserError: see `find_weights`; a file is missing, is not what its name says, or repeats a tensor.
+        UserError: see `find_weights`; a file is missing, is not what its name says, repeats a tensor, or holds others
+            than its index says.
     """
     path = find_weights(directory, allow_pickle)
     read = _safetensors if path.name in (SINGLE, INDEX) else _unpickled
+    if path.name in (SINGLE, PICKLED):
+        return read(path)
     tensors: dict[str, Tensor] = {}
-    for file in [path] if path.name in (SINGLE, PICKLED) else _files_of(path):
+    weight_map = _weight_map(path)
+    for file in _files_of(path, set(weight_map.values())):
         found = read(file)
         if twice := tensors.keys() & found.keys():
             raise UserError(f"{file}: tensor {min(twice)} is in another file too")
+        listed = {name for name, place in weight_map.items() if place == file.name}
+        if different := listed ^ found.keys():
+            name = min(different)
+            where = f"is not in {file.name}, as {path.name} says" if name in listed else f"is in {file.name} alone"
+            raise UserError(f"{path}: tensor {name} {where}; give the index that was written with the files")
         tensors |= found
     return tensors
 
 
-def _files_of(index: Path) -> list[Path]:
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return tensor → file. UserError: the index has none, or a name that is not of a file beside it."""
     try:
-        names = set(read_object(index)["weight_map"].values())
-    except (OSError, InvalidJson, KeyError, TypeError, AttributeError) as error:
+        found = read_object(index).get("weight_map")
+    except (OSError, InvalidJson) as error:
         raise UserError(f"{index}: not an index with a weight_map ({error})") from error
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{index}: not an index with a weight_map")
+    for name in found.values():
+        if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
+            raise UserError(f"{index}: {shown(name)} is not the name of a file beside it")
+    return found
+
+
+def _files_of(index: Path, names: set[str]) -> list[Path]:
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise UserError(f"{index}: {name!r} is not the name of a file beside it")
-        if not (index.parent / name).is_file():
+        if not is_regular(index.parent / name):
             raise UserError(f"{index.parent / name}: missing, but {index.name} names it")
     return [index.parent / name for name in sorted(names)]
 
@@ -75,19 +118,35 @@ def _files_of(index: Path) -> list[Path]:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
+    from zero_tp.tensors.files import read_header
+
     try:
+        read_header(path)  # strict: safetensors takes a tensor that is there twice
         return load_file(path)
     except Exception as error:  # safetensors' own type derives from nothing narrower
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from error
+        raise UserError(
+            f"{path}: not a readable safetensors file: its weights can't be read ({first_line(error)})"
+        ) from error
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
     import torch
 
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        mapped = zipfile.is_zipfile(path)  # the form before torch 1.6 can't be
+        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # zipfile's, pickle's, torch's: a broken file can raise anything
         raise UserError(f"{path}: torch's restricted unpickler refuses it ({first_line(error)})") from error
-    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
         raise UserError(f"{path}: not a dict of tensors by name")
+    for name, tensor in loaded.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+            raise UserError(f"{path}: not a dict of tensors by name: {name} is none that can be a weight")
     return dict(loaded)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a floating tensor holds neither NaN nor Inf. Takes no memory beside it."""
+    import torch
+
+    return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

@@ -10,24 +10,38 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line, shown
+from zero_tp.files import read_json
 from zero_tp.models.architectures import Architecture, Weight, aliases_of, architecture_of, weights_of
+from zero_tp.models.architectures.configs import CONFIG, read_config_json
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.tensors.files import DTYPE_NAMES
 from zero_tp.topology import Topology
-from zero_tp.weights.files import open_weights
+from zero_tp.weights.files import is_finite, is_regular, open_weights
 
 FLOATING = ("F64", "F32", "BF16", "F16")
+LEADING_ELSEWHERE = (
+    "configuration_files",
+    "transformers_weights",
+    "fusion_config",
+    "kernel_config",
+    "distributed_config",
+)
+"""Fields of a config.json by which transformers would take other files, or code, than those that are checked here."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MOST_LAYERS = 10_000
 
 
 def native_model(config: PretrainedConfig) -> Any:
     """Build the model of the native transformers class, which weights come from and go to, on the meta device."""
     with init_empty_weights(include_buffers=True):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 class PretrainedSource:
@@ -44,9 +58,10 @@ class PretrainedSource:
             UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
         """
         self.directory = directory
+        self.tensors = open_weights(directory, allow_pickle)
+        _check_layers(directory, config, self.tensors)
         self.weights = {weight.ours: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
-        self.tensors = open_weights(directory, allow_pickle)
         expected = {name: tuple(tensor.shape) for name, tensor in native_model(config).state_dict().items()}
         self.stored = _names(self.tensors, expected.keys(), architecture_of(config), directory)
         aliases = aliases_of(config)
@@ -54,24 +69,19 @@ class PretrainedSource:
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
         for name, shape in expected.items():
             if name in self.stored:
-                self._check(name, shape)
+                _check_kind(directory, self.stored[name], self.tensors[self.stored[name]], shape)
             elif name not in aliases:
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
-
-    def _check(self, name: str, expected: tuple[int, ...]) -> None:
-        found = self.tensors[self.stored[name]]
-        if tuple(found.shape) != expected:
-            raise UserError(f"{self.directory}: tensor {name}: expected shape {expected}, found {tuple(found.shape)}")
-        dtype = DTYPE_NAMES.get(found.dtype, str(found.dtype))
-        if dtype not in FLOATING:
-            raise UserError(f"{self.directory}: tensor {name}: expected one of {', '.join(FLOATING)}, found {dtype}")
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
+        weight = self.weights[name]
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
             if start < stop:  # equal where a rank has padding alone
-                rows.copy_(self._read(self.weights[name], layout.dim, start, stop, whole[0]))
+                rows.copy_(self._read(weight, layout.dim, start, stop, whole[0]))
+                if not is_finite(rows):
+                    raise not_finite(self.directory, ", ".join(weight.names), rows)
 
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
@@ -96,10 +106,7 @@ class PretrainedSource:
 
         found, alias = piece(theirs), self.aliases.get(theirs)
         if alias is not None and not torch.equal(found, piece(alias)):
-            raise UserError(
-                f"{self.directory}: tensors {theirs} and {alias} differ, but its config ties them; set "
-                "tie_word_embeddings to false in its config.json"
-            )
+            raise _not_tied(self.directory, theirs, alias)
         return found
 
 
@@ -127,17 +134,148 @@ def _names(
     return stored
 
 
+def not_finite(directory: Path, name: str, tensor: Tensor) -> UserError:
+    """Return the error of a tensor that was read and holds NaN or Inf."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return UserError(f"{directory}: tensor {name} holds NaN or Inf as {dtype}; give another copy of the model")
+
+
 def generation_config(directory: Path) -> GenerationConfig | None:
     """Return the directory's settings of generation; None where it has none.
 
     Raises:
         UserError: they can't be read.
     """
-    if not (directory / GENERATION_CONFIG_NAME).is_file():
+    path = directory / GENERATION_CONFIG_NAME
+    if not is_regular(path):
         return None
+    settings = read_json(path)
     try:
-        return GenerationConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
+        return GenerationConfig.from_dict(settings)
+    except Exception as error:  # transformers raises anything from KeyError to its own types here
+        raise UserError(f"{path}: {' '.join(str(error).split())}; mend or remove it") from error
+
+
+def open_config(directory: Path) -> PretrainedConfig:
+    """Open the config of a Hugging Face directory of any causal language model that transformers has a class for.
+
+    Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
+
+    Raises:
+        UserError: see `read_config_json`; transformers has no such class or refuses a field, or a field names files or
+            code that would be loaded besides.
+    """
+    raw, path = read_config_json(directory), directory / CONFIG
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        why = "transformers has no class of its own for it"
+        if "auto_map" in raw:
+            why += ", and code that comes with a model is never run"
+        raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
+    _check_fields(raw, path)
+    try:
+        config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises anything from KeyError to its own types here
+        raise UserError(f"{path}: {first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{directory}: {config.model_type} is not a causal language model")
+    return config
+
+
+def _check_fields(raw: dict[str, Any], path: Path) -> None:
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            _check_fields(value, path)
+        if value is not None and name in LEADING_ELSEWHERE:
+            raise UserError(
+                f"{path}: {name} {shown(value)}: what it would load besides is never read; give another model"
+            )
+        if name.endswith(("attn_implementation", "experts_implementation")) and "/" in shown(value):
+            raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
+        if name in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+            raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
+
+
+def open_model(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype | str = "auto", *, allow_pickle: bool = False
+) -> Any:
+    """Open a Hugging Face directory as transformers' own class, whatever its architecture, on the CPU.
+
+    Args:
+        config: of `open_config`.
+        dtype: of the weights; "auto": the config's, or that of the files.
+        allow_pickle: read pickled weights where there are no safetensors.
+
+    Raises:
+        UserError: see `open_weights`; a tensor is missing, unexpected, there under two names, of another shape, not
+            floating, or holds NaN or Inf; or the class refuses the config.
+    """
+    tensors = open_weights(directory, allow_pickle)
+    _check_layers(directory, config, tensors)
+    try:
+        native = native_model(config)
+    except Exception as error:  # whatever a config makes of a class
+        raise UserError(f"{directory / CONFIG}: transformers can't make its model: {first_line(error)}") from error
+    _check_native(directory, native, tensors)
+    generation = generation_config(directory)
+    try:
+        # With output_loading_info it returns a pair, which its annotations don't say.
+        opened: Any = type(native).from_pretrained(
+            None, config=native.config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:  # the same
+        raise UserError(f"{directory}: the weights can't be read: {first_line(error)}") from error
+    model, loading = opened
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(f"{directory}: weights missing in the files: {missing[0]} and {len(missing) - 1} more")
+    if unexpected := sorted(loading["unexpected_keys"]):
         raise UserError(
-            f"{directory / GENERATION_CONFIG_NAME}: {' '.join(str(error).split())}; mend or remove it"
-        ) from error
+            f"{directory}: unexpected tensor {unexpected[0]} and {len(unexpected) - 1} more; {type(model).__name__} "
+            f"with this {CONFIG} has none of that name"
+        )
+    if unfit := [*loading["mismatched_keys"], *loading["error_msgs"]]:
+        raise UserError(f"{directory}: the weights can't be read: {unfit[0]}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not is_finite(parameter):
+            raise not_finite(directory, name, parameter)
+    model.generation_config = generation or model.generation_config
+    return model.eval()
+
+
+def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a UserError before so many layers are made that memory or patience would end."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(tensors):
+        raise UserError(f"{directory}: its config has {layers:,} layers, its files only {len(tensors):,} tensors")
+
+
+def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Check the tensors that the class has under the same name, with the prefix of its base or without it."""
+    expected = {name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()}
+    prefix, named = f"{native.base_model_prefix}.", dict[str, str]()
+    for found, tensor in tensors.items():
+        name = next((name for name in (found, prefix + found) if name in expected), None)
+        if name is None:
+            continue
+        if name in named:
+            raise UserError(f"{directory}: tensors {named[name]} and {found} are both {name}")
+        named[name] = found
+        _check_kind(directory, found, tensor, tuple(expected[name].shape))
+    for alias, source in native.all_tied_weights_keys.items():
+        if alias in named and source in named and not torch.equal(tensors[named[alias]], tensors[named[source]]):
+            raise _not_tied(directory, named[source], named[alias])
+
+
+def _check_kind(directory: Path, name: str, found: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(found.shape) != expected:
+        raise UserError(f"{directory}: tensor {name}: expected shape {expected}, found {tuple(found.shape)}")
+    dtype = DTYPE_NAMES.get(found.dtype, str(found.dtype))
+    if dtype not in FLOATING:
+        raise UserError(f"{directory}: tensor {name}: expected one of {', '.join(FLOATING)}, found {dtype}")
+
+
+def _not_tied(directory: Path, source: str, alias: str) -> UserError:
+    return UserError(
+        f"{directory}: tensors {source} and {alias} differ, but its config ties them; set tie_word_embeddings to false "
+        f"in its {CONFIG}"
+    )
