@@ -81,7 +81,7 @@ def main() -> None:
         )
     except Exception as error:  # what its config and its settings of generation make of transformers' code
         raise UserError(f"{options.model}: transformers can't continue the prompt: {first_line(error)}") from error
-    print(visible(tokenizer.decode(output[0], skip_special_tokens=True)))
+    print(visible(str(tokenizer.decode(output[0], skip_special_tokens=True))))
 
 
 if __name__ == "__main__":
