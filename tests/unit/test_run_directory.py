@@ -26,6 +26,7 @@ from zero_tp.errors import UserError
 from zero_tp.process.connect import abandoned_locks
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
+from zero_tp.weights import export as weights_export
 from zero_tp.weights.export import write_native
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
@@ -100,6 +101,50 @@ def test_an_export_replaces_only_a_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export(tmp_path / "empty", overwrite=True)
     export(tmp_path / "empty", overwrite=True)
+
+
+@pytest.mark.parametrize(("mask", "directories", "files"), [(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)])
+def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
+    tmp_path: Path, mask: int, directories: int, files: int
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "id_rsa", "notes.json", "config.json"):
+        (tokenizer / name).write_text("{}")
+        (tokenizer / name).chmod(0o640)
+    before = os.umask(mask)
+    try:
+        export(tmp_path / "model", tokenizer=tokenizer)
+    finally:
+        os.umask(before)
+    written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert written == dict.fromkeys(
+        ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"), files
+    )
+    assert (tmp_path / "model").stat().st_mode & 0o777 == directories
+
+
+def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "model"
+    export(target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    (target / "model-00001-of-00002.safetensors").write_bytes(b"old")
+    (target / "README.md").write_text("mine")
+    (target / "figures").mkdir()
+    (target / "figures" / "loss.png").touch()
+
+    def killed(*_: object) -> None:
+        assert (target / "model.safetensors").read_bytes() == before["model.safetensors"]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(weights_export, "exchange", killed)
+        export(target, overwrite=True)
+    assert {name: (target / name).read_bytes() for name in before} == before
+    export(target, overwrite=True)
+    after = {path.name for path in target.iterdir()}
+    assert after == {*before, "README.md", "figures"} and (target / "figures" / "loss.png").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", ""])

@@ -7,12 +7,13 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -23,17 +24,16 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.errors import UserError
+from zero_tp.files import exchange, sync
 from zero_tp.models.architectures import Weight, aliases_of, architecture_of, to_theirs, weights_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
 from zero_tp.topology import Topology
-from zero_tp.weights.files import INDEX
+from zero_tp.weights.files import INDEX, TOKENIZER_FILES, is_regular
 from zero_tp.weights.load import native_model
 
 MAX_SHARD_SIZE = "5GB"
-_MODEL_FILES = ("config.json", "generation_config.json")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
 def native_entries(
@@ -136,14 +136,15 @@ def write_native(
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
 
-    It is written beside its place and renamed, so that it is complete or not there; with `overwrite`, an existing
-    directory's files of the same names are replaced, and its other weights files removed.
+    It is written beside its place, flushed and renamed, so that it is complete or not there; with `overwrite`, it takes
+    the place of an existing directory at once, without its files of the same names and its other weights files.
+    Permissions follow the umask.
 
     Args:
         entries: every whole tensor by its Hugging Face name, tied ones once; read one at a time, in the order of
             `plan_shards`. The config records their dtype.
         generation: settings of generation; by default those that the config implies.
-        tokenizer: a directory whose files are copied in.
+        tokenizer: a directory whose tokenizer is copied in.
 
     Raises:
         UserError: the directory exists and `overwrite` is off, or is no model; `max_shard_size` is not a size; a
@@ -167,31 +168,45 @@ def write_native(
             )
     named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
     shards = plan_shards(named, max_shard_size)
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    temporary.mkdir()
     try:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
         (generation or native.generation_config).save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
-        temporary.chmod(0o755)
-        if not target.exists():
-            os.replace(temporary, target)
-            return
-        # Only the model's own files go: a person may keep others beside them.
-        for stale in target.glob("model*.safetensors*"):
-            stale.unlink()
-        for file in sorted(temporary.iterdir()):
-            os.replace(file, target / file.name)
+        _put_in_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(written: Path, target: Path) -> None:
+    """Give what was written its name, at once. What else a person keeps in a model's directory stays there."""
+    old = list(target.iterdir()) if target.exists() else []
+    for file in old:
+        stale = fnmatch(file.name, "model*.safetensors*") or (written / file.name).exists()
+        if not stale and (file.is_symlink() or not file.is_dir()):
+            try:
+                os.link(file, written / file.name, follow_symlinks=False)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, written / file.name, follow_symlinks=False)
+    sync(written)
+    if not old:
+        os.replace(written, target)
+    else:
+        exchange(written, target)
+        for directory in written.iterdir():  # which can't be in two places, as files can
+            if directory.is_dir() and not directory.is_symlink() and not (target / directory.name).exists():
+                os.replace(directory, target / directory.name)
+    sync(target.parent, below=False)
 
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     for file, entries in shards.items():
         write_tensors(directory / file, entries, {"format": "pt"}, hashed=False)
-        (directory / file).chmod(0o644)
     if len(shards) == 1:
         return
     every = [entry for entries in shards.values() for entry in entries]
@@ -206,11 +221,10 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path) -> None:
-    """Copy a tokenizer, alone where a whole model is beside it, and replace no file that was written."""
-    for file in sorted(tokenizer.iterdir()):
-        foreign = file.suffix in _WEIGHTS or file.name.endswith(".index.json") or file.name in _MODEL_FILES
-        if file.is_file() and not foreign and not (directory / file.name).exists():
-            shutil.copy2(file, directory / file.name)
+    """Copy a tokenizer's files by their names: whatever else is beside them stays there."""
+    for name in TOKENIZER_FILES:
+        if is_regular(tokenizer / name):
+            shutil.copyfile(tokenizer / name, directory / name)
 
 
 def save_pretrained(

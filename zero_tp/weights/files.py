@@ -22,7 +22,7 @@ ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
 )
 """The files that a tokenizer of a Hugging Face directory may have."""
 
