@@ -26,7 +26,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     temporary = path.with_name(path.name + ".new")
     try:
-        with temporary.open("w") as stream:
+        with temporary.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

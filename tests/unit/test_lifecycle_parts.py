@@ -141,6 +141,33 @@ def test_only_the_first_speaks_and_a_dead_launch_does_not_matter(
     assert not old.exists()
 
 
+def test_the_first_word_deletes_nothing_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another person may have put a link, or files, where it is said."""
+    thesis, folder = tmp_path / "thesis", tmp_path / "folder"
+    thesis.mkdir()
+    folder.mkdir()
+    (folder / "empty.lock").touch()
+    for kept in (thesis / "chapter.tex", thesis / "old.said", folder / "chapter.tex", folder / "poetry.lock"):
+        kept.write_text("years of work")
+    (folder / "linked.said").symlink_to(thesis / "chapter.tex")
+    for path in [*thesis.iterdir(), *folder.iterdir()]:
+        os.utime(path, (1e9, 1e9), follow_symlinks=False)
+    (tmp_path / "link").symlink_to(thesis)
+    assert FirstWord("job", time.time(), tmp_path / "link").say("text")
+    assert {path.name for path in thesis.iterdir()} == {"chapter.tex", "old.said"}
+    assert FirstWord("../thesis/job", time.time(), folder).say("text")
+    assert {path.name for path in folder.iterdir()} == {
+        *("chapter.tex", "poetry.lock", "linked.said"),
+        *(".._thesis_job.lock", ".._thesis_job.said"),
+    }
+    assert len(list(thesis.iterdir())) == 2
+    (folder / "other.said").symlink_to(thesis / "chapter.tex")
+    (folder / "other.lock").symlink_to(thesis / "chapter.tex")
+    assert FirstWord("other", time.time(), folder).say("text")
+    assert (thesis / "chapter.tex").stat().st_mtime == 1e9
+    assert capsys.readouterr().err == "text\n" * 3
+
+
 def test_said_without_a_usable_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert FirstWord("job", time.time(), tmp_path / "file" / "below").say("text")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
+import signal
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,8 +217,74 @@ def test_metrics_file_is_strict_json_and_each_step_stands_once(
         (3, 2.5),
     ]
     assert "left out 1 unreadable line" in capsys.readouterr().out
-    assert cut_metrics(path, 0) == 0 and path.read_text() == ""
+    assert cut_metrics(path, 0) == (0, None) and path.read_text() == ""
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_damaged_file_is_mended_and_kept_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged = b'{"step": 1}\n{"st\xff"}\n\n[]\n{"step": "2"}\n{"step": 2}\n{"step": 9}\n{"step": 3}'
+    path.write_bytes(damaged)
+    with Reporter(tmp_path, True, 4, 1, terminal=False, start_step=3):
+        pass
+    assert read(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == damaged
+    told = f"{path}: left out 4 unreadable lines; the file that has them is {path}.damaged-1\n"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("made", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")])
+def test_a_log_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, made: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    made(path)
+    with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
+        reporter.log(record(1))
+        reporter.log(record(2))
+        path.unlink() if not path.is_dir() else path.rmdir()
+        reporter.log(record(3))
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"{path} could not be written (not a regular file); the run goes on"
+    assert out[-1] == f"{path}: 3 writes were lost"
+    assert [line["step"] for line in read(path)] == [3]
+
+
+def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit on the size of files stands for the disk: it too takes the first bytes of a line, and then none."""
+    path = tmp_path / "metrics.jsonl"
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
+            reporter.log(record(1))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+            reporter.log(record(2))
+            reporter.log(record(3))
+            assert [line["step"] for line in read(path)] == [1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            reporter.log(record(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [line["step"] for line in read(path)] == [1, 4]
+    out = capsys.readouterr().out
+    assert out.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in out
+
+
+def test_a_monitor_that_fails_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Monitor:
+        def write_events(self, events: list[int]) -> None:
+            if events[0] < 3:
+                raise RuntimeError("the service is gone\x1b\nfor ever")
+
+    monitor = Monitor()
+    with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
+        reporter.watch(monitor)
+        for step in (1, 2, 3):
+            monitor.write_events([step])
+    told = [line for line in capsys.readouterr().out.splitlines() if "monitors" in line]
+    assert told[0].startswith("the monitors' events could not be written (the service is gone")
+    assert told[1:] == ["the monitors' events: 2 writes were lost"]
 
 
 def test_other_ranks_are_silent_but_know_what_is_due(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

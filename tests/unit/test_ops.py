@@ -29,6 +29,18 @@ def test_only_a_lock_that_no_process_holds_is_removed(tmp_path: Path, monkeypatc
     assert not held.exists()
 
 
+def test_a_lock_of_another_container_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes can't be seen here, and neither can what they have open."""
+    monkeypatch.setattr(connect, "_open_files", lambda: set())
+    lock = lock_in(tmp_path, "cpu_adam")
+    with lock.open():
+        assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == []
+    assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
+    lock.unlink()
+    lock.symlink_to(tmp_path / "another")
+    assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == []
+
+
 def test_another_machine_may_hold_a_young_one(tmp_path: Path) -> None:
     lock = lock_in(tmp_path, "cpu_adam")
     assert list(connect.abandoned_locks(tmp_path)) == []

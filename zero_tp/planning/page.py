@@ -10,6 +10,7 @@ from typing import Any
 
 from zero_tp.constants import GIB
 from zero_tp.errors import UserError
+from zero_tp.files import write_atomically
 from zero_tp.planning import pictures, report
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.search import Candidate, Search
@@ -65,7 +66,7 @@ def write(path: Path, title: str, parts: Sequence[str], figures: Mapping[str, An
     written = [path]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text)
         for name, figure in figures.items():
             picture = path.with_name(f"{path.stem}_{name}.png")
             figure.savefig(picture, dpi=150)

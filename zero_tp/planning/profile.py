@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from zero_tp.constants import GIB
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
+from zero_tp.files import write_atomically
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.tracking import Allocation, Allocations
 from zero_tp.training.engine import TrainingEngine
@@ -34,7 +35,7 @@ def step_range(text: str) -> tuple[int, int]:
         UserError: not two positive numbers in order.
     """
     found = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    first, last = (int(found[1][:20]), int(found[2][:20])) if found else (0, 0)
     if not 1 <= first <= last:
         raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
     return first, last
@@ -61,9 +62,15 @@ class StepProfiler:
             yield
 
     def outcome(self, step: int) -> str | None:
-        """Write the files after LAST and tell where they are."""
+        """Write the files after LAST and tell where they are, or why they could not be written."""
         if step != self.last:
             return None
+        try:
+            return self._write()
+        except (OSError, UserError) as error:
+            return f"the profile of steps {self.first} to {self.last} could not be written ({first_line(error)})"
+
+    def _write(self) -> str:
         from zero_tp.planning import page, pictures
 
         name = f"steps_{self.first}-{self.last}"
@@ -84,7 +91,7 @@ class StepProfiler:
             "over_time": [{"phase": point.phase, "position": point.position, **point.bytes} for point in self._points],
             "operator_seconds": operators,
         }
-        written[0].with_suffix(".json").write_text(json.dumps(record) + "\n")
+        write_atomically(written[0].with_suffix(".json"), json.dumps(record) + "\n")
         return f"profile of steps {self.first} to {self.last}: {written[0]}, peak {peak.total / GIB:.3f} GiB in tensors"
 
     # ---- time --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.files import read_json
+from zero_tp.files import read_json, write_atomically
 from zero_tp.parallel.loss import CHUNK_ELEMENTS
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
@@ -262,7 +263,8 @@ def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 # ---- back to a config ------------------------------------------------------------------------------------------------
@@ -311,13 +313,13 @@ def accepted(config: Mapping[str, Any], world: int) -> ConfigError | None:
 
 
 def write(config: Mapping[str, Any], path: Path) -> None:
-    """Write a config as a JSON file.
+    """Write a config as a JSON file, whole or not at all.
 
     Raises:
         UserError: the file can't be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(config, indent=2) + "\n")
+        write_atomically(path, json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--write {path}: can't be written ({error.strerror}); give another path") from None

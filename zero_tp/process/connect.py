@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -148,15 +151,40 @@ def clear_abandoned_locks(seconds: float) -> None:
 def abandoned_locks(root: Path, seconds: float = OTHER_MACHINE_SECONDS) -> Iterator[Path]:
     """Yield the lock files of torch's extension builds below `root` that nobody holds.
 
-    torch waits for such a file for ever. A builder keeps it open, so one that no process here has open was left by a
-    killed one; where the folder is shared, another machine may hold it, and a build there takes no `seconds`.
+    torch waits for such a file for ever. A builder keeps it open, so one that no process of this machine has open was
+    left by a killed one; where the folder is shared, another machine may hold it, and a build there takes no `seconds`.
     """
     locks = list(root.glob("*/*/lock")) + list(root.glob("*/lock"))
-    held = _open_files() if locks else set()
+    seen: set[str] | None = None
     for lock in locks:
         with contextlib.suppress(FileNotFoundError):  # all ranks start by looking; another one has removed it
-            if str(lock.resolve()) not in held and time.time() - lock.stat().st_mtime > seconds:
+            held = _is_open(lock)
+            if held is None:
+                seen = _open_files() if seen is None else seen
+                held = str(lock.resolve()) in seen
+            if not held and time.time() - lock.stat().st_mtime > seconds:
                 yield lock
+
+
+def _is_open(path: Path) -> bool | None:
+    """Tell whether a process of this machine has a file open, also one of another container; None: nobody can tell.
+
+    The kernel grants a lease for writing on a file that nobody else has open.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # another person's, or a link
+        return True if error.errno == errno.EAGAIN else None  # another rank asks the same now
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored: SIGIO would end this process
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as error:  # others: a file system without leases, such as NFS
+        return True if error.errno == errno.EAGAIN else None
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _open_files() -> set[str]:

@@ -1,7 +1,8 @@
 """Exactly one of all ranks of a node says why a run ends: whoever gets the first word.
 
-The ranks share two small files in the temporary directory, named after the launch: a lock, and a mark that the word
-has been said. They exist only once something went wrong, before any process group too.
+The ranks share two empty files in the temporary directory, named after the launch: a lock, and a mark that the word
+has been said. They exist only once something went wrong, before any process group too. Others can write beside that
+directory, so no link is followed, and what is tidied up is what only this module makes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import stat
 import sys
 import tempfile
 import time
@@ -31,14 +34,16 @@ class FirstWord:
 
     def __init__(self, job: str, since: float, directory: Path | None = None) -> None:
         self.directory = directory or Path(tempfile.gettempdir()) / f"zero_tp-{os.getuid()}"
-        self.mark = self.directory / f"{job}.said"
-        self.lock = self.directory / f"{job}.lock"
+        name = re.sub(r"[^\w.-]", "_", job)[:200]
+        self.mark, self.lock = f"{name}.said", f"{name}.lock"
         self.since = since
 
     def said(self) -> bool:
         """Tell whether a rank of this job has said why it ends."""
         try:
-            return self.mark.stat().st_mtime >= self.since - START_SPREAD_SECONDS
+            with self._opened() as folder:
+                marked = os.stat(self.mark, dir_fd=folder, follow_symlinks=False)
+                return marked.st_mtime >= self.since - START_SPREAD_SECONDS
         except OSError:  # there is no mark
             return False
 
@@ -48,11 +53,13 @@ class FirstWord:
         Returns once the word is written, by whichever rank; waits at most 4 s for a rank that is writing.
         """
         try:
-            with self._locked() as ours:
+            self.directory.mkdir(mode=0o700, exist_ok=True)
+            with self._opened() as folder, self._locked(folder) as ours:
                 if not ours or self.said():
                     return False
                 write_stderr(text)
-                self.mark.touch()
+                os.close(_create(self.mark, folder))
+                os.utime(self.mark, dir_fd=folder, follow_symlinks=False)
                 return True
         except OSError:
             # No usable temporary directory. Said by several ranks is better than not said.
@@ -60,12 +67,19 @@ class FirstWord:
             return True
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
-        self.directory.mkdir(mode=0o700, exist_ok=True)
-        if self.directory.stat().st_uid != os.getuid():
-            raise PermissionError(f"{self.directory} belongs to someone else")
-        self._forget_old()
-        descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _opened(self) -> Iterator[int]:
+        folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(folder).st_uid != os.getuid():
+                raise PermissionError(f"{self.directory} belongs to someone else")
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextlib.contextmanager
+    def _locked(self, folder: int) -> Iterator[bool]:
+        _forget_old(folder)
+        descriptor = _create(self.lock, folder)
         try:
             deadline = time.monotonic() + LOCK_WAIT_SECONDS
             held = False
@@ -79,11 +93,19 @@ class FirstWord:
         finally:
             os.close(descriptor)
 
-    def _forget_old(self) -> None:
-        for path in self.directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another rank tidies up too
-                if path.stat().st_mtime < time.time() - KEPT_SECONDS:
-                    path.unlink()
+
+def _create(name: str, folder: int) -> int:
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
+
+
+def _forget_old(folder: int) -> None:
+    """Delete marks and locks of a day ago: empty files of this person with their names."""
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another rank tidies up too
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            own = name.endswith((".said", ".lock")) and stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            if own and found.st_size == 0 and found.st_mtime < time.time() - KEPT_SECONDS:
+                os.unlink(name, dir_fd=folder)
 
 
 def write_stderr(text: str) -> None:

@@ -177,6 +177,8 @@ class _Loop:
             self.steps,
         )
         self.reporter = Reporter(run.directory, first, self.steps, self.settings.logging.interval, start_step=done)
+        if first:
+            self.reporter.watch(engine.engine.monitor)
         self.skips_in_a_row = 0
         self.saver = Saver(engine.zero, self.config, run.directory, run.tokenizer, run.corpora)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from zero_tp.files import parse_json, write_atomically
+from zero_tp.errors import first_line, one_line
+from zero_tp.files import InvalidJson, parse_json, write_atomically
 from zero_tp.training.metrics import Speed, perplexity
 
 METRICS_FILE = "metrics.jsonl"
@@ -121,32 +127,97 @@ def metrics_line(values: Mapping[str, float | int | None]) -> str:
     return json.dumps(clean, allow_nan=False)
 
 
-def cut_metrics(path: Path, last_step: int) -> int:
+def cut_metrics(path: Path, last_step: int) -> tuple[int, Path | None]:
     """Keep only the lines of `path` up to step `last_step`, replacing the file atomically.
 
     A start that resumes from step k trains k + 1, … again, and each step stands in the file once.
 
     Returns:
-        How many lines were unreadable and left out (a start that was killed can leave half a line).
+        How many lines were unreadable and left out, and where the file that had them is now: None where there is
+        nothing in it but half a line at its end, which a start that was killed can leave.
+
+    Raises:
+        OSError: it can't be read, is no regular file, or the disk is full.
     """
-    if not path.exists():
-        return 0
-    old = path.read_text()
-    kept: list[str] = []
-    unreadable = 0
-    for line in old.splitlines():
+    if not os.path.lexists(path):
+        return 0, None
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    kept: list[bytes] = []
+    unreadable, torn, changed = 0, False, False
+    with path.open("rb") as lines:
+        for line in lines:
+            step, whole = _step_of(line), line.endswith(b"\n")
+            if step is None:
+                unreadable += 1
+                torn = not whole
+            keep = step is not None and step <= last_step
+            changed |= not (keep and whole)
+            if keep:
+                kept.append(line.removesuffix(b"\n") + b"\n")
+    if not changed:
+        return 0, None
+    aside = None
+    if unreadable > torn:
+        aside = next(name for n in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.damaged-{n}")))
+        path.rename(aside)
+    write_atomically(path, b"".join(kept).decode())
+    return unreadable, aside
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line; None where it isn't one of ours."""
+    try:
+        step = parse_json(line)["step"]
+    except (InvalidJson, KeyError, TypeError):  # counted, and said by the caller
+        return None
+    return step if isinstance(step, int) else None
+
+
+class Loss:
+    """A loss is of what a run says and cannot say: it is told once, counted, and never a reason to end.
+
+    Args:
+        say: prints one line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.lost: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def of(self, what: str, errors: type[Exception] = OSError) -> Iterator[None]:
+        """Let these errors of the block end nothing but the block.
+
+        Args:
+            what: is lost, as a name that is counted.
+        """
         try:
-            step = parse_json(line)["step"]
-            keep = int(step) <= last_step
-        except (ValueError, KeyError, TypeError):  # counted, and said by the caller
-            unreadable += 1
-            continue
-        if keep:
-            kept.append(line + "\n")
-    new = "".join(kept)
-    if new != old:
-        write_atomically(path, new)
-    return unreadable
+            yield
+        except errors as error:
+            self.lost[what] += 1
+            if self.lost[what] == 1:
+                why = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+                self._say(f"{what} could not be written ({one_line(why, 300)}); the run goes on")
+
+
+def _append_whole(path: Path, line: bytes) -> None:
+    """Append a line whole or not at all, as a later one begins where it ends.
+
+    Raises:
+        OSError: the disk is full or gone, or the path is no regular file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        written = 0
+        try:
+            while written < len(line):
+                written += file.write(line[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise
 
 
 # --- the reporter -----------------------------------------------------------------------------------------------------
@@ -162,6 +233,8 @@ class Reporter:
         interval: steps a log line.
         terminal: show a progress bar; None: if stdout and stderr are terminals.
         start_step: the step that this start resumes from, 0 for a new run. Later lines of metrics.jsonl are cut off.
+
+    A disk that is full, or whatever else keeps a line from being written, is told once and counted at the end.
     """
 
     def __init__(
@@ -177,18 +250,17 @@ class Reporter:
         self.total_steps = total_steps
         self.interval = interval
         self._bar: tqdm[NoReturn] | None = None
-        self._metrics: IO[str] | None = None
+        self._metrics = run_dir / METRICS_FILE
+        self.loss = Loss(self.say)
+        self._first, self._is_cut = start_step, False
         if not rank0:
             return
-        run_dir.mkdir(parents=True, exist_ok=True)
-        unreadable = cut_metrics(run_dir / METRICS_FILE, start_step)
-        self._metrics = (run_dir / METRICS_FILE).open("a", buffering=1)
         if terminal is None:
             terminal = sys.stdout.isatty() and sys.stderr.isatty()
         if terminal:
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, leave=False)
-        if unreadable:
-            self.say(f"{run_dir / METRICS_FILE}: left out {unreadable} unreadable line{'s' if unreadable > 1 else ''}")
+        with self.loss.of(str(self._metrics)):
+            self._cut()
         self.say(format_header(total_steps))
 
     def due(self, step: int) -> bool:
@@ -222,27 +294,56 @@ class Reporter:
         self._append({"step": step, **flat})
 
     def say(self, text: str) -> None:
-        """Print one line, above the bar if there is one."""
+        """Print one line, above the bar if there is one. A line that standard output cannot take is lost."""
         if not self.rank0:
             return
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+        try:
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise  # nobody is there to read, which ends a command
+        except OSError:
+            self.loss.lost["standard output"] += 1
 
     def _append(self, values: Mapping[str, float | int | None]) -> None:
-        if self._metrics is not None:
-            self._metrics.write(metrics_line(values) + "\n")
+        if not self.rank0:
+            return
+        with self.loss.of(str(self._metrics)):
+            self._cut()
+            _append_whole(self._metrics, (metrics_line(values) + "\n").encode())
+
+    def _cut(self) -> None:
+        if self._is_cut:
+            return
+        self._metrics.parent.mkdir(parents=True, exist_ok=True)
+        unreadable, aside = cut_metrics(self._metrics, self._first)
+        self._is_cut = True
+        if unreadable:
+            where = f"; the file that has them is {aside}" if aside else ""
+            lines = "lines" if unreadable > 1 else "line"
+            self.say(f"{self._metrics}: left out {unreadable} unreadable {lines}{where}")
+
+    def watch(self, monitor: Any) -> None:
+        """Let no failure of DeepSpeed's monitors (files, or services in the network) end the run."""
+        write: Callable[[Any], None] = monitor.write_events
+
+        def write_events(events: Any) -> None:
+            with self.loss.of("the monitors' events", Exception):  # each library has errors of its own
+                write(events)
+
+        monitor.write_events = write_events
 
     def close(self) -> None:
-        """Take the bar away and close the file."""
+        """Take the bar away and tell what was lost."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
+        for what, lost in self.loss.lost.items() if self.rank0 else ():
+            self.say(f"{what}: {lost} {'writes were' if lost > 1 else 'write was'} lost")
+        self.loss.lost.clear()
 
     def __enter__(self) -> Reporter:
         return self
