@@ -126,7 +126,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         taken = {"save": timed(partial(saver.save, turn + 1))}
         assert saver.outcome() == (turn + 1, "")
         checkpoint = directory.step_directory(run, turn + 1)
-        size = sum(file["bytes"] for file in directory.read_manifest(checkpoint)["files"].values())
+        size = sum(file.bytes for file in directory.read_manifest(checkpoint).files.values())
         # A new file each time, and as many kept: the first writing of a disk's blocks can take several times as long.
         plain = folder / f"plain{turn}"
         taken["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
@@ -186,7 +186,8 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3 ranks would."""
     import json
 
-    from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
+    from zero_tp.checkpoint.manifest import states_file
+    from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
     from zero_tp.models.wrapper import ZeroTPForCausalLM
     from zero_tp.tensors.files import Entry, write_tensors
 
@@ -196,8 +197,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     config = RunConfig.load(folder / "big.json", world_size=1).hf_config()
     whole = ZeroTPForCausalLM(config, Topology(), device="meta")
     described = {name: Described.of(parameter) for name, parameter in whole.named_parameters()}
-    kinds, big = ["master", "exp_avg", "exp_avg_sq"], folder / "big"
-    big.mkdir()
+    kinds, temporary, files = ["master", "exp_avg", "exp_avg_sq"], directory.begin(folder / "big"), {}
     for tensor_rank in range(2):
         for data_rank in range(2):
             entries, starts = [], {}
@@ -210,13 +210,21 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
                     entries.append(
                         Entry(tensor_name(name, kind), (length,), torch.float32, partial(torch.rand, length))
                     )
-            write_tensors(big / states_file(tensor_rank, data_rank), entries, {STARTS: json.dumps(starts)})
-    manifest = {"tensor": 2, "data": 2, "parameters": {name: each.to_json() for name, each in described.items()}}
+            name = states_file(tensor_rank, data_rank)
+            files[name] = write_tensors(temporary / name, entries, {STARTS: json.dumps(starts)})
+    manifest = {
+        **{"tensor": 2, "data": 2, "sequence": True, "zero_stage": 2, "dtype": "fp32", "kinds": kinds},
+        "parameters": {name: each.to_json() for name, each in described.items()},
+        "progress": {"optimizer_steps": 1, "counters": {}, "schedule": None, "learning_rates": [], "loss_scale": {}},
+        **{"model": config.to_dict(), "generation": {}, "fixed": {}, "corpora": {}, "tokenizer": None},
+        **{"versions": {}, "config": {}},
+    }
+    big = directory.commit(folder / "big", temporary, 1, manifest, files)
     largest = max(torch.Size(parameter.shape).numel() for parameter in described.values())
     parameters = sum(torch.Size(parameter.shape).numel() for parameter in described.values())
     allowed = 2 * 12 * largest + 200 * 10**6
     before, peak = anonymous_bytes(), 0
-    reader = CheckpointReader(big, manifest)
+    reader = CheckpointReader(big, directory.read_manifest(big))
     begin = time.perf_counter()
     for name, parameter in described.items():
         for kind in kinds:
@@ -229,25 +237,13 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
         f"memory (allowed: {allowed / 1e6:.0f}), {seconds:.1f} s"
     )
     found = {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
-    return found | {"export": exporting(big, manifest, config, parameters, rounds)}
+    return found | {"export": exporting(big, parameters, rounds)}
 
 
-def exporting(big: Path, manifest: dict[str, Any], config: Any, parameters: int, rounds: int) -> dict[str, Any]:
+def exporting(big: Path, parameters: int, rounds: int) -> dict[str, Any]:
     """Seconds of `convert.py to-hf` in fp32, against copying a file of as many bytes, flushed to the disk; in turns."""
-    import json
-
     from zero_tp.checkpoint.convert import to_huggingface
 
-    sizes = {path.name: {"bytes": path.stat().st_size, "sha256": ""} for path in big.iterdir()}
-    whole = {
-        "format": directory.FORMAT,
-        "model": config.to_dict(),
-        "generation": {},
-        "tokenizer": None,
-        "files": sizes,
-        **manifest,
-    }
-    (big / directory.MANIFEST).write_text(json.dumps(whole))
     chunk = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     original, times = big.parent / "original", {"export": [0.0] * 0, "copy": [0.0] * 0}
     processor = {"export": [0.0] * 0, "copy": [0.0] * 0}

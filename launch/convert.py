@@ -51,6 +51,8 @@ def to_hf(options: argparse.Namespace) -> None:
     import torch
 
     from zero_tp.checkpoint.convert import to_huggingface
+    from zero_tp.checkpoint.directory import MANIFEST
+    from zero_tp.checkpoint.manifest import UNHASHED
 
     converted = to_huggingface(
         options.source,
@@ -61,6 +63,8 @@ def to_hf(options: argparse.Namespace) -> None:
         overwrite=options.overwrite,
     )
     print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
+    if not converted.hashed:
+        print(f"{converted.checkpoint / MANIFEST} is {UNHASHED}")
     if converted.tokenizer is None:
         print("no tokenizer was copied: the run has none beside its data; give one with --tokenizer")
     else:

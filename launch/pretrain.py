@@ -73,7 +73,11 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
     # Before anything heavy is imported: a mistake in the file is told within a second or two.
     config = RunConfig.load(
-        options.deepspeed_config, options.set, environment.world, first_config(output), saved_model(output)
+        options.deepspeed_config,
+        options.set,
+        environment.world,
+        first_config(output, options.resume_from),
+        saved_model(output, options.resume_from),
     )
 
     from zero_tp.evaluation.live import live_tasks

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
+from zero_tp.checkpoint.manifest import OWN_HASH, UNHASHED_FORMAT, content_hash, states_file
+from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
@@ -76,7 +78,24 @@ def write_checkpoint(
         "generation": GenerationConfig.from_model_config(config).to_dict(),
         "parameters": {name: one.to_json() for name, one in described.items()},
         "kinds": list(kinds),
+        "progress": {"optimizer_steps": 1, "counters": {}, "schedule": None, "learning_rates": [], "loss_scale": {}},
+        "fixed": {},
+        "corpora": {},
         "tokenizer": str(tokenizer) if tokenizer else None,
         "versions": {"torch": str(torch.__version__)},
+        "config": {},
     }
     return directory.commit(run, temporary, step, manifest, files)
+
+
+@contextmanager
+def rewritten(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    """Give a checkpoint's manifest to change; it is written as if it had been saved so, unhashed in the old format."""
+    path = checkpoint / directory.MANIFEST
+    manifest = json.loads(path.read_text())
+    yield manifest
+    if manifest["format"] == UNHASHED_FORMAT:
+        manifest = {key: value for key, value in manifest.items() if key not in (OWN_HASH, "config", "validation")}
+    else:
+        manifest[OWN_HASH] = content_hash(manifest)
+    path.write_text(json.dumps(manifest, indent=1))

@@ -107,7 +107,7 @@ def losses(run: Path) -> dict[int, float]:
 def contents(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint, read anew and held against the manifest."""
     found = {}
-    for name, written in read_manifest(checkpoint)["files"].items():
+    for name, written in read_manifest(checkpoint).files.items():
         check_file(checkpoint / name, written)
         found[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
     return found

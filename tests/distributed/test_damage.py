@@ -26,7 +26,8 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.reader import CheckpointReader, states_file
+from zero_tp.checkpoint.manifest import states_file
+from zero_tp.checkpoint.reader import CheckpointReader
 
 
 def flip_a_bit(file: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: 
     assert not (checkpoints_of(run) / TEMPORARY).exists()
     for step in (1, 3):
         manifest = read_manifest(step_directory(run, step))
-        for name, written in manifest["files"].items():
+        for name, written in manifest.files.items():
             check_file(step_directory(run, step) / name, written)
 
 

@@ -163,7 +163,7 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     again = pretrain(2, tmp_path, "--deepspeed_config", "run.json", "--set", "zero_tp.training.steps=2")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming step 1" in again.stdout
-    first, second = (read_manifest(step_directory(tmp_path / "runs" / "run", step))["model"] for step in (1, 2))
+    first, second = (read_manifest(step_directory(tmp_path / "runs" / "run", step)).model for step in (1, 2))
     assert first == second, "the config too"
 
 

@@ -158,7 +158,7 @@ def contents(run: Path) -> dict[tuple[str, str], Tensor]:
     checkpoint = step_directory(run, SAVED)
     manifest = read_manifest(checkpoint)
     reader = CheckpointReader(checkpoint, manifest)
-    return {(name, kind): reader.whole(name, kind) for name in reader.parameters for kind in manifest["kinds"]}
+    return {(name, kind): reader.whole(name, kind) for name in reader.parameters for kind in manifest.kinds}
 
 
 HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from tests.checkpoints import drawn, write_checkpoint
+from tests.checkpoints import drawn, rewritten, write_checkpoint
 from tests.memory import PeakMemory
 from tests.native import to_ours, to_theirs
 from zero_tp.checkpoint.convert import to_huggingface
@@ -113,9 +113,8 @@ def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
 
 def test_a_parameter_that_is_missing_is_named(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "run", config())
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    del manifest["parameters"]["transformer.layers.1.mlp.up.bias"]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with rewritten(checkpoint) as manifest:
+        del manifest["parameters"]["transformer.layers.1.mlp.up.bias"]
     with pytest.raises(UserError, match=r"no parameter transformer\.layers\.1\.mlp\.up\.bias"):
         to_huggingface(tmp_path / "run", tmp_path / "export")
     assert not (tmp_path / "export").exists()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.directory import find_checkpoint, in_use
+from zero_tp.checkpoint.directory import find_checkpoint, in_use, taken_as_it_stands
+from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import weights_of
@@ -25,11 +25,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Converted:
-    """A checkpoint was converted; `tokenizer` is the directory that was copied, if there was one."""
+    """A checkpoint was converted.
+
+    Attributes:
+        tokenizer: the directory that was copied, if there was one.
+        hashed: the manifest was compared with its hash.
+    """
 
     checkpoint: Path
     parameters: int
     tokenizer: Path | None
+    hashed: bool
 
 
 def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
@@ -47,10 +53,15 @@ def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
     return given or (Path(recorded) if recorded else None)
 
 
-def config_of(manifest: dict[str, Any]) -> PretrainedConfig:
-    """Return the Hugging Face config of a checkpoint's model."""
-    fields = dict(manifest["model"])
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+def config_of(checkpoint: Path, manifest: Manifest) -> PretrainedConfig:
+    """Return the Hugging Face config of a checkpoint's model.
+
+    Raises:
+        Damaged: an unhashed manifest has none that can be used.
+    """
+    with taken_as_it_stands(checkpoint, manifest):
+        fields = dict(manifest.model)
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def to_huggingface(
@@ -72,20 +83,22 @@ def to_huggingface(
     """
     checkpoint = find_checkpoint(source)
     with in_use(checkpoint) as manifest:
-        found_tokenizer = tokenizer_of(tokenizer, manifest["tokenizer"])
-        config = config_of(manifest)
-        entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
+        found_tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
+        config = config_of(checkpoint, manifest)
+        with taken_as_it_stands(checkpoint, manifest):
+            entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
+            generation = GenerationConfig(**manifest.generation) if manifest.generation is not None else None
         write_native(
             output,
             config,
             entries,
-            generation=GenerationConfig(**manifest["generation"]),
+            generation=generation,
             tokenizer=found_tokenizer,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
         )
     parameters = sum(math.prod(entry.shape) for entry in entries)
-    return Converted(checkpoint, parameters, found_tokenizer)
+    return Converted(checkpoint, parameters, found_tokenizer, manifest.hashed)
 
 
 def checkpoint_entries(reader: CheckpointReader, config: PretrainedConfig, dtype: torch.dtype) -> list[Entry]:

@@ -7,6 +7,7 @@ is written; `latest` is replaced after that.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,18 +15,28 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, read_object, write_atomically
+from zero_tp.checkpoint.manifest import (
+    FORMAT,
+    OWN_HASH,
+    InvalidManifest,
+    Manifest,
+    ManifestFile,
+    OtherFormat,
+    content_hash,
+    parse_manifest,
+)
+from zero_tp.errors import UserError, first_line
+from zero_tp.files import InvalidJson, parse_json, read_object, write_atomically
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written
 
 CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
-FORMAT = 3
 _STEP = re.compile(r"step_(\d{8,})")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class Damaged(UserError):
@@ -40,12 +51,20 @@ class Damaged(UserError):
         self.file, self.problem, self.checkpoint = file, problem, file.parent
 
 
-def first_config(run: Path) -> dict[str, Any] | None:
-    """Return the resolved config that the run in this directory was started with; None when nothing can be resumed.
+def first_config(run: Path, given: Path | None = None) -> dict[str, Any] | None:
+    """Return the resolved config of the start that saved what would be resumed; None when nothing can be.
+
+    It stands in the checkpoint, and for those that were saved before it did in the run's own file.
+
+    Args:
+        given: a checkpoint or run to resume from, instead of this run's newest checkpoint that can be read.
 
     Raises:
         UserError: the file can't be read, or is not a JSON object.
     """
+    manifest = _newest_manifest(run, given)
+    if manifest is not None and manifest.config is not None:
+        return manifest.config
     path = run / CONFIG
     if not path.exists() or not complete_steps(run):
         return None
@@ -55,20 +74,27 @@ def first_config(run: Path) -> dict[str, Any] | None:
         raise UserError(f"{path}: not a run's config ({error}); give another --output-dir") from error
 
 
-def saved_model(run: Path) -> dict[str, Any] | None:
-    """Return the model's config in the newest checkpoint here that can be read; None when there is none."""
+def saved_model(run: Path, given: Path | None = None) -> dict[str, Any] | None:
+    """Return the model's config in what would be resumed (see `first_config`); None when nothing can be."""
+    manifest = _newest_manifest(run, given)
+    return None if manifest is None else manifest.model
+
+
+def _newest_manifest(run: Path, given: Path | None) -> Manifest | None:
+    with contextlib.suppress(UserError):  # told when the run is resumed
+        if given is not None:
+            return read_manifest(find_checkpoint(given))
     for step in reversed(complete_steps(run)):
-        with contextlib.suppress(UserError):  # told when the run is resumed
-            model: dict[str, Any] = read_manifest(step_directory(run, step))["model"]
-            return model
+        with contextlib.suppress(UserError):  # the same
+            return read_manifest(step_directory(run, step))
     return None
 
 
 @contextlib.contextmanager
-def run_directory(run: Path) -> Iterator[None]:
+def run_directory(run: Path) -> Iterator[list[str]]:
     """Make a run's directory and hold it while the block runs; `rank0.pid` there names this process, for signals.
 
-    One rank enters it, before any is connected.
+    One rank enters it, before any is connected. It gives lines for a person: that the file system knows no locks.
 
     Raises:
         UserError: it is a file, nothing can be written there, or another run holds it.
@@ -76,8 +102,7 @@ def run_directory(run: Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             checkpoints_of(run).mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((run / LOCK).open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = _lock(held.enter_context((run / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             (run / PROCESS).write_text(f"{os.getpid()}\n")
             held.callback((run / PROCESS).unlink, missing_ok=True)
         except BlockingIOError:
@@ -86,12 +111,28 @@ def run_directory(run: Path) -> Iterator[None]:
             raise UserError(
                 f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir"
             ) from error
-        yield
+        yield [] if locked else [f"{run}: its file system has no locks: see that no other run writes there"]
+
+
+def _lock(file: IO[Any], kind: int) -> bool:
+    """Take a lock of an open file; return whether its file system has locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:
-    """Replace the run's config at once."""
+    """Replace the run's config at once; it is on the disk then."""
     write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
+    _sync(run)
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -99,7 +140,11 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def step_directory(run: Path, step: int) -> Path:
-    return checkpoints_of(run) / f"step_{step:08d}"
+    return checkpoints_of(run) / _name(step)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def complete_steps(run: Path) -> list[int]:
@@ -107,40 +152,40 @@ def complete_steps(run: Path) -> list[int]:
     found = []
     for path in checkpoints_of(run).glob("step_*"):
         match = _STEP.fullmatch(path.name)
-        if match and (path / MANIFEST).is_file():
+        if match and path == step_directory(run, int(match[1])) and (path / MANIFEST).is_file():
             found.append(int(match[1]))
     return sorted(found)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest, after a check that its files are there and as long as it says.
 
     Raises:
-        Damaged: a file is missing or has another size, or the manifest can't be read.
+        Damaged: a file is missing or has another size, or the manifest can't be read or has another hash than it says.
         UserError: it is not a checkpoint, or of another format.
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = read_object(path)
+        manifest = parse_manifest(read_object(path))
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
-    except (InvalidJson, OSError) as error:
+    except OtherFormat as error:
+        raise UserError(f"{path}: {error}; use the version that wrote it") from None
+    except (InvalidJson, InvalidManifest, OSError) as error:
         raise Damaged(path, str(error)) from error
-    if manifest.get("format") != FORMAT:
-        raise UserError(
-            f"{path}: format {manifest.get('format')}, this version reads {FORMAT}; use the version that wrote it"
-        )
-    for name, written in manifest["files"].items():
+    if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
+        raise Damaged(path, f"is of step {manifest.step}, but its directory is {checkpoint.name}")
+    for name, written in manifest.files.items():
         file = checkpoint / name
         found = file.stat().st_size if file.is_file() else None
         if found is None:
             raise Damaged(file, "is missing")
-        if found != written["bytes"]:
-            raise Damaged(file, f"has {found} bytes, not {written['bytes']}")
+        if found != written.bytes:
+            raise Damaged(file, f"has {found} bytes, not {written.bytes}")
     return manifest
 
 
-def check_file(file: Path, manifested: dict[str, Any], read: Callable[[], Written] | None = None) -> None:
+def check_file(file: Path, manifested: ManifestFile, read: Callable[[], Written] | None = None) -> None:
     """Check that a file has the SHA-256 that the manifest says.
 
     Args:
@@ -155,8 +200,8 @@ def check_file(file: Path, manifested: dict[str, Any], read: Callable[[], Writte
         found = read() if read else read_hashed(file)
     except OSError as error:
         raise Damaged(file, f"cannot be read ({error.strerror})") from error
-    if found.sha256 != manifested["sha256"]:
-        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested['sha256'][:12]}…")
+    if found.sha256 != manifested.sha256:
+        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested.sha256[:12]}…")
 
 
 def _sync(path: Path) -> None:
@@ -183,18 +228,26 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
 
     Raises:
         RuntimeError: a file is not there as it was written.
+        InvalidManifest, InvalidJson: the manifest is none.
         OSError: the disk is full or gone.
     """
     for name, written in files.items():
         path = temporary / name
         if not path.is_file() or path.stat().st_size != written.size:
             raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
-    listed = {name: {"bytes": written.size, "sha256": written.sha256} for name, written in files.items()}
-    text = json.dumps({"format": FORMAT, "step": step, **manifest, "files": listed}, indent=1)
+    listed = {
+        name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
+        for name, written in files.items()
+    }
+    whole = {"format": FORMAT, "step": step, **manifest, "files": listed}
+    text = json.dumps({**whole, OWN_HASH: content_hash(whole)}, indent=1)
+    parse_manifest(parse_json(text))  # what cannot be read again is not saved
     write_atomically(temporary / MANIFEST, text)
     _sync(temporary)
     final = step_directory(run, step)
-    if final.exists():
+    if (final / MANIFEST).is_file():
+        set_aside(final, "replaced")
+    elif final.exists():
         _remove(final)
     os.replace(temporary, final)
     write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
@@ -215,36 +268,85 @@ def _remove(checkpoint: Path) -> None:
 
 
 @contextlib.contextmanager
-def in_use(checkpoint: Path) -> Iterator[dict[str, Any]]:
+def taken_as_it_stands(checkpoint: Path, manifest: Manifest) -> Iterator[None]:
+    """Use values of a manifest: an unhashed one may hold anything, over which the libraries raise anything.
+
+    Raises:
+        Damaged: they did.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if manifest.hashed:
+            raise
+        raise Damaged(checkpoint / MANIFEST, f"cannot be used ({first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def in_use(checkpoint: Path) -> Iterator[Manifest]:
     """Give the manifest of a checkpoint, and keep `prune`, in any process of this machine, from removing it meanwhile.
 
     Raises:
         Damaged, UserError: see `read_manifest`.
     """
     with contextlib.ExitStack() as held:
-        with contextlib.suppress(FileNotFoundError):  # told by `read_manifest`
-            fcntl.flock(held.enter_context((checkpoint / MANIFEST).open()), fcntl.LOCK_SH)
+        with contextlib.suppress(OSError):  # told by `read_manifest`
+            _lock(held.enter_context((checkpoint / MANIFEST).open("rb")), fcntl.LOCK_SH)
         yield read_manifest(checkpoint)
 
 
-def prune(run: Path, keep: int, keep_every: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints, those at multiples of `keep_every`, and those in use."""
+def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None = None) -> list[int]:
+    """Remove all but the newest `keep` checkpoints, those at multiples of `keep_every`, those in use, and `saved`, the
+    step that was just saved; return the steps that were removed."""
+    removed = []
     for step in complete_steps(run)[:-keep]:
-        if keep_every is not None and step % keep_every == 0:
+        if step == saved or (keep_every is not None and step % keep_every == 0):
             continue
-        with contextlib.suppress(FileNotFoundError), (step_directory(run, step) / MANIFEST).open() as manifest:
+        with contextlib.suppress(FileNotFoundError), (step_directory(run, step) / MANIFEST).open("r+b") as manifest:
             try:
-                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             _remove(step_directory(run, step))
+            removed.append(step)
+    return removed
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is no candidate any more and nothing is lost; return its new path."""
-    aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+def start_branch(run: Path, step: int) -> list[str]:
+    """Set aside the checkpoints newer than `step`, from which the run goes on: they belong to a branch that it left.
+
+    One rank calls it before it saves, so that the newest complete checkpoint is always one of this branch.
+
+    Returns:
+        A line on each.
+    """
+    notes = []
+    for newer in reversed(complete_steps(run)):
+        if newer > step:
+            aside = set_aside(step_directory(run, newer), "abandoned")
+            notes.append(f"step {newer} is of the branch that was left at step {step}: set aside as {aside}")
+    return notes
+
+
+def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
+    """Rename a checkpoint, so that it is no candidate any more and nothing is lost; return its new path.
+
+    It gets a name that nothing has. `latest` names the newest of the others, or is gone with the last one.
+    """
+    run = checkpoint.parent.parent
+    others = [step for step in complete_steps(run) if step_directory(run, step) != checkpoint]
+    if others:
+        write_atomically(checkpoints_of(run) / LATEST, _name(others[-1]) + "\n")
+    else:
+        (checkpoints_of(run) / LATEST).unlink(missing_ok=True)
+    aside, count = checkpoint.with_name(f"{why}_{checkpoint.name}"), 1
+    while os.path.lexists(aside):
+        count += 1
+        aside = checkpoint.with_name(f"{why}_{checkpoint.name}.{count}")
     os.replace(checkpoint, aside)
+    _sync(checkpoint.parent)
     return aside
 
 
@@ -254,9 +356,12 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         UserError: neither a run nor a checkpoint.
     """
-    if (path / MANIFEST).is_file():
-        return path
-    steps = complete_steps(path)
+    try:
+        if (path / MANIFEST).is_file():
+            return path
+        steps = complete_steps(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give a run or a checkpoint") from error
     if not steps:
         raise UserError(f"{path}: no complete checkpoint there; give a run directory or RUN/checkpoints/step_N")
     return step_directory(path, steps[-1])

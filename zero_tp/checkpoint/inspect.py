@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use
 from zero_tp.checkpoint.identity import Parallelism
-from zero_tp.tensors.files import read_header
+from zero_tp.checkpoint.manifest import UNHASHED, Manifest, ManifestFile
+from zero_tp.checkpoint.reader import RANDOM, StatesFile, tensor_name
 
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),
@@ -29,7 +30,8 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
     Returns:
         What `convert.py inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
         checkpoint that was named itself), `step`, `saved_at`, `model`, `parameters`, `bytes` (by kind: masters,
-        moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `verified`.
+        moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `hashed` (the manifest holds
+        its own hash), `verified`.
 
     Raises:
         UserError: neither a run nor a checkpoint.
@@ -38,50 +40,47 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
     checkpoint = find_checkpoint(source)
     with in_use(checkpoint) as manifest:
         if verify:
-            _verify(checkpoint, manifest["files"])
+            _verify(checkpoint, manifest.files)
         kinds = _bytes_by_kind(checkpoint, manifest)
     return {
         "checkpoint": str(checkpoint),
         "steps": complete_steps(source),
-        "step": manifest["step"],
+        "step": manifest.step,
         "saved_at": Parallelism.saved(manifest)._asdict(),
-        "model": manifest["model"],
-        "parameters": sum(math.prod(entry["shape"]) for entry in manifest["parameters"].values()),
+        "model": manifest.model,
+        "parameters": sum(math.prod(entry.shape) for entry in manifest.parameters.values()),
         "bytes": kinds,
-        "files": manifest["files"],
-        "tokenizer": manifest["tokenizer"],
-        "versions": manifest["versions"],
+        "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in manifest.files.items()},
+        "tokenizer": manifest.tokenizer,
+        "versions": manifest.versions,
+        "hashed": manifest.hashed,
         "verified": verify,
     }
 
 
-def _verify(checkpoint: Path, files: dict[str, Any]) -> None:
-    total = sum(written["bytes"] for written in files.values())
+def _verify(checkpoint: Path, files: dict[str, ManifestFile]) -> None:
+    total = sum(written.bytes for written in files.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None, leave=False) as bar:
         for name in sorted(files):
             check_file(checkpoint / name, files[name])
-            bar.update(files[name]["bytes"])
+            bar.update(files[name].bytes)
 
 
-def _bytes_by_kind(checkpoint: Path, manifest: dict[str, Any]) -> dict[str, int]:
-    """Add up the bytes of the tensors of each kind, over all files."""
-    kinds: Counter[str] = Counter(dict.fromkeys(manifest["kinds"], 0))
-    for name in manifest["files"]:
-        if not name.endswith(".safetensors"):
-            continue
-        for tensor, entry in _header(checkpoint / name).items():
-            if tensor != "__metadata__":
-                start, stop = entry["data_offsets"]
-                kind = tensor.rsplit("/", 1)[-1]
-                kinds[kind if kind in manifest["kinds"] else tensor.split("/", 1)[0]] += stop - start
+def _bytes_by_kind(checkpoint: Path, manifest: Manifest) -> dict[str, int]:
+    """Add up the bytes of the tensors of each kind, over all files.
+
+    Raises:
+        Damaged: a file holds what it should not.
+    """
+    known = {tensor_name(name, kind): kind for name in manifest.parameters for kind in manifest.kinds}
+    kinds: Counter[str] = Counter(dict.fromkeys(manifest.kinds, 0))
+    for file in sorted(manifest.files):
+        for tensor, size in StatesFile(checkpoint / file, None).sizes().items():
+            kind = RANDOM if tensor.startswith(f"{RANDOM}/") else known.get(tensor)
+            if kind is None:
+                raise Damaged(checkpoint / file, f"holds {tensor}, which is nothing of this checkpoint")
+            kinds[kind] += size
     return dict(kinds)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    try:
-        return read_header(path)[0]
-    except (OSError, ValueError) as error:
-        raise Damaged(path, f"cannot be read ({error})") from error
 
 
 def table(found: dict[str, Any]) -> str:
@@ -92,12 +91,13 @@ def table(found: dict[str, Any]) -> str:
     rows = [
         ("checkpoint", found["checkpoint"]),
         ("step", f"{found['step']:,}"),
-        ("saved at", str(Parallelism.saved(found["saved_at"]))),
+        ("saved at", str(Parallelism(**found["saved_at"]))),
         ("model", f"{model['model_type']}: {sizes}"),
         ("parameters", f"{found['parameters']:,}"),
         *((kind, _size(size)) for kind, size in found["bytes"].items()),
         ("tokenizer", found["tokenizer"] or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        ("manifest", "its content has the hash that it says" if found["hashed"] else UNHASHED),
         ("files", f"{len(found['files'])}, {_size(total)}" + (", every checksum OK" if found["verified"] else "")),
         *(("", f"{name}  {_size(entry['bytes'])}") for name, entry in sorted(found["files"].items())),
     ]

@@ -1,11 +1,11 @@
 """A reader gives pieces of a checkpoint's masters and moments, cut as another topology wants them.
 
-The layouts, written in the manifest, say how each parameter was split; one parameter is in memory at a time.
+The layouts, written in the manifest, say how each parameter was split; one parameter is in memory at a time. What is
+read of a file is compared with its hash as it is read.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,19 +16,25 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero_tp.errors import UserError
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_file
+from zero_tp.checkpoint.manifest import (
+    Manifest,
+    ManifestFile,
+    ReplicatedParameter,
+    ShardedParameter,
+    states_file,
+)
+from zero_tp.errors import UserError, first_line
+from zero_tp.files import parse_json
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init
+from zero_tp.tensors import files
 from zero_tp.tensors.files import Destination, read_header
 from zero_tp.topology import Topology
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates
 
 STARTS = "starts"
-
-
-def states_file(tensor_rank: int, data_rank: int) -> str:
-    """Name a rank's file, whose metadata `starts` holds each parameter's first element in the TP shard."""
-    return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
+RANDOM = "random"  # streams are named RANDOM/…
 
 
 def tensor_name(parameter: str, kind: str) -> str:
@@ -47,11 +53,11 @@ class Described:
         return cls(layout_of(parameter), whole_shape(parameter))
 
     @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> Described:
-        shape = tuple(entry["shape"])
-        if entry["layout"] == "Sharded":
-            return cls(Sharded(entry["dim"], tuple(entry["parts"]), entry["padded"]), shape)
-        return cls(Replicated(entry["gradient"]), shape)
+    def from_manifest(cls, entry: ShardedParameter | ReplicatedParameter) -> Described:
+        shape = tuple(entry.shape)
+        if isinstance(entry, ShardedParameter):
+            return cls(Sharded(entry.dim, tuple(entry.parts), entry.padded), shape)
+        return cls(Replicated(entry.gradient), shape)
 
     def to_json(self) -> dict[str, Any]:
         return {"layout": type(self.layout).__name__, **vars(self.layout), "shape": list(self.shape)}
@@ -71,7 +77,7 @@ def destinations_of(
         OSError, ValueError, KeyError: the file cannot be read.
     """
     header, base = read_header(file)
-    starts, destinations = json.loads(header["__metadata__"][STARTS]), {}
+    starts, destinations = parse_json(header["__metadata__"][STARTS]), {}
     for fragment, kind in pieces:
         found = header.get(tensor_name(fragment.name, kind))
         target = states.get(fragment, kind)
@@ -84,6 +90,76 @@ def destinations_of(
     return destinations
 
 
+class StatesFile:
+    """A rank's file of a checkpoint is read; each part of 8 MiB that is read is compared with its hash first, once.
+
+    Attributes:
+        starts: the first element of each parameter's fragment in the TP shard.
+
+    Raises:
+        Damaged: from every method; the file cannot be read, or is not as it was written.
+    """
+
+    def __init__(self, path: Path, manifested: ManifestFile | None):
+        """Open the file and read its header.
+
+        Args:
+            manifested: what the manifest says of it; None where its hash is compared elsewhere.
+        """
+        self.path = path
+        self._parts = manifested.parts if manifested is not None else []
+        self._compared: set[int] = set()
+        if manifested is not None and len(self._parts) != -(-manifested.bytes // files.PART):
+            check_file(path, manifested)  # saved before the parts were listed
+            self._parts = []
+        try:
+            self._compare(0, 1)
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+            self._compare(0, 8 + length)
+            self._header, self._base = read_header(path)
+            self._file = safe_open(path, framework="pt")
+            self.starts: dict[str, int] = parse_json(self._file.metadata()[STARTS])
+        except Damaged:
+            raise
+        except Exception as error:  # safetensors' own type derives from nothing narrower; what is damaged is anything
+            raise Damaged(path, f"cannot be read ({first_line(error)})") from error
+
+    def _compare(self, start: int, stop: int) -> None:
+        """Compare the parts that hold the bytes [start, stop) with their hashes."""
+        wanted = range(start // files.PART, min(-(-stop // files.PART), len(self._parts)))
+        missing = [part for part in wanted if part not in self._compared]
+        if not missing:
+            return
+        try:
+            found = files.hash_parts(self.path, missing)
+        except OSError as error:
+            raise Damaged(self.path, f"cannot be read ({error.strerror})") from error
+        for part, digest in zip(missing, found, strict=True):
+            if digest != self._parts[part]:
+                raise Damaged(self.path, f"SHA-256 of part {part} is {digest[:12]}…, not {self._parts[part][:12]}…")
+        self._compared.update(missing)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor."""
+        offsets = {name: entry["data_offsets"] for name, entry in self._header.items() if name != "__metadata__"}
+        return {name: stop - start for name, (start, stop) in offsets.items()}
+
+    def length(self, name: str) -> int:
+        """Return the elements of a tensor of one dimension."""
+        if name not in self._header:
+            raise Damaged(self.path, f"holds no {name}")
+        length: int = self._header[name]["shape"][0]
+        return length
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor; it is mapped into memory, so what is used of it is read once more then, from the cache."""
+        first, last = self._header[name]["data_offsets"]
+        self._compare(self._base + first, self._base + last)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+
 class CheckpointReader:
     """A reader holds the tensors of one checkpoint; as a `WeightSource`, a new model's weights are its fp32 masters.
 
@@ -92,29 +168,32 @@ class CheckpointReader:
         tensor, data: the sizes that saved it.
     """
 
-    def __init__(self, directory: Path, manifest: dict[str, Any]):
+    def __init__(self, directory: Path, manifest: Manifest, *, compared: bool = True):
         """Open the checkpoint's files.
 
+        Args:
+            compared: what is read is compared with its hash; False beside a `Verification`, which reads all files.
+
         Raises:
-            UserError: a file is missing or not readable.
+            Damaged: a file is missing, not readable or not as it was written.
         """
         self.directory = directory
-        self.tensor, self.data = int(manifest["tensor"]), int(manifest["data"])
-        self.parameters = {name: Described.from_json(entry) for name, entry in manifest["parameters"].items()}
+        self.tensor, self.data = manifest.tensor, manifest.data
+        self.parameters = {name: Described.from_manifest(entry) for name, entry in manifest.parameters.items()}
+        for name, saved in self.parameters.items():
+            try:
+                saved.layout.local_shape(saved.shape, self.tensor)
+            except ValueError as error:
+                raise Damaged(directory / MANIFEST, f"parameters.{name}: {error}") from error
         # Memory that was never touched costs more to get than to fill.
         self._scratch = [torch.empty(0) for _ in range(self.tensor)]
         self._files = [
-            [self._open(states_file(tensor_rank, data_rank)) for data_rank in range(self.data)]
+            [
+                StatesFile(directory / name, manifest.files[name] if compared else None)
+                for name in (states_file(tensor_rank, data_rank) for data_rank in range(self.data))
+            ]
             for tensor_rank in range(self.tensor)
         ]
-
-    def _open(self, name: str) -> tuple[Any, dict[str, int]]:
-        path = self.directory / name
-        try:
-            file = safe_open(path, framework="pt")
-            return file, json.loads(file.metadata()[STARTS])
-        except Exception as error:  # safetensors' own type derives from nothing narrower
-            raise UserError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -141,7 +220,7 @@ class CheckpointReader:
             numel: by default all from `start` on.
 
         Raises:
-            UserError: elements are missing.
+            Damaged: elements are missing or not as they were written.
         """
         if numel is None:
             numel = math.prod(wanted.layout.local_shape(wanted.shape, size)) - start
@@ -173,17 +252,15 @@ class CheckpointReader:
         default in new memory.
         """
         pieces, stop, at = [], start + numel, start
-        holders = [(starts[name], file) for file, starts in self._files[tensor_rank] if name in starts]
+        holders = [(file.starts[name], file) for file in self._files[tensor_rank] if name in file.starts]
         for first, file in sorted(holders, key=lambda holder: holder[0]):
-            held = file.get_tensor(tensor_name(name, kind))  # mapped into memory: what is used of it is read then
-            last = first + len(held)
+            last = first + file.length(tensor_name(name, kind))
             if first <= at < min(last, stop):
+                held = file.tensor(tensor_name(name, kind))
                 pieces.append(held[at - first : stop - first])
                 at = min(last, stop)
         if at != stop:
-            raise UserError(
-                f"{self.directory}: {name} ({kind}) ends at element {at}, not {stop}; the checkpoint is damaged"
-            )
+            raise Damaged(self.directory / MANIFEST, f"{name} ({kind}) ends in the files at element {at}, not {stop}")
         if len(pieces) == 1:
             return pieces[0]
         if scratch is None or not pieces:

@@ -7,12 +7,14 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,8 @@ from transformers import GenerationConfig
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged, check_file, read_manifest
 from zero_tp.checkpoint.identity import Parallelism, check_same_run
-from zero_tp.checkpoint.reader import CheckpointReader, Described, destinations_of, states_file
+from zero_tp.checkpoint.manifest import Manifest, ManifestFile, states_file
+from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.tensors.files import Destination, read_hashed
@@ -42,10 +45,16 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
         UserError: the newest checkpoint is damaged and `checkpoint.on_corrupt` says stop, another model or run saved
             it, or `given` is no checkpoint.
     """
+    return _find(run, config, given)[0]
+
+
+def _find(run: Path, config: RunConfig, given: Path | None) -> tuple[Path | None, list[Damaged]]:
+    """Return what `find_resumable` does, and what is wrong with the newer ones that it has passed over."""
     if given is not None:
         checkpoint = directory.find_checkpoint(given)
         check_same_run(checkpoint, read_manifest(checkpoint), config)
-        return checkpoint
+        return checkpoint, []
+    passed: list[Damaged] = []
     steps = directory.complete_steps(run)
     while steps:
         checkpoint = directory.step_directory(run, steps.pop())
@@ -54,10 +63,92 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
         except Damaged as error:
             if config.zero_tp.checkpoint.on_corrupt == "stop" or not steps:
                 raise UserError(offer(error, run)) from error
+            passed.append(error)
             continue
         check_same_run(checkpoint, manifest, config)
-        return checkpoint
-    return None
+        return checkpoint, passed
+    return None, passed
+
+
+@dataclass(frozen=True)
+class Found:
+    """A rank has found this to resume from, before it knew of the others; `agree` says whether they found the same.
+
+    Attributes:
+        checkpoint, manifest: None where there is nothing to resume.
+        notes: a line on each newer checkpoint whose damage made it no candidate.
+        refusal: why it cannot be resumed.
+    """
+
+    checkpoint: Path | None = None
+    manifest: Manifest | None = None
+    notes: tuple[str, ...] = ()
+    refusal: UserError | None = None
+
+    def describe(self) -> str:
+        """Return it as ranks compare it: equal where they found the same."""
+        if self.refusal is not None:
+            return f"an error ({self.refusal})"
+        if self.manifest is None:
+            return "no checkpoint"
+        return f"step {self.manifest.step} (manifest {self.manifest.digest()[:12]})"
+
+
+def look(
+    run: Path,
+    config: RunConfig,
+    given: Path | None = None,
+    check: Callable[[Path, Manifest], None] = lambda checkpoint, manifest: None,
+) -> Found:
+    """Look what this rank would resume from; see `find_resumable`. No communication.
+
+    Args:
+        check: raises UserError where the checkpoint does not fit what else the run reads.
+    """
+    try:
+        checkpoint, passed = _find(run, config, given)
+        if checkpoint is None:
+            return Found()
+        manifest = read_manifest(checkpoint)
+        check(checkpoint, manifest)
+    except UserError as error:  # raised by `agree`, on every rank
+        return Found(refusal=error)
+    except OSError as error:
+        return Found(refusal=UserError(f"{error.filename}: cannot be read ({error.strerror}); mend the run directory"))
+    notes = tuple(f"{one.file}: {one.problem}; going back to the checkpoint before" for one in passed)
+    return Found(checkpoint, manifest, notes)
+
+
+def agree(found: Found, run: Path) -> Found:
+    """Return what every rank has found. Collective: each rank comes here whatever it has found.
+
+    Raises:
+        UserError: what they found differs, or cannot be resumed.
+    """
+    told = (found.describe(), socket.gethostname())
+    ranks: list[tuple[str, str]] = [told] * dist.get_world_size()
+    dist.all_gather_object(ranks, told)
+    holders: dict[str, list[int]] = {}
+    for rank, (what, _) in enumerate(ranks):
+        holders.setdefault(what, []).append(rank)
+    if len(holders) > 1:
+        seen = "; ".join(
+            f"{what} on {_named(held)} ({', '.join(sorted({ranks[rank][1] for rank in held})[:3])})"
+            for what, held in list(holders.items())[:4]
+        )
+        raise UserError(
+            f"{run}: the ranks do not see the same checkpoint: {seen}; put the run on storage that all nodes share, "
+            "or wait until it shows all of them the same"
+        )
+    if found.refusal is not None:
+        raise found.refusal
+    return found
+
+
+def _named(ranks: list[int]) -> str:
+    """Write ranks as `rank 3`, `ranks 0, 2` or, where there are many, `ranks 0, 1, 2 and 509 more`."""
+    shown = ", ".join(map(str, ranks[:3])) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def offer(error: Damaged, run: Path) -> str:
@@ -95,16 +186,41 @@ def take_whole(
             return checkpoint, notes
         except Damaged as error:
             stop = given is not None or config.zero_tp.checkpoint.on_corrupt == "stop"
-            if stop or not _steps_before(error, run):
+            if _any_rank(stop or not _steps_before(error, run)):  # which has read the directory as it was
                 raise UserError(offer(error, run)) from error
-            dist.barrier()  # every rank has read the directory as it was
-            if dist.get_rank() == 0:
-                directory.set_aside(checkpoint)
-            dist.barrier()
-            notes.append(f"{error.file}: {error.problem}; set aside, going back to the checkpoint before")
-            before = find_resumable(run, config)
-            assert before is not None, f"{run}: the checkpoints before {checkpoint} are gone"
-            checkpoint = before
+            aside = _by_the_first(partial(directory.set_aside, checkpoint))
+            notes.append(f"{error.file}: {error.problem}; set aside as {aside}, going back to the checkpoint before")
+            before = agree(look(run, config), run)
+            if before.checkpoint is None:
+                raise UserError(f"{run}: the checkpoints before {checkpoint} are gone; start again") from error
+            checkpoint = before.checkpoint
+            notes += before.notes
+
+
+def _any_rank(yes: bool) -> bool:
+    """Tell whether any rank says yes. Collective."""
+    answers = [yes] * dist.get_world_size()
+    dist.all_gather_object(answers, yes)
+    return any(answers)
+
+
+def _by_the_first(work: Callable[[], Path]) -> str:
+    """Return on every rank, as text, what `work` gives on the first. Collective.
+
+    Raises:
+        UserError: on every rank; it could not write.
+    """
+    told: list[tuple[str, str]] = [("", "")]
+    if dist.get_rank() == 0:
+        try:
+            told = [(str(work()), "")]
+        except OSError as error:
+            told = [("", f"{error.filename}: {error.strerror}")]
+    dist.broadcast_object_list(told)
+    done, problem = told[0]
+    if problem:
+        raise UserError(f"{problem}; make the run directory writable")
+    return done
 
 
 class Verification(AbstractContextManager["Verification"]):
@@ -122,12 +238,17 @@ class Verification(AbstractContextManager["Verification"]):
             destinations: where bytes of `own` belong.
 
         Raises:
-            Damaged, UserError: see `read_manifest`.
+            UserError: it is no checkpoint.
         """
         self.checkpoint = checkpoint
-        self._files: dict[str, Any] = read_manifest(checkpoint)["files"]
+        self._files: dict[str, ManifestFile] = {}
+        self._damaged: Damaged | None = None
+        try:
+            self._files = read_manifest(checkpoint).files
+        except Damaged as error:  # told by `agree`, where the others wait
+            self._damaged = error
         self._thread, self._given_up = ThreadPoolExecutor(1), Event()
-        share = [own] if own else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
+        share = [own] if own in self._files else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
         self._readings = {
             name: self._thread.submit(read_hashed, checkpoint / name, destinations if own else (), self._given_up)
             for name in share
@@ -143,7 +264,8 @@ class Verification(AbstractContextManager["Verification"]):
             Damaged: on every rank, naming the first damaged file.
             UserError: another rank has failed; where it is this one, its own error.
         """
-        told = (self._damage(), None if failure is None else str(failure))
+        damage = (failure.file.name, failure.problem) if isinstance(failure, Damaged) else None
+        told = (self._damage() or damage, None if failure is None else str(failure))
         ranks: list[tuple[tuple[str, str] | None, str | None]] = [told] * dist.get_world_size()
         dist.all_gather_object(ranks, told)
         for damage, _ in ranks:
@@ -158,6 +280,8 @@ class Verification(AbstractContextManager["Verification"]):
     def _damage(self) -> tuple[str, str] | None:
         """Return (file, what is wrong) of the first of this rank's files that is not as it was written."""
         try:
+            if self._damaged is not None:
+                raise self._damaged
             for name, reading in self._readings.items():
                 check_file(self.checkpoint / name, self._files[name], reading.result)
         except Damaged as error:
@@ -184,13 +308,13 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
     """
     states, topology, model = zero.states(), zero.topology, zero.model
     with directory.in_use(checkpoint) as manifest:
-        same_grid = (manifest["tensor"], manifest["data"]) == (topology.tensor, topology.data)
+        same_grid = (manifest.tensor, manifest.data) == (topology.tensor, topology.data)
         own = states_file(topology.tensor_rank, topology.data_rank) if same_grid else None
-        pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest["kinds"]]
+        pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
         placed: dict[tuple[str, str], Destination] = {}
         failure: Exception | None = None
         try:
-            reader = CheckpointReader(checkpoint, manifest)
+            reader = CheckpointReader(checkpoint, manifest, compared=False)
             described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
             _check_parameters(checkpoint, reader.parameters, described)
             placed = destinations_of(checkpoint / own, states, pieces) if own else {}
@@ -205,11 +329,12 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
                 failure = error
             whole.agree(failure)
         zero.fill_module()
-        zero.restore_progress(manifest["progress"])
-        _restore_streams(zero, checkpoint, manifest, config)
-    model.generation_config = GenerationConfig(**manifest["generation"])
-    step: int = manifest["step"]
-    return step
+        with directory.taken_as_it_stands(checkpoint, manifest):
+            zero.restore_progress(manifest.progress.model_dump())
+            _restore_streams(zero, checkpoint, manifest, config)
+            if manifest.generation is not None:
+                model.generation_config = GenerationConfig(**manifest.generation)
+    return manifest.step
 
 
 def _check_parameters(checkpoint: Path, saved: dict[str, Described], wanted: dict[str, Described]) -> None:
@@ -237,13 +362,13 @@ def _fill(
         states.get(fragment, kind).copy_(piece)
 
 
-def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: dict[str, Any], config: RunConfig) -> None:
+def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
     """Restore the streams as they were where the grid is the same; elsewhere take new ones, chosen by seed and step."""
     topology, streams = zero.topology, zero.model.streams
     before, now = Parallelism.saved(manifest), Parallelism.of(config)
     if (before.tensor, before.data, before.sequence) != (now.tensor, now.data, now.sequence):
-        streams.reseed(topology, manifest["fixed"]["zero_tp.training.seed"] + manifest["step"])
+        streams.reseed(topology, manifest.fixed["zero_tp.training.seed"] + manifest.step)
         return
     with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:
-        names = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118 - not a mapping
-        streams.load_state_dict({name.removeprefix("random/"): file.get_tensor(name) for name in names})
+        names = [key for key in file.keys() if key.startswith(f"{RANDOM}/")]  # noqa: SIM118 - not a mapping
+        streams.load_state_dict({name.removeprefix(f"{RANDOM}/"): file.get_tensor(name) for name in names})

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.identity import Parallelism, fixed_of
-from zero_tp.checkpoint.reader import STARTS, Described, states_file, tensor_name
+from zero_tp.checkpoint.identity import Parallelism, fixed_of, versions
+from zero_tp.checkpoint.manifest import states_file
+from zero_tp.checkpoint.reader import RANDOM, STARTS, Described, tensor_name
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.tensors.files import Entry, Written, write_tensors
@@ -38,6 +38,8 @@ class Saver:
 
     Attributes:
         background: whether writing goes on while training does (`checkpoint.async`).
+        notes, removed: on the rank that leads a save, lines on checkpoints that it set aside, and the steps that
+            `checkpoint.keep` no longer keeps.
     """
 
     def __init__(
@@ -47,15 +49,18 @@ class Saver:
         run: Path,
         tokenizer: Path | None = None,
         corpora: dict[str, dict[str, Any]] | None = None,
+        validation: dict[str, dict[str, Any]] | None = None,
+        goes_on_from: int = 0,
     ):
         """Set up the ranks' common store of messages. Collective.
 
         Args:
             tokenizer: the directory that an export copies, noted in the manifest.
-            corpora: what the training corpora are, by prefix, noted too (see `PackedSamples.identities`).
+            corpora, validation: what these corpora are, by prefix, noted too (see `PackedSamples.identities`).
+            goes_on_from: the step that the run was resumed at; newer checkpoints in `run` are of a branch that it left.
         """
         self.zero, self.config, self.run = zero, config, run
-        self.tokenizer, self.corpora = tokenizer, corpora or {}
+        self.tokenizer, self.corpora, self.validation = tokenizer, corpora or {}, validation or {}
         self.background = config.zero_tp.checkpoint.async_
         self.topology = zero.topology
         name = [uuid.uuid4().hex]
@@ -69,7 +74,9 @@ class Saver:
         )
         self._thread: threading.Thread | None = None
         self._count = 0
-        self._step = 0
+        self._step = self._saved = goes_on_from
+        self.notes: list[str] = []
+        self.removed: list[int] = []
         self._told = True
 
     def save(self, step: int) -> None:
@@ -77,9 +84,9 @@ class Saver:
         writes in the background. Collective. `outcome` says how it went.
         """
         self.wait()
-        self._count, self._step, self._told = self._count + 1, step, False
+        self._count, self._step, self._told, self.removed = self._count + 1, step, False, []
         if self.topology.rank == 0:
-            begun = self._attempt(lambda: {"directory": str(directory.begin(self.run))})
+            begun = self._attempt(self._begin)
             self._tell("begun", begun.get("error", ""))
         problem = self._collect("begun", self._deadline())
         if problem:  # on every rank
@@ -96,6 +103,14 @@ class Saver:
         self._thread.start()
         if not self.background:
             self.wait()
+
+    def _begin(self) -> dict[str, Any]:
+        """Make room for a save: what the branch that was left has saved is set aside, what a killed save left goes."""
+        for what in ("begun", "outcome"):  # of two saves ago: every rank has read them before it came to the last one
+            self._store.delete_key(f"{self._count - 2}/{what}")
+        self.notes += directory.start_branch(self.run, self._saved)
+        directory.begin(self.run)
+        return {}
 
     def wait(self) -> None:
         """Wait until the save that was started has ended, on all ranks.
@@ -164,7 +179,7 @@ class Saver:
                 read = partial(_read, states, fragment, kind, share)
                 yield Entry(tensor_name(fragment.name, kind), (share.stop - share.start,), read().dtype, read)
         for name, state in self.zero.model.streams.state_dict().items():
-            yield Entry(f"random/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
+            yield Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
 
     def _manifest(self, states: OptimizerStates) -> dict[str, Any]:
         model = self.zero.model
@@ -177,8 +192,10 @@ class Saver:
             "progress": self.zero.progress(),
             "fixed": fixed_of(self.config),
             "corpora": self.corpora,
+            "validation": self.validation,
             "tokenizer": str(self.tokenizer) if self.tokenizer else None,
-            "versions": {package: version(package) for package in ("torch", "deepspeed", "transformers")},
+            "versions": versions(),
+            "config": self.config.resolved(),
         }
 
     def _write(self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]) -> None:
@@ -208,12 +225,13 @@ class Saver:
         deadline = self._deadline()
         for rank in range(self.topology.world):
             told = json.loads(self._collect(str(rank), deadline))
+            self._store.delete_key(f"{self._count}/{rank}")  # nobody else reads it
             if "error" in told:
                 raise OSError(0, f"rank {rank}: {told['error']}")
-            files[told["file"]] = Written(told["size"], told["sha256"])
+            files[told["file"]] = Written(told["size"], told["sha256"], told["parts"])
         directory.commit(self.run, self._file.parent, self._step, manifest, files)
-        settings = self.config.zero_tp.checkpoint
-        directory.prune(self.run, settings.keep, settings.keep_every)
+        self._saved, settings = self._step, self.config.zero_tp.checkpoint
+        self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
         return {}
 
 

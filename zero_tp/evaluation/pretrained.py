@@ -141,11 +141,11 @@ def _is_run(path: Path) -> bool:
 def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
     checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
-    config = config_of(manifest)
-    found = tokenizer_of(tokenizer, manifest["tokenizer"])
+    config = config_of(checkpoint, manifest)
+    found = tokenizer_of(tokenizer, manifest.tokenizer)
     if found is None:
         raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
-    return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest["step"])
+    return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest.step)
 
 
 def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:

@@ -11,7 +11,7 @@ import mmap
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,11 +40,18 @@ class Written:
     """A file has this many bytes and this hash: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
 
     Parts are hashed beside each other, while others are written or read: one thread hashes 1.8 GB/s, which is less
-    than some disks give. `sha256` is empty where the writer was told not to hash.
+    than some disks give. `parts` are those hashes, one by one. All are empty where the writer was told not to hash.
     """
 
     size: int
     sha256: str
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, size: int, digests: Sequence[bytes]) -> Written:
+        """Make it from the SHA-256s of the parts."""
+        whole = hashlib.sha256(b"".join(digests)).hexdigest()
+        return cls(size, whole, tuple(digest.hex() for digest in digests))
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def write_tensors(
         os.fsync(file.fileno())
     expected = len(header) + sum(entry.size for entry in entries)
     assert total == expected, f"{path}: a tensor is not as long as it said"
-    return Written(total, _of_parts(digests) if hashed else "")
+    return Written.of(total, digests) if hashed else Written(total, "")
 
 
 def _write_at(file: FileIO, data: memoryview, start: int) -> None:
@@ -225,7 +232,21 @@ def read_hashed(path: Path, destinations: Iterable[Destination] = (), given_up: 
             if len(jobs) == len(buffers):  # the next part may be read into the buffer of the oldest
                 digests.append(jobs.popleft().result())
         digests += [job.result() for job in jobs]
-    return Written(size, _of_parts(digests))
+    return Written.of(size, digests)
+
+
+def hash_parts(path: Path, parts: Sequence[int]) -> list[str]:
+    """Read some parts of a file → their SHA-256s, in hexadecimal, while the disk reads what comes next.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(min(HASHING_THREADS, len(parts))) as threads:
+
+        def digest(part: int) -> str:
+            return hashlib.sha256(os.pread(file.fileno(), PART, part * PART)).hexdigest()
+
+        return list(threads.map(digest, parts))
 
 
 def _pieces(start: int, destinations: list[Destination], buffer: Tensor) -> list[tuple[Tensor, Tensor | None]]:
@@ -292,7 +313,3 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     return header, 8 + length
-
-
-def _of_parts(digests: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(digests)).hexdigest()

@@ -8,13 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
-from zero_tp.checkpoint.directory import read_manifest, run_directory, step_directory, write_config
-from zero_tp.checkpoint.identity import Parallelism
-from zero_tp.checkpoint.resume import find_resumable, resume, take_whole
+from zero_tp.checkpoint.directory import (
+    MANIFEST,
+    first_config,
+    read_manifest,
+    run_directory,
+    step_directory,
+    write_config,
+)
+from zero_tp.checkpoint.identity import Parallelism, differences
+from zero_tp.checkpoint.manifest import UNHASHED, Manifest
+from zero_tp.checkpoint.resume import agree, look, resume, take_whole
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import ValidationSamples
@@ -93,13 +101,13 @@ def train(
     environment.export()  # before anything is written
     requests, tools = requests or Requests(), tools or Tools()
     config, directory = run.config, run.directory
-    with run_directory(directory) if environment.rank == 0 else nullcontext():
-        checkpoint = find_resumable(directory, config, resume_from)
-        manifest = read_manifest(checkpoint) if checkpoint is not None else None
-        if checkpoint is not None and manifest is not None:
-            run.check_resumed(checkpoint, manifest)
+    held: AbstractContextManager[list[str]] = run_directory(directory) if environment.rank == 0 else nullcontext([])
+    with held as notes:
+        found = look(directory, config, resume_from, run.check_resumed)
         topology, device = connect_deepspeed(config, environment, verbose)
-        notes: list[str] = []
+        found = agree(found, directory)
+        checkpoint, manifest = found.checkpoint, found.manifest
+        notes += found.notes
         with hushed(verbose):
             engine = TrainingEngine(
                 run.model_config,
@@ -112,17 +120,18 @@ def train(
             )
             if checkpoint is not None:
                 take = partial(resume, engine.zero, config=config)
-                checkpoint, notes = take_whole(checkpoint, directory, config, take, resume_from)
+                checkpoint, set_aside = take_whole(checkpoint, directory, config, take, resume_from)
                 manifest = read_manifest(checkpoint)
-        step = manifest["step"] if manifest is not None else 0
+                notes += set_aside
+        step = manifest.step if manifest is not None else 0
         finished = step >= config.zero_tp.training.steps
         forecast = None
         if topology.rank == 0:
-            if not finished:
-                write_config(directory, config.resolved())
             for note in notes:
                 print(note)
             _announce(run, engine, manifest)
+            if not finished:
+                write_config(directory, config.resolved())
             if not finished and tools.forecast is not None:
                 forecast = tools.forecast(config, device.type)
                 print(forecast.announcement())
@@ -130,7 +139,7 @@ def train(
             _Loop(run, engine, step, requests, tools, forecast).train()
 
 
-def _announce(run: PreparedRun, engine: TrainingEngine, manifest: dict[str, Any] | None) -> None:
+def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | None) -> None:
     config, steps = run.config, run.config.zero_tp.training.steps
     print(
         f"{run.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
@@ -139,13 +148,19 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: dict[str, Any]
     )
     for note in engine.activations.notes:
         print(note)
-    step = manifest["step"] if manifest is not None else 0
+    step = manifest.step if manifest is not None else 0
     if step >= steps:
         print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
         return
     if manifest is not None:
         before, now = Parallelism.saved(manifest), Parallelism.of(config)
         print(f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}"))
+        if not manifest.hashed:
+            print(f"its {MANIFEST} is {UNHASHED}")
+        for line in differences(
+            manifest, config, manifest.config or first_config(run.directory), run.validation_corpora
+        ):
+            print(line)
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
     if schedule is not None and schedule < steps:
         print(f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum")
@@ -180,7 +195,9 @@ class _Loop:
         if first:
             self.reporter.watch(engine.engine.monitor)
         self.skips_in_a_row = 0
-        self.saver = Saver(engine.zero, self.config, run.directory, run.tokenizer, run.corpora)
+        self.saver = Saver(
+            engine.zero, self.config, run.directory, run.tokenizer, run.corpora, run.validation_corpora, done
+        )
 
     def train(self) -> None:
         with self.reporter as reporter, self.requests.accepting():
@@ -230,8 +247,14 @@ class _Loop:
         if ended is None:
             return
         step, problem = ended
+        notes, self.saver.notes = self.saver.notes, []
+        for note in notes:
+            self.reporter.say(note)
         if not problem:
-            self.reporter.say(f"saved {step_directory(self.run.directory, step)}")
+            removed = ", ".join(f"step {step}" for step in self.saver.removed)
+            why = f" (checkpoint.keep is {self.settings.checkpoint.keep})"
+            saved = f"saved {step_directory(self.run.directory, step)}"
+            self.reporter.say(saved + (f"; removed {removed}{why}" if removed else ""))
             return
         told = f"step {step} was not saved: {problem}; the checkpoints before it are intact"
         if last:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
+from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
@@ -54,21 +55,26 @@ class PreparedRun:
         """Return what the training corpora are, by prefix."""
         return self.samples.identities(whole=self.whole)
 
+    @cached_property
+    def validation_corpora(self) -> dict[str, dict[str, Any]]:
+        """Return what the validation corpora are, by prefix."""
+        return {corpus.prefix: corpus.identity() for corpus in self.validation.corpora} if self.validation else {}
+
     def pretrained(self) -> PretrainedSource | None:
         """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
         if self.config.pretrained is None:
             return None
         return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
 
-    def check_resumed(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
+    def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
         """Check that what a run reads besides its file has not changed since it was started.
 
         Raises:
             UserError: a corpus is another one than the checkpoint's, or the model of `from_pretrained` is.
         """
         if self.config.pretrained is not None:
-            check_unchanged(self.config.pretrained, self.model_config, manifest["model"])
-        for prefix, before in manifest["corpora"].items():
+            check_unchanged(self.config.pretrained, self.model_config, manifest.model)
+        for prefix, before in manifest.corpora.items():
             found = self.corpora[prefix]
             compared = before.keys() & found.keys()  # `content` is not in what was saved before there was one
             found, before = ({key: each[key] for key in compared} for each in (found, before))

@@ -1,0 +1,161 @@
+"""A manifest is read as it was written, or what is wrong in it is named; what it lists is compared as it is read."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import GPT2Config
+
+from tests.checkpoints import rewritten, write_checkpoint
+from zero_tp.checkpoint.convert import config_of, to_huggingface
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, first_config, read_manifest
+from zero_tp.checkpoint.inspect import inspect, table
+from zero_tp.checkpoint.manifest import UNHASHED, UNHASHED_FORMAT
+from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.errors import UserError
+from zero_tp.tensors import files
+
+TINY = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=31, bos_token_id=0, eos_token_id=0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "run", TINY, tensor=2, data=2)
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_of_the_manifest_is_found_or_means_the_same(checkpoint: Path, seed: int) -> None:
+    path, chance = checkpoint / MANIFEST, random.Random(seed)
+    whole, text = read_manifest(checkpoint), path.read_bytes()
+    found = 0
+    for _ in range(300):
+        flip(path, chance.randrange(len(text)), chance.randrange(8))
+        try:
+            assert read_manifest(checkpoint) == whole
+        except UserError as error:
+            assert str(path) in str(error)
+            found += 1
+        path.write_bytes(text)
+    assert found > 200
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("progress.optimizer_steps", 5), ("model.layer_norm_epsilon", 0.1), ("sha256", None), ("format", 3), ("step", 2)],
+)
+def test_an_edited_value_is_found(checkpoint: Path, key: str, value: Any) -> None:
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    *blocks, name = key.split(".")
+    block = manifest
+    for each in blocks:
+        block = block[each]
+    block[name] = value
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match=r"manifest\.json: .*; the checkpoint is damaged"):
+        read_manifest(checkpoint)
+
+
+FREE = {("model", dict), ("fixed", dict), ("corpora", dict), ("tokenizer", str)}
+"""Keys and types whose values only their use can judge."""
+
+
+@pytest.mark.parametrize("form", [UNHASHED_FORMAT, 4])
+def test_missing_and_wrong_keys_are_named(checkpoint: Path, form: int) -> None:
+    text = (checkpoint / MANIFEST).read_text()
+    optional = {"validation", "config", "sha256", "generation"}
+    for key in sorted(json.loads(text).keys() - {"format", *optional}):
+        for wrong in (None, [3], "nonsense", -1, {"a": {"b": []}}):
+            if (key, type(wrong)) in FREE:
+                continue
+            with rewritten(checkpoint) as manifest:
+                manifest["format"] = form
+                manifest.pop(key)
+                if wrong is not None:
+                    manifest[key] = wrong
+            with pytest.raises(Damaged, match=rf"manifest\.json: {key}"):
+                read_manifest(checkpoint)
+            (checkpoint / MANIFEST).write_text(text)
+
+
+def test_a_manifest_of_before_there_was_a_hash_is_read_and_said_to_be_unhashed(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    whole = to_huggingface(checkpoint, tmp_path / "whole")
+    assert whole.hashed and UNHASHED not in table(inspect(checkpoint))
+    with rewritten(checkpoint) as manifest:
+        manifest["format"] = UNHASHED_FORMAT
+    assert not to_huggingface(checkpoint, tmp_path / "export").hashed and UNHASHED in table(inspect(checkpoint))
+    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "export")]
+    assert contents[0] == contents[1]
+    with rewritten(checkpoint) as manifest:
+        manifest["model"] = {"model_type": "gpt2", "activation_function": ["?"], "n_head": "many"}
+    with pytest.raises(Damaged, match=r"manifest\.json: cannot be used"):
+        config_of(checkpoint, read_manifest(checkpoint))
+
+
+def test_a_checkpoint_under_another_step_s_name_is_named(checkpoint: Path) -> None:
+    other = checkpoint.rename(checkpoint.with_name("step_00000007"))
+    with pytest.raises(
+        Damaged, match=r"step_00000007/manifest\.json: is of step 1, but its directory is step_00000007"
+    ):
+        read_manifest(other)
+    read_manifest(other.rename(other.with_name("the_best")))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_every_tensor_that_is_read_is_compared_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seed: int, listed: bool
+) -> None:
+    """Bytes that nobody reads are not: with the parts' hashes an export of masters needs no moments."""
+    monkeypatch.setattr(files, "PART", 256)
+    checkpoint = write_checkpoint(checkpoint.parents[1], TINY, tensor=2, data=2, step=2)
+    if not listed:
+        with rewritten(checkpoint) as old:
+            old["format"] = UNHASHED_FORMAT
+            for written in old["files"].values():
+                del written["parts"]
+    manifest, chance, unread = read_manifest(checkpoint), random.Random(seed), 0
+    reader = CheckpointReader(checkpoint, manifest)
+    whole = {name: reader.whole(name) for name in reader.parameters}
+    for _ in range(40):
+        file = checkpoint / chance.choice(sorted(manifest.files))
+        at, bit = chance.randrange(file.stat().st_size), chance.randrange(8)
+        flip(file, at, bit)
+        try:
+            reader = CheckpointReader(checkpoint, manifest)
+            assert all(torch.equal(reader.whole(name), tensor) for name, tensor in whole.items())
+            unread += 1
+        except Damaged as error:
+            assert error.file == file
+        flip(file, at, bit)
+    assert (unread > 0) == listed
+
+
+def test_an_export_of_damaged_masters_is_no_export(checkpoint: Path, tmp_path: Path) -> None:
+    file = checkpoint / "states_tp01_dp0001.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        name = next(key for key in opened.keys() if key.endswith("/master"))  # noqa: SIM118 - not a mapping
+    header, base = files.read_header(file)
+    flip(file, base + header[name]["data_offsets"][0])
+    with pytest.raises(Damaged, match=r"states_tp01_dp0001\.safetensors: SHA-256 of part 0 is"):
+        to_huggingface(checkpoint, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
+    run = checkpoint.parents[1]
+    with rewritten(checkpoint) as manifest:
+        manifest["config"] = {"scheduler": {"params": {"total_num_steps": 7}}}
+    (run / "config.json").write_text("")
+    assert first_config(run) == {"scheduler": {"params": {"total_num_steps": 7}}}
