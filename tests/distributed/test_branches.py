@@ -1,0 +1,201 @@
+"""Going back starts a branch, ranks agree on what they resume, and what differs from the start before is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import rewritten
+from tests.distributed.test_checkpoint import build, steps_of, straight, write_config
+from tests.pools import Pools
+from zero_tp.checkpoint.directory import (
+    LATEST,
+    MANIFEST,
+    checkpoints_of,
+    complete_steps,
+    prune,
+    read_manifest,
+    set_aside,
+    step_directory,
+)
+from zero_tp.checkpoint.identity import differences
+from zero_tp.config import RunConfig
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with checkpoints of the steps 1, 2 and 3."""
+    directory = tmp_path_factory.mktemp("saved")
+    path = write_config(directory / "run.json", 1, "fp32", 1)
+    config = json.loads(path.read_text())
+    config["zero_tp"]["checkpoint"]["keep"] = 3
+    path.write_text(json.dumps(config))
+    ranks(2).run(straight, str(path), str(directory / "run"), [1, 2, 3], 3)
+    return directory
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Its config and its directory."""
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "run.json", tmp_path / "run"
+
+
+def latest(run: Path) -> Path:
+    return checkpoints_of(run) / (checkpoints_of(run) / LATEST).read_text().strip()
+
+
+def go_back(path: str, run: str, to: int, last: int, broken: bool = False) -> tuple[list[str], list[int], int]:
+    """Resume a step and save each one up to `last` → what is said of others, what is removed, keys in the store."""
+    from zero_tp.checkpoint import directory, save
+    from zero_tp.checkpoint.resume import resume
+
+    engine, config = build(path)
+    assert resume(engine.zero, step_directory(Path(run), to), config) == to
+    saver = save.Saver(engine.zero, config, Path(run), goes_on_from=to)
+    removed = []
+    for step in range(to + 1, last + 1):
+        steps_of(engine, step, step)
+        commit = directory.commit
+        if broken:
+            directory.commit = full  # type: ignore[assignment]
+        saver.save(step)
+        directory.commit = commit
+        removed += saver.removed
+        outcome = saver.outcome()
+        assert outcome is not None and bool(outcome[1]) == broken
+    return saver.notes, removed, saver._store.num_keys()
+
+
+def full(*arguments: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tuple[Path, Path]) -> None:
+    path, run = copied
+    config = json.loads(path.read_text())
+    config["zero_tp"]["checkpoint"]["keep"] = 1
+    path.write_text(json.dumps(config))
+    contents = {step: (step_directory(run, step) / MANIFEST).read_bytes() for step in (2, 3)}
+    notes, removed, _ = ranks(2).run(go_back, str(path), str(run), 1, 2)[0]
+    assert complete_steps(run) == [2] and latest(run) == step_directory(run, 2)
+    assert removed == [1], "what was just saved stays"
+    assert len(notes) == 2
+    for step, note in zip((3, 2), notes, strict=True):
+        aside = checkpoints_of(run) / f"abandoned_step_{step:08d}"
+        assert (aside / MANIFEST).read_bytes() == contents[step] and read_manifest(aside).step == step
+        assert note == f"step {step} is of the branch that was left at step 1: set aside as {aside}"
+    assert read_manifest(step_directory(run, 2)).versions == read_manifest(aside).versions
+
+    notes, removed, keys = ranks(2).run(go_back, str(path), str(run), 2, 4)[0]
+    assert (notes, removed) == ([], [2, 3]) and complete_steps(run) == [4]
+    assert keys < 100
+
+
+def test_a_branch_whose_first_save_fails_is_followed_all_the_same(ranks: Pools, copied: tuple[Path, Path]) -> None:
+    path, run = copied
+    notes, *_ = ranks(2).run(go_back, str(path), str(run), 1, 2, True)[0]
+    assert len(notes) == 2 and complete_steps(run) == [1] and latest(run) == step_directory(run, 1)
+
+
+def test_what_is_set_aside_replaces_nothing(copied: tuple[Path, Path]) -> None:
+    _, run = copied
+    whole = step_directory(run, 3)
+    names = []
+    for _ in range(3):
+        shutil.copytree(whole, run / "copy")
+        names.append(set_aside(whole).name)
+        assert latest(run) == step_directory(run, 2)
+        (run / "copy").rename(whole)
+    assert names == [f"damaged_step_00000003{ending}" for ending in ("", ".2", ".3")]
+    for step in (3, 2, 1):
+        set_aside(step_directory(run, step), "abandoned")
+    assert not (checkpoints_of(run) / LATEST).exists(), "it would name a missing step"
+
+
+def test_what_was_just_saved_is_never_pruned(copied: tuple[Path, Path]) -> None:
+    _, run = copied
+    assert prune(run, 1, saved=1) == [2]
+    assert complete_steps(run) == [1, 3]
+
+
+def agreed(path: str, runs: list[str], given: list[str | None]) -> str:
+    """What this rank, which sees a run directory of its own, takes after all have agreed, or why not."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint.resume import agree, look
+    from zero_tp.errors import UserError
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    rank = dist.get_rank()
+    own = given[rank]
+    found = look(Path(runs[rank]), config, None if own is None else Path(own))
+    try:
+        return str(agree(found, Path("RUN")).checkpoint)
+    except UserError as error:
+        return f"error: {error}"
+
+
+def test_ranks_agree_on_what_they_resume(ranks: Pools, copied: tuple[Path, Path], tmp_path: Path) -> None:
+    path, run = copied
+    other, nothing = tmp_path / "other", tmp_path / "nothing"
+
+    def ask(second: Path, given: Path | None = None) -> list[str]:
+        shown = None if given is None else str(given)
+        return ranks(2).run(agreed, str(path), [str(run), str(second)], [shown, shown])
+
+    def fresh() -> Path:
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(run, other)
+        return other
+
+    assert ask(run) == [str(step_directory(run, 3))] * 2
+    assert ask(fresh()) == [str(step_directory(each, 3)) for each in (run, other)], "the same content"
+    shutil.rmtree(step_directory(fresh(), 3))
+    pattern = "error: RUN: the ranks do not see the same checkpoint: step 3 (manifest "
+    for said in ask(other):
+        assert said.startswith(pattern) and ") on rank 0 (" in said and "; step 2 (manifest " in said, said
+        assert ") on rank 1 (" in said and "\n" not in said
+    for said in ask(nothing):
+        assert said.startswith(pattern) and "; no checkpoint on rank 1 (" in said, said
+    with rewritten(step_directory(fresh(), 3)) as manifest:
+        manifest["progress"]["optimizer_steps"] = 5
+    for said in ask(other):
+        assert said.startswith(pattern) and said.count("step 3 (manifest ") == 2, said
+    (step_directory(fresh(), 3) / MANIFEST).write_text("")
+    for said in ask(other):
+        assert said.startswith(pattern) and f"an error ({step_directory(other, 3)}" in said, said
+    for said in ask(run, nothing):
+        assert said.startswith(f"error: {nothing}: no complete checkpoint there"), said
+
+
+def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> None:
+    path, run = copied
+    raw = json.loads(path.read_text())
+    manifest = read_manifest(step_directory(run, 3))
+    before = RunConfig.load(path, world_size=2)
+    assert differences(manifest, before, manifest.config, {}) == []
+    raw["scheduler"]["params"]["warmup_max_lr"] = 0.5
+    raw["gradient_clipping"] = 3.0
+    raw["zero_tp"]["data"]["validation"] = "nowhere/validation"
+    raw["zero_tp"]["parallel"]["tensor"] = 2
+    path.write_text(json.dumps(raw))
+    changed = RunConfig.load(path, world_size=2)
+    other = manifest.model_copy(
+        update={"versions": {**manifest.versions, "torch": "1.0"}, "validation": {"a": {"tokens": 5}, "b": {}}}
+    )
+    lines = differences(other, changed, manifest.config, {"a": {"tokens": 6}, "b": {}})
+    when = "when step 3 was saved"
+    for line in (
+        f"scheduler.params.warmup_max_lr: 0.5, was 0.01 {when}",
+        f"gradient_clipping: 3.0, was 1.0 {when}",
+        f'zero_tp.data.validation: {{"nowhere/validation": 1.0}}, was not set {when}',
+        f"zero_tp.data.validation: a holds other documents or tokens than {when}",
+    ):
+        assert line in lines
+    assert any(line.startswith("torch's version: ") and line.endswith(f'was "1.0" {when}') for line in lines)
+    assert not any("parallel" in line for line in lines), "said with the topology"
