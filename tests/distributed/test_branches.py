@@ -22,7 +22,7 @@ from zero_tp.checkpoint.directory import (
     set_aside,
     step_directory,
 )
-from zero_tp.checkpoint.identity import differences
+from zero_tp.checkpoint.manifest import differences
 from zero_tp.config import RunConfig
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests import config_page
 from tests.mistakes import MISTAKES, RIGHT, Mistake
-from zero_tp.checkpoint.identity import fixed_of
+from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe
 from zero_tp.config.resolve import resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP

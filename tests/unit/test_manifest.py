@@ -75,7 +75,8 @@ def test_missing_and_wrong_keys_are_named(checkpoint: Path, form: int) -> None:
     text = (checkpoint / MANIFEST).read_text()
     optional = {"validation", "config", "sha256", "generation"}
     for key in sorted(json.loads(text).keys() - {"format", *optional}):
-        for wrong in (None, [3], "nonsense", -1, {"a": {"b": []}}):
+        values: tuple[Any, ...] = (None, [3], "nonsense", -1, {"a": {"b": []}})
+        for wrong in values:
             if (key, type(wrong)) in FREE:
                 continue
             with rewritten(checkpoint) as manifest:

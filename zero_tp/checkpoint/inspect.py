@@ -10,8 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use
-from zero_tp.checkpoint.identity import Parallelism
-from zero_tp.checkpoint.manifest import UNHASHED, Manifest, ManifestFile
+from zero_tp.checkpoint.manifest import UNHASHED, Manifest, ManifestFile, Parallelism
 from zero_tp.checkpoint.reader import RANDOM, StatesFile, tensor_name
 
 SIZES = (

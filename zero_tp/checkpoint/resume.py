@@ -24,8 +24,7 @@ from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged, check_file, read_manifest
-from zero_tp.checkpoint.identity import Parallelism, check_same_run
-from zero_tp.checkpoint.manifest import Manifest, ManifestFile, states_file
+from zero_tp.checkpoint.manifest import Manifest, ManifestFile, Parallelism, check_same_run, states_file
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError

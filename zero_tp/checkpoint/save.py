@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.identity import Parallelism, fixed_of, versions
-from zero_tp.checkpoint.manifest import states_file
+from zero_tp.checkpoint.manifest import Parallelism, fixed_of, states_file, versions
 from zero_tp.checkpoint.reader import RANDOM, STARTS, Described, tensor_name
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError

@@ -20,8 +20,7 @@ from zero_tp.checkpoint.directory import (
     step_directory,
     write_config,
 )
-from zero_tp.checkpoint.identity import Parallelism, differences
-from zero_tp.checkpoint.manifest import UNHASHED, Manifest
+from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, differences
 from zero_tp.checkpoint.resume import agree, look, resume, take_whole
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
