@@ -24,10 +24,11 @@ from pathlib import Path
 
 from tests.first_failure import VARIABLE
 from tests.mutants import MUTANTS, Mutant
+from tests.waits import patience
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PASSED = "survived"
-LIMIT = 300.0  # seconds for one mutant's tests; a pool of ranks gives up after 120
+LIMIT = 300.0  # seconds of an idle machine for one mutant's tests; a pool of ranks gives up after 120
 
 # What pytest.raises and pytest-timeout raise is called Failed.
 A_TESTS_OWN = ("AssertionError", "Failed")
@@ -87,7 +88,7 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
         start_new_session=True,
     ) as process:
         try:
-            printed, _ = process.communicate(timeout=limit)
+            printed, _ = process.communicate(timeout=patience(limit))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # pytest, and what it has started in its own group
             return Outcome(False, f"hung: no end after {limit:.0f} s")

@@ -94,7 +94,7 @@ MUTANTS: dict[str, Mutant] = {
         "Backward under SP takes the weight's gradient against this rank's shard in place of the whole input.",
         "zero_tp/parallel/linear.py",
         "whole = gathering.wait() if gathering is not None else shard",
-        "whole = shard.repeat(len(gradient) // len(shard), 1, 1)",
+        "whole = shard.repeat(len(gradients[0]) // len(shard), 1, 1)",
         (COLUMN_SP,),
     ),
     "gathered-input-in-another-order": Mutant(
