@@ -19,6 +19,7 @@ from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.quiet import quiet_libraries
 from zero_tp.process.signals import Requests
+from zero_tp.process.watch import Watch
 
 
 def arguments() -> argparse.Namespace:
@@ -51,6 +52,12 @@ def arguments() -> argparse.Namespace:
         metavar="FIRST:LAST",
         help="record memory over time and time by operator of these steps, in RUN/profile; costs time in them",
     )
+    parser.add_argument(
+        "--trace-nonfinite",
+        action="store_true",
+        help="of each step whose loss or gradients are not finite, say in which layer and on which rank it began; "
+        "looks at every layer's output and gradient, which costs time",
+    )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
     return parser.parse_args()
@@ -66,7 +73,7 @@ def check(options: argparse.Namespace) -> None:
     print(describe(config))
 
 
-def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests) -> None:
+def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests, watch: Watch) -> None:
     from zero_tp.checkpoint.directory import first_config, saved_model
     from zero_tp.config import RunConfig
 
@@ -93,8 +100,17 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         tasks=live_tasks(config, run.tokenizer, run.model_config),
         forecast=MemoryForecast,
         profiler=(lambda engine: StepProfiler(steps, engine, output)) if steps else None,
+        watch=watch,
     )
-    train(run, environment, requests, tools=tools, verbose=options.verbose, resume_from=options.resume_from)
+    train(
+        run,
+        environment,
+        requests,
+        tools=tools,
+        verbose=options.verbose,
+        resume_from=options.resume_from,
+        trace_nonfinite=options.trace_nonfinite,
+    )
 
 
 def main() -> None:
@@ -102,8 +118,8 @@ def main() -> None:
     quiet_libraries(verbose)
     if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
         cli.run(lambda: check(arguments()))
-    environment, requests = RankEnvironment.of_this_process(), Requests()
-    run_rank(lambda: pretrain(arguments(), environment, requests), verbose, requests)
+    environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
+    run_rank(lambda: pretrain(arguments(), environment, requests, watch), verbose, requests, watch)
 
 
 if __name__ == "__main__":

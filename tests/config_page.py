@@ -21,7 +21,7 @@ from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, R
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
-from zero_tp.config.schema import MaskedObjective, RecomputePolicy, ZeroTP
+from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.errors import shown
 from zero_tp.models.architectures import ARCHITECTURES
 from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
@@ -70,6 +70,14 @@ def page() -> str:
             "`objective` as an object (not built yet):",
             "",
             *_table(("key", "type", "default", "meaning"), _rows(MaskedObjective, "objective.", mark=False)),
+            "",
+            "`training.spike` ([guards.md](guards.md)):",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(Spike, "training.spike.", mark=False)),
+            "",
+            "`training.timeout_minutes` as an object:",
+            "",
+            *_table(("key", "type", "default", "meaning"), _rows(Timeouts, "training.timeout_minutes.", mark=False)),
             "",
             "### `model`",
             "",

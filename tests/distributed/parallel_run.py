@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from tests.compare import grid, norm
 from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of
 from zero_tp.config import RunConfig
+
+if TYPE_CHECKING:
+    from zero_tp.zero.stages import Veto
 
 
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
@@ -40,13 +43,13 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
     trace = Trace()
     end_micro_batch = engine.zero.step
 
-    def record_gradients_first() -> None:
+    def record_gradients_first(veto: Veto | None = None) -> None:
         # Gradients are whole and unclipped between the last backward and the step.
         if engine.engine.is_gradient_accumulation_boundary():
             gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
             trace.gradients = whole_tensors(engine, gradients)
             engine.zero.step = end_micro_batch  # type: ignore[method-assign]
-        end_micro_batch()
+        end_micro_batch(veto)
 
     engine.zero.step = record_gradients_first  # type: ignore[method-assign]
     for step in range(STEPS + more_steps):

@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2Config
 
 from tests.pools import Pools, RankError
+from tests.tiers import in_tiers
 from zero_tp.topology import Topology
 
 
@@ -114,3 +115,255 @@ def drifting(interval: int) -> int:
 
 def test_an_unsummed_norm_gradient_is_found_at_the_next_check(ranks: Pools) -> None:
     assert ranks(2).run(drifting, 3) == [3, 3]
+
+
+# --- what data-parallel ranks hold twice ------------------------------------------------------------------------------
+
+
+def settings_of(stage: int, dtype: str = "fp32") -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9, "warmup_max_lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype == "bf16":
+        settings["bf16"] = {"enabled": True}
+    return settings
+
+
+def replica(stage: int, dtype: str = "fp32", tensor: int = 1, **options: Any) -> Any:
+    """An engine with dropout on TP `tensor`, and the rest of the ranks for DP."""
+    from zero_tp.training.engine import TrainingEngine
+
+    config = GPT2Config(n_layer=1, n_embd=24, n_head=4, vocab_size=50, n_positions=8, bos_token_id=0, eos_token_id=0)
+    return TrainingEngine(config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options)
+
+
+def rows(engine: Any, step: int = 0) -> list[Any]:
+    tokens = (torch.arange(18).reshape(2, 9) * (step + 1) + 7 * engine.topology.data_rank) % 50
+    return [(tokens[:, :-1], tokens[:, 1:])]
+
+
+def corrupted(stage: int, dtype: str, kind: str, tensor: int = 1) -> str:
+    """The message on a rank, after the last rank's copy of something got one other bit."""
+    from zero_tp.errors import UserError
+
+    engine = replica(stage, dtype, tensor)
+    for step in (1, 2):
+        engine.train_step(rows(engine, step), guarded=step)
+    name = "transformer.layers.0.mlp_norm.weight"
+    if engine.topology.rank == engine.topology.world - 1:
+        if kind == "weight":
+            held = engine.model.get_parameter(name).data
+        else:
+            states = engine.zero.states()
+            held = states.get(next(each for each in states.fragments if each.name == name), kind)
+        bits = held.view({2: torch.int16, 4: torch.int32}[held.element_size()])
+        bits.view(-1)[3] ^= 1
+    try:
+        engine.train_step(rows(engine, 3), guarded=3)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+HELD_TWICE = [
+    *((stage, dtype, "weight") for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
+    *((0, dtype, kind) for dtype, kind in (("bf16", "master"), ("bf16", "exp_avg"), ("fp32", "exp_avg_sq"))),
+]
+
+
+FIRST = [(0, "bf16", "master"), (1, "fp32", "weight"), (2, "bf16", "weight"), (3, "fp32", "weight")]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "kind"), in_tiers(HELD_TWICE, FIRST))
+def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
+    ranks: Pools, stage: int, dtype: str, kind: str
+) -> None:
+    name = "transformer.layers.0.mlp_norm.weight" + (f" ({kind})" if kind != "weight" else "")
+    for message in ranks(3).run(corrupted, stage, dtype, kind):
+        assert message.startswith(
+            f"before the update of step 3 parameter {name} is not what the others hold on rank 2,"
+        ), message
+
+
+@pytest.mark.parametrize("tensor", in_tiers([1, 2], [2]))
+def test_of_two_replicas_both_are_named(ranks: Pools, tensor: int) -> None:
+    both = "ranks 0 and 1" if tensor == 1 else "ranks 1 and 3"
+    for message in ranks(2 * tensor).run(corrupted, 1, "fp32", "weight", tensor):
+        assert f"mlp_norm.weight differs between {both}, and data-parallel ranks hold it alike" in message
+
+
+def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str]:
+    """Losses and norms of steps with the repetition at each, or without where nothing is faulty; the message."""
+    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.errors import UserError
+
+    engine = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))
+    numbers: list[float] = []
+    calls = 0
+
+    def flip(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor | None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the second of the two runs
+            output = output.clone()
+            output.view(-1)[5] += 2.0**-12
+            return output
+        return None
+
+    if faulty and engine.topology.rank == 3:
+        engine.model.transformer.layers[0].mlp.register_forward_hook(flip)
+    try:
+        for step in range(3):
+            numbers += (engine.train_step(rows(engine, step), guarded=step, guard_gradients=True), engine.gradient_norm)
+    except UserError as error:
+        return numbers, str(error)
+    other = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))
+    for step in range(3):
+        numbers += (-other.train_step(rows(other, step)), -other.gradient_norm)
+    return numbers, ""
+
+
+REPEATED = [(stage, recompute) for stage in (0, 1, 2, 3) for recompute in ("none", "full")]
+
+
+@pytest.mark.parametrize(("stage", "recompute"), in_tiers(REPEATED, [(2, "none"), (3, "full")]))
+def test_a_repeated_micro_batch_changes_nothing(ranks: Pools, stage: int, recompute: str) -> None:
+    for numbers, message in ranks(4).run(repeated, stage, recompute, False):
+        assert message == "" and len(numbers) == 12
+        assert numbers[:6] == [-number for number in numbers[6:]]
+
+
+@pytest.mark.parametrize("stage", in_tiers([1, 3], [1]))
+def test_a_gradient_that_does_not_come_again_names_the_rank(ranks: Pools, stage: int) -> None:
+    for _, message in ranks(4).run(repeated, stage, "none", True):
+        # What rank 3 computes wrongly reaches rank 2, of its TP group, and no other replica.
+        assert "differs between two runs of one micro-batch on ranks 2 and 3" in message, message
+
+
+# --- spikes -----------------------------------------------------------------------------------------------------------
+
+
+def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
+    """A run that skips step 3 by a veto and one whose gradients are not finite there: what is left of each."""
+    found = []
+    for way in ("veto", "nan"):
+        engine = replica(stage, dtype, tensor=2)
+        state: list[Any] = []
+        for step in range(1, 6):
+            engine._exceeds = lambda *_, way=way, step=step: way == "veto" and step == 3
+            engine._spikes = _bounds()
+            hooks = []
+            if way == "nan" and step == 3:
+                hooks = [
+                    parameter.register_hook(lambda gradient: gradient * float("nan"))
+                    for parameter in engine.model.parameters()
+                ]
+            engine.train_step(rows(engine, step))
+            for hook in hooks:
+                hook.remove()
+            states = engine.zero.states()
+            tensors = [states.get(fragment, kind).clone() for kind in states.kinds() for fragment in states.fragments]
+            state.append((engine.zero.progress(), tensors, engine.zero.vetoed is not None, engine.skipped))
+        found.append(state)
+    return found
+
+
+def _bounds() -> Any:
+    from zero_tp.config.schema import Spike
+
+    return Spike(loss=6)
+
+
+SKIPPED = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("stage", "dtype"), in_tiers(SKIPPED, [(0, "fp32"), (0, "bf16"), (2, "bf16"), (3, "fp32")]))
+def test_a_veto_skips_a_step_as_deepspeed_skips_one(ranks: Pools, stage: int, dtype: str) -> None:
+    for vetoed, not_finite in ranks(4).run(skipped_both_ways, stage, dtype):
+        for step, (ours, theirs) in enumerate(zip(vetoed, not_finite, strict=True), 1):
+            assert ours[0] == theirs[0] and ours[0]["counters"]["skipped_steps"] == int(step >= 3)
+            assert all(torch.equal(one, other) for one, other in zip(ours[1], theirs[1], strict=True))
+            assert (ours[2:], theirs[2:]) == (((step == 3), False), (False, (step == 3)))
+        assert not all(torch.equal(one, other) for one, other in zip(vetoed[1][1], vetoed[3][1], strict=True))
+
+
+def spiking(resumed_after: int) -> tuple[list[str], list[float], list[int]]:
+    """Which steps were skipped as spikes of a run with one odd step, resumed after a step; its losses and counters."""
+    import json
+
+    from zero_tp.config.schema import Spike
+
+    spike = Spike(loss=3, grad_norm=3, window=6)
+    engine = replica(1, spike=spike)
+    told, losses = [], []
+    for step in range(1, 15):
+        hooks = []
+        if step == 11:
+            hooks = [
+                parameter.register_hook(lambda gradient: 100 * gradient) for parameter in engine.model.parameters()
+            ]
+        losses.append(engine.train_step(rows(engine)))
+        for hook in hooks:
+            hook.remove()
+        told.append(engine.spike)
+        if step == resumed_after:
+            progress = json.loads(json.dumps(engine.zero.progress()))
+            engine.zero.recent = []
+            engine.zero.restore_progress(progress)
+    return told, losses, [engine.engine.skipped_steps, engine.engine.global_steps]
+
+
+def test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed(ranks: Pools) -> None:
+    whole, resumed = ranks(2).run(spiking, 0), ranks(2).run(spiking, 9)
+    assert whole == resumed and whole[0] == whole[1]
+    told, losses, counters = whole[0]
+    assert told[10].startswith("its gradient norm ") and not any(told[:10]), (told, losses)
+    assert counters == [sum(map(bool, told)), 14]
+
+
+def test_the_bound_follows_what_came_before() -> None:
+    import statistics
+
+    from zero_tp.config.schema import Spike
+    from zero_tp.training.guards import SpikeBound
+
+    recent: list[list[float]] = []
+    bound = SpikeBound(Spike(loss=2, window=6), recent)
+    values = [3.0, 3.1, 9.9, 2.9, 3.0, 9.0, 3.0, 2.8, 3.1, 3.0, 3.3]
+    for index, value in enumerate(values):
+        before = values[max(0, index - 6) : index]
+        expected = len(before) >= 3 and value > statistics.fmean(before) + 2 * statistics.stdev(before)
+        assert bound.exceeded(value, 1.0) == expected, index
+    assert len(recent) == 6
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def traced(stage: int, where: str) -> tuple[bool, str]:
+    engine = replica(stage, tensor=2, trace_nonfinite=True)
+    engine.train_step(rows(engine))
+    assert engine.trace.found == "" and not engine.skipped
+    layer = engine.model.transformer.layers[0].mlp
+    if engine.topology.rank == 2:
+        if where == "forward":
+            layer.register_forward_hook(lambda module, _, output: output * float("inf"), prepend=True)
+        else:
+            layer.down.weight.register_hook(lambda gradient: gradient * float("nan"))
+            engine.trace = type(engine.trace)(engine.model)  # its hooks look after that one
+    engine.train_step(rows(engine))
+    return engine.skipped, engine.trace.told()
+
+
+@pytest.mark.parametrize("stage", in_tiers([1, 3], [3]))
+def test_what_is_not_finite_is_traced_to_its_layer_and_rank(ranks: Pools, stage: int) -> None:
+    for skipped, told in ranks(4).run(traced, stage, "forward"):
+        assert skipped and told.startswith(
+            "the first that is not finite is the output of transformer.layers.0.mlp ("
+        ), told
+        assert "on rank 2 (" in told
+    for skipped, told in ranks(4).run(traced, stage, "backward"):
+        assert skipped and "is the gradient of transformer.layers.0.mlp.down.weight (nan) on rank 2 (" in told

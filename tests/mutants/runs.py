@@ -138,8 +138,8 @@ MUTANTS: dict[str, Mutant] = {
     "mean-of-means": Mutant(
         "Each micro-batch takes the mean over its own labels, so that a token counts more where few are predicted.",
         "zero_tp/training/engine.py",
-        "num_items_in_batch=share",
-        "num_items_in_batch=None",
+        "(self.engine, batch, num_items_in_batch=share)",
+        "(self.engine, batch, num_items_in_batch=None)",
         (DOCUMENTS_RUN + "[4]",),
     ),
     "labels-of-one-data-rank": Mutant(

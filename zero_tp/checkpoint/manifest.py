@@ -78,6 +78,7 @@ class Progress(Block):
     schedule: dict[str, Any] | None
     learning_rates: list[float]
     loss_scale: dict[str, Any]
+    recent: list[list[float]] = Field(default_factory=list)
 
 
 class Manifest(Block):

@@ -65,7 +65,7 @@ class Saver:
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
         self._store = dist.PrefixStore(f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store())
-        self._minutes = config.zero_tp.training.timeout_minutes
+        self._minutes = config.zero_tp.training.timeouts.save
         self._file = (
             directory.checkpoints_of(run)
             / directory.TEMPORARY

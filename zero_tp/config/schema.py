@@ -82,19 +82,65 @@ class Data(Block):
     )
 
 
+class Spike(Block):
+    loss: float | None = Field(
+        default=None, gt=0, description="Standard deviations that a loss may be above the mean of the window."
+    )
+    grad_norm: float | None = Field(default=None, gt=0, description="The same of the gradient norm.")
+    window: Annotated[int, Field(ge=4, le=10_000)] = Field(
+        default=128, description="Steps that the bound looks back on; it judges once it has seen half of them."
+    )
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Spike:
+        if self.loss is None and self.grad_norm is None:
+            raise ValueError("bounds nothing: give loss, grad_norm or both, such as 6")
+        return self
+
+
+class Timeouts(Block):
+    start: float | None = Field(
+        default=None, gt=0, description="Minutes without progress that end a start: reading, connecting, resuming."
+    )
+    step: float = Field(default=30, gt=0, description="The same of a step.")
+    save: float = Field(default=30, gt=0, description="Minutes that a rank has to write its part of a checkpoint.")
+    evaluation: float = Field(default=30, gt=0, description="The same of validation and tasks.")
+
+    @property
+    def longest(self) -> float:
+        """Return the limit of one collective, which no phase may outlast. [minutes]"""
+        return max(self.start or 0, self.step, self.save, self.evaluation)
+
+
 class Training(Block):
     steps: Positive = Field(description="Optimizer steps of the whole run; raise it to continue a finished one.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=1234, description="Seed of initialisation, dropout and sample order."
     )
     guard_interval: Positive = Field(
-        default=500, description="Steps between checks that the replicas are equal over TP."
+        default=500, description="Steps between checks that what ranks hold alike is equal, over TP and over DP."
+    )
+    guard_gradients: bool = Field(
+        default=False, description="At those steps, run one micro-batch twice and compare every gradient bit for bit."
     )
     on_nonfinite: Literal["skip", "stop"] = Field(
         default="skip",
         description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops the run.",
     )
-    timeout_minutes: float = Field(default=30, gt=0, description="Limit of one collective, in minutes.")
+    spike: Spike | None = Field(
+        default=None,
+        description="Skip a step whose loss or gradient norm is far above those of the steps before.",
+        json_schema_extra={"default": "off"},
+    )
+    timeout_minutes: Annotated[float, Field(gt=0)] | Timeouts = Field(
+        default=30, description="Limit of one collective, in minutes; or of each phase without progress."
+    )
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Return `timeout_minutes` in its long form."""
+        limit = self.timeout_minutes
+        return limit if isinstance(limit, Timeouts) else Timeouts(step=limit, save=limit, evaluation=limit)
 
 
 class Checkpoint(Block):

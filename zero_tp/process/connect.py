@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = timedelta(minutes=30)
 OTHER_MACHINE_SECONDS = 15 * 60
+AFTER_THE_WATCH_SECONDS = 30
 
 
 def connect(
@@ -86,7 +87,8 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     without_shared_memory_collectives()
     # On one machine, what no process holds is abandoned; several may share the folder.
     clear_abandoned_locks(0.0 if environment.local_world == environment.world else OTHER_MACHINE_SECONDS)
-    timeout = timedelta(minutes=config.zero_tp.training.timeout_minutes)
+    # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
+    timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 
     def join() -> None:
         with hushed(verbose):

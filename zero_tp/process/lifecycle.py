@@ -41,6 +41,7 @@ from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, one_li
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
 from zero_tp.process.signals import Requests, listen
+from zero_tp.process.watch import Watch
 
 FAILED, TERMINATED = 1, 143
 
@@ -60,7 +61,9 @@ _BROKEN_PEER = re.compile(
 )
 
 
-def run_rank(main: Callable[[], int | None], verbose: bool, requests: Requests | None = None) -> NoReturn:
+def run_rank(
+    main: Callable[[], int | None], verbose: bool, requests: Requests | None = None, watch: Watch | None = None
+) -> NoReturn:
     """Run `main` as the whole life of this process and exit with its status (None means 0).
 
     Call it first thing in the main thread, before torch is imported: `main` imports what it needs.
@@ -69,10 +72,14 @@ def run_rank(main: Callable[[], int | None], verbose: bool, requests: Requests |
         main: the work; raises `UserError` for what a person can mend.
         verbose: also print tracebacks of wrong input and of the ranks that failed second.
         requests: where SIGTERM and SIGUSR1 raise flags while `main` has it accept them.
+        watch: what ends this rank, with status 1, when it hangs.
 
     Exit status: main's own; 2 wrong input; 1 an error, a lost peer or a lost launcher; 130 Ctrl-C; 143 SIGTERM.
     """
-    _Rank(RankEnvironment.of_this_process(), verbose, requests or Requests()).run(main)
+    rank = _Rank(RankEnvironment.of_this_process(), verbose, requests or Requests())
+    if watch is not None:
+        watch.end = rank.end_hung
+    rank.run(main)
 
 
 class _Rank:
@@ -198,6 +205,13 @@ class _Rank:
         if not self.first_word.said() and not self._name_lost_peer():
             self.first_word.say(f"rank {self.environment.rank}: ended by SIGTERM")
         self._exit_now(TERMINATED)
+
+    def end_hung(self, text: str) -> NoReturn:
+        """End because nothing goes on any more; `text` says who waits for whom."""
+        self._arm(FAILED, LEAVE_SECONDS[False])
+        self.leaving = True
+        self.first_word.say(text)
+        self._exit_now(FAILED)
 
     # --- the launchers above ----------------------------------------------------------------------------------------
 

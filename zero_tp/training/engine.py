@@ -7,16 +7,20 @@ zero/stages.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config.resolve import dtype_name
+from zero_tp.config.schema import Spike
 from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
@@ -25,7 +29,14 @@ from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.guards import check_hooks, check_replicas
+from zero_tp.training.guards import (
+    NonfiniteTrace,
+    SpikeBound,
+    check_duplicates,
+    check_hooks,
+    check_repeated,
+    check_replicas,
+)
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
 
@@ -48,6 +59,8 @@ class TrainingEngine:
         activations: what backward keeps and recomputes.
         gradient_norm: of the last step, before clipping; nan when that step was skipped.
         skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
+        spike: why the last step was a spike, in words, when it was skipped as one; else empty.
+        mark: called with what this rank does next, in words.
     """
 
     def __init__(
@@ -60,6 +73,8 @@ class TrainingEngine:
         device: torch.device | str = "cpu",
         source: WeightSource | None = None,
         recompute: RecomputePolicy | None = None,
+        spike: Spike | None = None,
+        trace_nonfinite: bool = False,
     ):
         """Build everything, in the one order that works. Collective over all ranks.
 
@@ -69,6 +84,8 @@ class TrainingEngine:
             seed: of weights and dropout.
             source: of the initial weights instead of the seed.
             recompute: what backward computes again; by default nothing.
+            spike: bounds on loss and gradient norm; by default none.
+            trace_nonfinite: look at every layer's output and gradient, for `nonfinite`.
 
         Raises:
             UserError: the sizes do not fit the topology.
@@ -90,7 +107,11 @@ class TrainingEngine:
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
         self.engine = self.zero.engine
         self.gradient_norm = float("nan")
-        self.skipped = False
+        self.skipped, self.spike = False, ""
+        self._spikes = spike
+        self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
+        self.mark: Callable[[str], None] = lambda doing: None
+        self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
         check_replicas(self.model, topology)
         self._hooks_checked = False
 
@@ -99,7 +120,13 @@ class TrainingEngine:
         """Return the learning rate of the next step."""
         return float(self.zero.optimizer.param_groups[0]["lr"])
 
-    def train_step(self, micro_batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
+    def train_step(
+        self,
+        micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
+        *,
+        guarded: int | None = None,
+        guard_gradients: bool = False,
+    ) -> float:
         """Run forward, backward and one optimizer step.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
@@ -107,31 +134,67 @@ class TrainingEngine:
 
         Args:
             micro_batches: one Batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
+            guarded: the step's number, where what DP ranks hold alike is compared just before its update.
+            guard_gradients: whether its first micro-batch is run twice then.
 
         Returns:
             That mean, equal on all ranks; nan when every label is ignored. Two all-reduces of one number over DP.
+
+        Raises:
+            UserError: what is held alike, or computed again, differs.
         """
         batches = [Batch(*micro_batch) for micro_batch in micro_batches]
         # DeepSpeed takes the mean over micro-batches and DP ranks. Dividing each one's sum of losses by the mean number
         # of labels makes it the mean over all labels.
         share = self._labels(batches) / (len(batches) * self.topology.data)
+        if guarded is not None and guard_gradients:
+            self._repeat(batches[0], share, guarded)
+        if self.trace is not None:
+            self.trace.begin()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
-            loss = self._loss(batch, num_items_in_batch=share)
+            loss = self._loss(self.engine, batch, num_items_in_batch=share)
+            self.mark("backward")
             self.zero.backward(loss)
             total += loss.detach()
-            self.zero.step()
+            if index < len(batches) - 1:
+                self.zero.step()
         if not self._hooks_checked:
             check_hooks(self.model.gradient_hooks)
             self._hooks_checked = True
+        self.mark("update")
         mean = all_reduce(total / len(batches), self.topology.data_group).item() / self.topology.data
+        if guarded is not None:
+            check_duplicates(self.zero, guarded)
+        bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
+        self.zero.step(partial(self._exceeds, bound, mean) if bound is not None else None)
         self.gradient_norm, self.skipped = self.zero.outcome()
+        self.spike = bound.told if bound is not None and self.zero.vetoed is not None else ""
         return float(mean)
 
-    def _loss(self, batch: Batch, **options: Any) -> Tensor:
-        loss: Tensor = self.engine(
+    def _exceeds(self, bound: SpikeBound, loss: float, norm: float) -> bool:
+        """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers."""
+        numbers = torch.tensor([loss, norm], dtype=torch.float64, device=self.device)
+        if self.topology.world > 1:
+            dist.broadcast(numbers, 0)
+        loss, norm = numbers.tolist()
+        return math.isfinite(loss) and bound.exceeded(loss, norm)
+
+    def _repeat(self, batch: Batch, share: float, step: int) -> None:
+        """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
+        self.model.train()
+        self.activations.begin_micro_batch(-1)  # keeps everything: recomputation needs a whole backward
+        scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
+
+        def run() -> Tensor:
+            return self._loss(self.model, batch, num_items_in_batch=share) * scale
+
+        check_repeated(run, self.model, self.model.streams, step)
+
+    def _loss(self, model: Any, batch: Batch, **options: Any) -> Tensor:
+        loss: Tensor = model(
             batch.input_ids,
             shift_labels=batch.labels,
             position_ids=batch.position_ids,
@@ -157,7 +220,7 @@ class TrainingEngine:
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in (Batch(*given) for given in batches):
-            sums[0] += self._loss(batch, reduction="none").double().sum()
+            sums[0] += self._loss(self.engine, batch, reduction="none").double().sum()
             sums[1] += (batch.labels != IGNORE_INDEX).sum()
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.engine.train()

@@ -24,6 +24,7 @@ from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, differe
 from zero_tp.checkpoint.resume import agree, look, resume, take_whole
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
+from zero_tp.config.schema import Timeouts
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
@@ -39,6 +40,7 @@ from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.run import PreparedRun
 
 SKIPS_IN_A_ROW = 10
+SAVE_SLACK_SECONDS = 15.0
 
 
 class Forecast(Protocol):
@@ -61,6 +63,28 @@ class Profiler(Protocol):
         """Return a line after the last step that is recorded, else None."""
 
 
+class Watch(Protocol):
+    """A watch knows what this rank does, and ends it when it hangs (zero_tp/process/watch.py)."""
+
+    def begin(self, limits: Mapping[str, float | None], rank: int, world: int) -> None:
+        """Start to watch, with each phase's limit [seconds]."""
+
+    def connect(self) -> None:
+        """Begin to tell the other ranks."""
+
+    def leave(self) -> None:
+        """Watch no more."""
+
+    def enter(self, phase: str, step: int = 0) -> None:
+        """Say that this rank enters a phase: start, step, save or evaluation."""
+
+    def mark(self, doing: str) -> None:
+        """Say what this rank does next in it."""
+
+    def notes(self) -> list[str]:
+        """Return, once, what was seen of the other ranks, a line each."""
+
+
 @dataclass(frozen=True)
 class Tools:
     """These are the tools of one run; each may be missing.
@@ -70,11 +94,13 @@ class Tools:
             validation (zero_tp/evaluation/live.py). Collective over all ranks.
         forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
         profiler: makes the profiler of an engine; called on rank 0 alone.
+        watch: of this rank.
     """
 
     tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
     forecast: Callable[[RunConfig, str], Forecast] | None = None
     profiler: Callable[[TrainingEngine], Profiler] | None = None
+    watch: Watch | None = None
 
 
 def train(
@@ -85,6 +111,7 @@ def train(
     tools: Tools | None = None,
     verbose: bool,
     resume_from: Path | None = None,
+    trace_nonfinite: bool = False,
 ) -> None:
     """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
 
@@ -92,6 +119,7 @@ def train(
         requests: raised by signals: to save, or to save and stop.
         tools: what the loop calls beside its own work.
         resume_from: the checkpoint to start from, instead of the newest.
+        trace_nonfinite: say of every step that is not finite which layer and rank was the first.
 
     Raises:
         UserError: nothing says where the ranks meet, a setting does not work here, a checkpoint cannot be resumed, or
@@ -99,11 +127,15 @@ def train(
     """
     environment.export()  # before anything is written
     requests, tools = requests or Requests(), tools or Tools()
-    config, directory = run.config, run.directory
+    config, directory, watch = run.config, run.directory, tools.watch
+    if watch is not None:
+        watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)
     held: AbstractContextManager[list[str]] = run_directory(directory) if environment.rank == 0 else nullcontext([])
     with held as notes:
         found = look(directory, config, resume_from, run.check_resumed)
         topology, device = connect_deepspeed(config, environment, verbose)
+        if watch is not None:
+            watch.connect()
         found = agree(found, directory)
         checkpoint, manifest = found.checkpoint, found.manifest
         notes += found.notes
@@ -116,6 +148,8 @@ def train(
                 device=device,
                 source=run.pretrained() if checkpoint is None else None,
                 recompute=config.zero_tp.recompute_policy,
+                spike=config.zero_tp.training.spike,
+                trace_nonfinite=trace_nonfinite,
             )
             if checkpoint is not None:
                 take = partial(resume, engine.zero, config=config)
@@ -136,6 +170,18 @@ def train(
                 print(forecast.announcement())
         if not finished:
             _Loop(run, engine, step, requests, tools, forecast).train()
+        if watch is not None:
+            watch.leave()
+
+
+def _limits(timeouts: Timeouts) -> dict[str, float | None]:
+    """Return how long each phase may go without a mark [seconds]. A save ends by itself, after two of its limits."""
+    return {
+        "start": 60 * timeouts.start if timeouts.start is not None else None,
+        "step": 60 * timeouts.step,
+        "save": 2 * 60 * timeouts.save + SAVE_SLACK_SECONDS,
+        "evaluation": 60 * timeouts.evaluation,
+    }
 
 
 def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | None) -> None:
@@ -194,6 +240,9 @@ class _Loop:
         if first:
             self.reporter.watch(engine.engine.monitor)
         self.skips_in_a_row = 0
+        self.watch = tools.watch
+        if self.watch is not None:
+            engine.mark = self.watch.mark
         self.saver = Saver(
             engine.zero, self.config, run.directory, run.tokenizer, run.corpora, run.validation_corpora, done
         )
@@ -202,15 +251,19 @@ class _Loop:
         with self.reporter as reporter, self.requests.accepting():
             self.meter.start()
             for step in range(self.done + 1, self.steps + 1):
+                self._enter("step", step)
                 self._step(step)
                 last = step == self.steps
                 with self.meter.paused():
                     self._tell_saved()
-                    if step % self.settings.training.guard_interval == 0:
+                    if _due(step, self.settings.training.guard_interval):
                         check_replicas(self.engine.model, self.topology, step)
-                    if self.run.validation and (last or _due(step, self.settings.evaluation.interval)):
+                    evaluated = last or _due(step, self.settings.evaluation.interval)
+                    if self.run.validation and evaluated:
+                        self._enter("evaluation", step)
                         reporter.validation(step, self._validation_loss(self.run.validation))
-                    if self.tasks is not None and (last or _due(step, self.settings.evaluation.interval)):
+                    if self.tasks is not None and evaluated:
+                        self._enter("evaluation", step)
                         reporter.tasks(step, self.tasks(self.engine, self.config.micro_batch))
                     stop, save = self.requests.agreed(self.device)
                     last |= stop
@@ -224,11 +277,19 @@ class _Loop:
             if self.forecast is not None:
                 reporter.say(self.forecast.outcome())
 
+    def _enter(self, phase: str, step: int) -> None:
+        """Say what this rank does next, and what was seen of the others."""
+        if self.watch is not None:
+            self.watch.enter(phase, step)
+            for note in self.watch.notes():
+                self.reporter.say(note)
+
     def _save(self, step: int, *, last: bool) -> None:
         if self.skips_in_a_row:
             # Its weights may be what makes the loss non-finite; saving it would push good checkpoints out.
             self.reporter.say(f"step {step} is not saved: the last {self.skips_in_a_row} steps were skipped")
             return
+        self._enter("save", step)
         self.saver.wait()
         self._tell_saved()  # of the one before
         self.saver.save(step)
@@ -271,12 +332,16 @@ class _Loop:
         )
         learning_rate = self.engine.learning_rate
         with self.profiler.around(step) if self.profiler is not None else nullcontext():
-            loss = self.engine.train_step([batch.to(self.device) for batch in batches])
+            loss = self.engine.train_step(
+                [batch.to(self.device) for batch in batches],
+                guarded=step if _due(step, self.settings.training.guard_interval) else None,
+                guard_gradients=self.settings.training.guard_gradients,
+            )
         self.meter.tick()
         if self.profiler is not None and (told := self.profiler.outcome(step)):
             self.reporter.say(told)
         self.reporter.advance(step)
-        if self.reporter.due(step) or self.engine.skipped:
+        if self.reporter.due(step) or self.engine.skipped or self.engine.spike:
             self.reporter.log(
                 StepRecord(
                     step,
@@ -288,6 +353,10 @@ class _Loop:
                     memory_gib(self.device.type),
                 )
             )
+        if self.engine.spike:
+            self.reporter.say(f"step {step} was skipped as a spike: {self.engine.spike}")
+        if self.engine.skipped and self.engine.trace is not None:
+            self.reporter.say(f"step {step}: {self.engine.trace.told()}")
         self._judge(step, loss)
 
     def _judge(self, step: int, loss: float) -> None:

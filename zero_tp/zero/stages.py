@@ -5,24 +5,29 @@ What differs between the stages is said here, so that training and checkpoints n
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
-from zero_tp.zero.states import Fragment, OptimizerStates, StatesOnNVMe, partition_of
+from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+Veto = Callable[[float], bool]
+"""Decides from the gradient norm, on every rank alike, that a step is skipped."""
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -35,9 +40,12 @@ class ZeroEngine(ABC):
         model: the unwrapped model. engine, optimizer, scheduler: what `deepspeed.initialize` made of it.
         loss_scale: of fp16; None in another dtype.
         lock_step: whether all DP ranks must run the same number of forwards, because each forward gathers over DP.
+        vetoed: the gradient norm of the last step, when that was skipped by its veto; else None.
+        recent: the losses and norms of the last steps, [loss, norm] each, that the next veto looks back on.
     """
 
     lock_step = False
+    vetoed: float | None = None
     model: ZeroTPForCausalLM
     engine: Any
     loss_scale: LossScale | None
@@ -46,6 +54,8 @@ class ZeroEngine(ABC):
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
         self.settings, self.topology = settings, topology
+        self.recent: list[list[float]] = []
+        self._veto: Veto | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
         """Return the context in which the model has to be built."""
@@ -66,19 +76,40 @@ class ZeroEngine(ABC):
         """Run a micro-batch's backward, in fp16 of the scaled loss."""
         self.engine.backward(loss)
 
-    def step(self) -> None:
-        """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights."""
+    def step(self, veto: Veto | None = None) -> None:
+        """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights.
+
+        A veto skips that update as DeepSpeed skips one whose gradients are not finite, and leaves fp16's loss scale.
+        """
+        self._ask(veto)
         last = self.engine.is_gradient_accumulation_boundary()
-        self.engine.step()
+        self._step()
         if last and self.loss_scale is not None:
-            self.loss_scale.update(self.optimizer.overflow)
+            self.loss_scale.update(self.optimizer.overflow and not self._has_refused())
+
+    def _step(self) -> None:
+        self.engine.step()
+
+    def _ask(self, veto: Veto | None) -> None:
+        self._veto, self.vetoed = veto, None
+
+    def _refused(self, norm: float) -> bool:
+        """Tell whether the veto refuses a step of this norm; one that is not finite is DeepSpeed's to skip."""
+        if self._veto is not None and math.isfinite(norm) and norm >= 0 and self._veto(norm):
+            self.vetoed = norm
+        return self._has_refused()
+
+    def _has_refused(self) -> bool:
+        return self.vetoed is not None
 
     def outcome(self) -> tuple[float, bool]:
         """Return (gradient norm, skipped) of the last step.
 
         The norm is taken before clipping. A step is skipped, and its norm nan, when gradients were not finite on some
-        rank; nothing was updated then.
+        rank; nothing was updated then, nor after a veto, which has a norm.
         """
+        if self.vetoed is not None:
+            return self.vetoed, False
         if getattr(self.optimizer, "overflow", False):
             return float("nan"), True
         return self._norm(), False
@@ -99,6 +130,7 @@ class ZeroEngine(ABC):
             "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
+            "recent": [list(pair) for pair in self.recent],
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
@@ -112,6 +144,11 @@ class ZeroEngine(ABC):
             group["lr"] = rate
         if self.loss_scale is not None:
             self.loss_scale.restore(progress["loss_scale"])
+        self.recent = [list(pair) for pair in progress.get("recent", [])]
+
+    def duplicates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what every DP rank holds alike from one update to the next, with its name: the module's weights."""
+        yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
@@ -187,28 +224,41 @@ class WithoutZero(ZeroEngine):
         # DeepSpeed 0.19.8 scales the losses of its ZeRO optimizers alone; that of ZeRO-0 divides by the scale too.
         super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value)
 
-    def step(self) -> None:
+    def _step(self) -> None:
         if self.engine.is_gradient_accumulation_boundary():
             self._clip()
-        super().step()
+        super()._step()
 
     def _clip(self) -> None:
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
         self._last_norm = norm.item()
-        finite = bool(norm.isfinite())
-        if finite and self._limit > 0:
+        taken = bool(norm.isfinite()) and not self._refused(self._last_norm)
+        if taken and self._limit > 0:
             clip_gradients(parameters, norm, self._limit)
         if not self._wrapped:
             # A plain torch optimizer checks nothing: leave it no gradients, and tell the engine that it skipped.
-            self.optimizer.overflow = not finite
-            if not finite:
+            self.optimizer.overflow = not taken
+            if not taken:
                 for parameter in parameters:
                     parameter.grad = None
+        elif self.vetoed is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.fill_(float("nan"))  # which the wrapper looks for
 
     def _norm(self) -> float:
         return self._last_norm
+
+    def duplicates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's weights, and the masters and states, which no rank shares out here."""
+        yield from super().duplicates()
+        states = self.states()
+        for kind in states.kinds():
+            for fragment in states.fragments:
+                if kind != MASTER or self._wrapped:
+                    yield f"{fragment.name} ({kind})", states.get(fragment, kind)
 
     def fragments(self) -> Iterator[Fragment]:
         masters = dict(self._masters())
@@ -246,6 +296,17 @@ class WithoutZero(ZeroEngine):
 class PartitionedStates(ZeroEngine):
     """Under ZeRO-1 and ZeRO-2 masters and states are cut over DP, in flat groups of parameters."""
 
+    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+        super().initialize(model, parameter_groups)
+        measured = self.optimizer.scaled_global_norm
+
+        def judged(norm_type: int = 2) -> Tensor:
+            norm: Tensor = measured(norm_type)
+            refused = self._veto is not None and self._refused(float(norm / self.optimizer.loss_scale))
+            return torch.full_like(norm, float("inf")) if refused else norm
+
+        self.optimizer.scaled_global_norm = judged
+
     def fragments(self) -> Iterator[Fragment]:
         groups = self._flat_groups()
         for name, parameter in self.model.named_parameters():
@@ -272,6 +333,27 @@ class PartitionedParameters(ZeroEngine):
     """Under ZeRO-3 parameters, too, are cut over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
+
+    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+        super().initialize(model, parameter_groups)
+        measured = self.optimizer._get_norm_groups
+
+        def judged() -> list[Any]:
+            norms: list[Any] = measured()
+            if self._veto is not None:
+                norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
+                if self._refused(float(norm)):
+                    return [float("inf")]
+            return norms
+
+        self.optimizer._get_norm_groups = judged
+
+    def duplicates(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that stay gathered: those smaller than `stage3_param_persistence_threshold`."""
+        resident = {id(parameter) for parameter in self.optimizer.persistent_parameters}
+        for name, weight in super().duplicates():
+            if id(self.model.get_parameter(name)) in resident:
+                yield name, weight
 
     def construction(self) -> AbstractContextManager[Any]:
         return deepspeed.zero.Init(

@@ -1,0 +1,98 @@
+"""A rank that hangs or is slow in real steps is named, through the job's store."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.distributed.test_guards import replica, rows
+from tests.launched import environment, furnish, launch, said
+from tests.pools import Pools
+from tests.tiers import THOROUGH
+from tests.waits import patience
+from zero_tp.process.watch import Watch
+from zero_tp.training.report import METRICS_FILE
+
+
+def watched(engine: Any, watch: Watch, limit: float) -> list[str]:
+    """Let the watch see the engine; what it says at the limit, where in a run it would end the rank."""
+    told: list[str] = []
+    watch.end = told.append
+    watch.begin({"step": limit}, engine.topology.rank, engine.topology.world)
+    watch.connect()
+    engine.mark = watch.mark
+    return told
+
+
+def hanging() -> list[str]:
+    """What each rank says when rank 2 stays for long in the forward of its third step."""
+    engine, watch = replica(1, tensor=2), Watch()
+    told = watched(engine, watch, 1.5)
+    for step in (1, 2, 3):
+        watch.enter("step", step)
+        if step == 3 and engine.topology.rank == 2:
+            engine.model.transformer.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(patience(6)))
+        engine.train_step(rows(engine, step))
+    watch.leave()
+    return told
+
+
+def test_a_rank_that_hangs_is_named_by_all(ranks: Pools) -> None:
+    for rank, told in enumerate(ranks(4).run(hanging)):
+        assert len(told) == 1
+        *lines, last = told[0].splitlines()
+        assert [line.split(" (")[0] for line in lines] == [f"rank {number}" for number in range(4)]
+        assert "in step 3, forward for" in lines[2] and "called by forward (zero_tp/models/" in lines[2]
+        assert "at wait (zero_tp/parallel/collectives.py:" in lines[3], rank
+        assert last == (
+            "error: no progress in step 3 for 0.025 minutes, by zero_tp.training.timeout_minutes: "
+            "ranks 0, 1 and 3 wait for rank 2"
+        )
+
+
+@THOROUGH
+def test_a_run_with_a_stopped_rank_ends_by_its_limit(tmp_path: Path) -> None:
+    workplace = furnish(tmp_path)
+    words = ("--set", 'zero_tp.training.timeout_minutes={"step": 0.2}', "--set", "zero_tp.training.steps=100000")
+    command = [*launch(2), "--deepspeed_config", "small.json", "--output-dir", "run", *words]
+    with subprocess.Popen(command, cwd=workplace, env=environment(), stderr=subprocess.PIPE, text=True) as launcher:
+        metrics, begun = workplace / "run" / METRICS_FILE, time.monotonic()
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
+            assert launcher.poll() is None and time.monotonic() - begun < patience(120)
+            time.sleep(0.2)
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        [rank] = [each for each in family if each.environ().get("RANK") == "1" and "pretrain.py" in each.cmdline()[2]]
+        rank.suspend()
+        _, errors = launcher.communicate(timeout=patience(150))
+    last = said(errors)
+    assert launcher.returncode == 1
+    [error] = [line for line in last if line.startswith("error: ")]
+    assert error.endswith("for 0.2 minutes, by zero_tp.training.timeout_minutes: rank 0 waits for rank 1"), errors
+    assert "Traceback" not in errors
+
+
+def slow() -> list[str]:
+    """What rank 0 notes when rank 1 takes longer for every forward."""
+    engine, watch = replica(1, tensor=2), Watch(window=2.0)
+    watched(engine, watch, 1.0)
+    if engine.topology.rank == 1:
+        engine.model.transformer.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(0.2))
+    notes: list[str] = []
+    for step in range(30):
+        watch.enter("step", step)
+        engine.train_step(rows(engine, step))
+        notes += watch.notes()
+    watch.leave()
+    return notes
+
+
+def test_a_slow_rank_is_named(ranks: Pools) -> None:
+    first, *others = ranks(4).run(slow)
+    assert first and all(line.startswith("rank 1 (") and " is slow: it was at work for " in line for line in first), (
+        first
+    )
+    assert others == [[], [], []]

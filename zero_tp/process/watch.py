@@ -1,0 +1,272 @@
+"""A rank's watch knows what the rank is doing, tells the other ranks, and ends it when nothing goes on any more.
+
+Ranks that hang wait for one that does not come: in a collective, whose own limit says neither where the others are nor
+which of them is late. So each rank counts its marks (each rank sets the same ones in the same order), a thread of its
+own puts the newest into the job's key-value store, and the first rank to reach its limit reads them all. No collective
+is involved, and nothing here waits without end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from zero_tp.files import parse_json
+
+SAMPLE_SECONDS = 0.05
+TELL_SECONDS = 5.0
+ANSWER_SECONDS = 10.0  # of the store
+WINDOW_SECONDS = 60.0  # over which a straggler is looked for
+SLOWER, AT_WORK = 2.0, 0.6
+"""A straggler is at work SLOWER times as long as the others' median, and AT_WORK of the time, so that they wait."""
+
+_LIBRARY = Path(__file__).resolve().parents[1]
+_WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position is where a rank is in its work.
+
+    Attributes:
+        count: of its marks, which tells who is behind whom.
+        phase, step, doing: in words.
+        since: when it came there (time.time).
+        place: the function that its main thread is in. waiting: whether that waits for other ranks.
+        told: when this was said (time.time).
+        steps, looks, busy: how often it began a step, was looked at in one, and was found at work.
+    """
+
+    count: int = 0
+    phase: str = "start"
+    step: int = 0
+    doing: str = ""
+    since: float = 0.0
+    place: str = ""
+    waiting: bool = False
+    told: float = 0.0
+    host: str = ""
+    steps: int = 0
+    looks: int = 0
+    busy: int = 0
+
+    def described(self, now: float) -> str:
+        """Return the position in words."""
+        what = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
+        late = f", last heard of {now - self.told:.0f} s ago" if now - self.told > 3 * TELL_SECONDS else ""
+        return f"({self.host}) in {what} for {now - self.since:.0f} s, at {self.place}{late}"
+
+
+class Watch:
+    """The watch of one rank: `begin` starts it, `enter` and `mark` say what the rank does.
+
+    Attributes:
+        end: called with the text of a hang, by the watch's thread; it ends the process.
+    """
+
+    def __init__(self, *, window: float = WINDOW_SECONDS) -> None:
+        self.end: Callable[[str], object] | None = None
+        self._window, self._limits = window, dict[str, float]()
+        self._position = Position()
+        self._store: Any = None
+        self._rank, self._world = 0, 1
+        self._left = threading.Event()
+        self._notes: list[str] = []
+        self._main = threading.main_thread().ident
+        self._tell_seconds = TELL_SECONDS
+        self._looks = self._busy = 0
+
+    # --- what the rank says -------------------------------------------------------------------------------------------
+
+    def begin(self, limits: Mapping[str, float | None], rank: int, world: int) -> None:
+        """Start to watch.
+
+        Args:
+            limits: how long each phase may go without a mark [seconds]; a phase that is not there, or None, for ever.
+        """
+        self._limits = {phase: limit for phase, limit in limits.items() if limit is not None}
+        self._rank, self._world = rank, world
+        self._tell_seconds = min([TELL_SECONDS, *(limit / 4 for limit in self._limits.values())])
+        self.enter("start")
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def connect(self) -> None:
+        """Begin to tell the other ranks, once the process group is there."""
+        self._store = _own_store()
+        threading.Thread(target=self._tell, name="watch store", daemon=True).start()
+
+    def leave(self) -> None:
+        """Watch no more: the work is done."""
+        self._left.set()
+
+    def enter(self, phase: str, step: int = 0) -> None:
+        """Say that the rank enters a phase: start, step, save or evaluation."""
+        before = self._position
+        steps = before.steps + (phase == "step")
+        self._position = replace(
+            before, count=before.count + 1, phase=phase, step=step, doing="", since=time.time(), steps=steps
+        )
+
+    def mark(self, doing: str) -> None:
+        """Say what the rank does next in its phase."""
+        before = self._position
+        self._position = replace(before, count=before.count + 1, doing=doing, since=time.time())
+
+    def notes(self) -> list[str]:
+        """Return, once, what has been seen since: on rank 0, a line on each straggler."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    # --- its threads --------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Look at the main thread, again and again, until a limit is reached."""
+        entered, count = time.monotonic(), -1
+        while not self._left.wait(SAMPLE_SECONDS):
+            position = self._position
+            if position.count != count:  # by the monotonic clock, which nobody sets
+                entered, count = time.monotonic(), position.count
+            if position.phase == "step":
+                self._looks += 1
+                self._busy += not _place(self._main)[1]
+            limit = self._limits.get(position.phase)
+            if limit is not None and time.monotonic() - entered > limit:
+                if self.end is not None:
+                    self.end(self._hung(position, limit))
+                return
+
+    def _tell(self) -> None:
+        begun, before = time.monotonic(), dict[int, Position]()
+        try:
+            while not self._left.wait(self._tell_seconds):
+                self._say()
+                if self._rank == 0 and time.monotonic() - begun >= self._window:
+                    now = self._everyone()
+                    self._notes += stragglers(before, now, self._window)
+                    begun, before = time.monotonic(), now
+        except RuntimeError:  # what torch raises for a store that is gone, or does not answer
+            return
+
+    def _own(self) -> Position:
+        place, waiting = _place(self._main)
+        return replace(
+            self._position,
+            place=place,
+            waiting=waiting,
+            told=time.time(),
+            host=socket.gethostname(),
+            looks=self._looks,
+            busy=self._busy,
+        )
+
+    def _say(self) -> None:
+        self._store.set(str(self._rank), json.dumps(asdict(self._own())))
+
+    def _everyone(self) -> dict[int, Position]:
+        """Return the newest positions by rank, of those that have said one."""
+        found = {self._rank: self._own()}
+        for rank in range(self._world):
+            if rank != self._rank and self._store.check([str(rank)]):
+                found[rank] = Position(**parse_json(self._store.get(str(rank)).decode()))
+        return found
+
+    def _hung(self, position: Position, limit: float) -> str:
+        everyone = {self._rank: self._own()}
+
+        def ask() -> None:
+            try:
+                self._say()
+                time.sleep(self._tell_seconds)  # who has come no further either says so meanwhile
+                everyone.update(self._everyone())
+            except RuntimeError:
+                everyone[self._rank] = replace(everyone[self._rank], host=f"{socket.gethostname()}; no store")
+
+        if self._store is not None:
+            asking = threading.Thread(target=ask, daemon=True)
+            asking.start()
+            asking.join(ANSWER_SECONDS + self._tell_seconds)
+        return report(dict(everyone), self._world, position, limit)
+
+
+def report(everyone: Mapping[int, Position], world: int, position: Position, limit: float) -> str:
+    """Return who waits for whom, a line for each rank, and the error as the last line."""
+    now = max(each.told for each in everyone.values())
+    lines = [f"rank {rank} {each.described(now)}" for rank, each in sorted(everyone.items())]
+    silent = sorted(set(range(world)) - everyone.keys())
+    least = min(each.count for each in everyone.values())
+    behind = silent or [rank for rank, each in everyone.items() if each.count == least]
+    if not silent:  # of those at the same mark, who is heard of no more, or else who is not waiting
+        lost = [rank for rank in behind if now - everyone[rank].told > 3 * TELL_SECONDS]
+        behind = lost or [rank for rank in behind if not everyone[rank].waiting] or behind
+    waiting = sorted(set(range(world)) - set(behind))
+    if waiting:
+        who = f"{_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for {_named(sorted(behind))}"
+    else:
+        who = "no rank is behind another"
+    where = f"{position.phase}{f' {position.step}' if position.step else ''}"
+    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
+    return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
+
+
+def stragglers(before: Mapping[int, Position], now: Mapping[int, Position], seconds: float) -> list[str]:
+    """Return a line on each rank that was at work twice as long as the others, which waited for it meanwhile."""
+    shares: dict[int, float] = {}
+    for rank, each in now.items():
+        then = before.get(rank, Position())
+        looks = each.looks - then.looks
+        if looks < 20 or each.steps - then.steps < 2:
+            return []
+        shares[rank] = (each.busy - then.busy) / looks
+    found = []
+    for rank, share in sorted(shares.items()):
+        others = [other for number, other in shares.items() if number != rank]
+        usual = statistics.median(others) if others else share
+        if share >= AT_WORK and share >= SLOWER * usual:
+            found.append(
+                f"rank {rank} ({now[rank].host}) is slow: it was at work for {share:.0%} of the last {seconds:.0f} s, "
+                f"the other ranks for {usual:.0%}, and waited for it"
+            )
+    return found
+
+
+def _named(ranks: list[int]) -> str:
+    words = [str(rank) for rank in ranks]
+    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def _place(thread: int | None) -> tuple[str, bool]:
+    """Return (the function that a thread is in, with this library's that called it; whether it waits for ranks)."""
+    frame = sys._current_frames().get(thread or 0)
+    if frame is None:
+        return "its end", False
+    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    waiting = name == "wait" or any(part in file for part in _WAITING)
+    while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_LIBRARY):
+        frame = frame.f_back
+    if frame is None:
+        return f"{name} ({Path(file).name})", waiting
+    at = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
+    caller = frame.f_code.co_name
+    return f"{name} ({at})" if name == caller else f"{name}, called by {caller} ({at})", waiting
+
+
+def _own_store() -> Any:
+    """Return the job's store by a connection of its own: the main thread may wait in the other for minutes."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        store = dist.TCPStore(store.host, store.port, timeout=timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
+    return dist.PrefixStore("zero_tp/watch", store)
