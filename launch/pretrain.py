@@ -70,6 +70,10 @@ def check(options: argparse.Namespace) -> None:
     config = RunConfig.load(options.check, options.set, options.world_size)
     if config.pretrained:
         find_weights(config.pretrained, options.allow_pickle)
+    if not config.absent():
+        from zero_tp.training.run import PreparedRun
+
+        PreparedRun(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
     print(describe(config))
 
 

@@ -11,10 +11,12 @@ import hashlib
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from zero_tp.errors import ConfigError, UserError
+from zero_tp.errors import ConfigError, UserError, shown
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+MOST_RANKS = 2**20
 
 
 def data_parallel_size(world: int, tensor: int) -> int:
@@ -25,6 +27,8 @@ def data_parallel_size(world: int, tensor: int) -> int:
     """
     if world < 1:
         raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
+    if world > MOST_RANKS:
+        raise ConfigError("world size", f"{shown(world)} is more ranks than any job has", f"use at most {MOST_RANKS}")
     if world % tensor:
         remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
         sums = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"

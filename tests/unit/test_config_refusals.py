@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.mistakes import Mistake
-from zero_tp.config import ConfigError, RunConfig
+from zero_tp.config import ConfigError, RunConfig, describe
 from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.optimizer import REFUSED_OPTIMIZERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS, View
@@ -59,6 +59,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"checkpoint.parallel_write": {"pipeline_stage": True}},
 )
 NOT_BUILT_VALUES: dict[str, Any] = {
+    "aio.use_gds": True,
     "zero_tp.objective": {"type": "masked"},
     "zero_tp.compile": True,
     f"{ACTIVATIONS}.profile": True,
@@ -126,3 +127,73 @@ def test_blocks_that_stay_off(block: str, tmp_path: Path) -> None:
 def test_refused_optimizers(name: str, tmp_path: Path) -> None:
     found = line({"optimizer.type": name}, tmp_path)
     assert found.startswith(f'optimizer.type: "{name}" is refused: {REFUSED_OPTIMIZERS[name]}')
+
+
+MODEL = "zero_tp.model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer.params.lr": 1e300}, "optimizer.params.lr: 1e+300 is beyond 2^53"),
+        ({"zero_tp.training.steps": 10**30}, "zero_tp.training.steps: 1000000000000000000000000000000 is beyond 2^53"),
+        ({"zero_tp.data.train": {"a": -(10.0**200)}}, "zero_tp.data.train.a: -1e+200 is beyond 2^53"),
+        ({f"{MODEL}.vocab_size": 2**53}, f"{MODEL}.vocab_size: 9007199254740992 is more than 2147483647: sizes and"),
+        ({f"{MODEL}.n_layer": 2**31}, f"{MODEL}.n_layer: 2147483648 is more than 10000: each is built by itself"),
+        ({f"{MODEL}.num_hidden_layers": 20_000}, f"{MODEL}.num_hidden_layers: 20000 is more than 10000"),
+        ({f"{MODEL}.vocab_size": 2**31 - 1, f"{MODEL}.n_embd": 2**20}, f"{MODEL}.hidden_size: a matrix of 2147483647"),
+        ({"train_micro_batch_size_per_gpu": 2**40}, "train_micro_batch_size_per_gpu: 1099511627776 samples, but at"),
+        ({"train_micro_batch_size_per_gpu": 2**30}, "train_micro_batch_size_per_gpu: micro 1073741824 × sequence"),
+    ],
+)
+def test_numbers_beyond_reason_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+    config = Mistake({**changes, "train_batch_size": None}, "", ()).config()
+    del config["train_batch_size"]
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(path)
+    assert str(caught.value).startswith(line), caught.value
+
+
+def test_no_job_has_so_many_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(Mistake({}, "", ()).config()))
+    with pytest.raises(
+        ConfigError, match=r"^world size: 1000000000000000000000000000000 is more ranks than any job has"
+    ):
+        RunConfig.load(path, world_size=10**30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"zero_tp.evaluation": {"interval": 5}}, "zero_tp.evaluation.interval"),
+        ({"zero_tp.evaluation": {"batches": 5}}, "zero_tp.evaluation.batches"),
+        ({"zero_tp.evaluation": {"task_limit": 5}}, "zero_tp.evaluation.task_limit"),
+        ({"zero_tp.evaluation": {"task_include_path": "x"}}, "zero_tp.evaluation.task_include_path"),
+        ({"zero_tp.evaluation": {"task_data": {"lambada": "x"}}}, "zero_tp.evaluation.task_data.lambada"),
+        ({"aio": {"block_size": 1024}}, "aio"),
+        ({"zero_tp.evaluation": {"interval": 5, "tasks": ["a"], "task_data": {"a": "x"}, "task_limit": 3}}, None),
+        ({"zero_tp.evaluation": {"interval": 5, "batches": 2}, "zero_tp.data.validation": "v"}, None),
+        ({}, None),
+    ],
+)
+def test_what_has_no_effect_is_said(changes: dict[str, Any], key: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(Mistake(changes, "", ()).config()))
+    config = RunConfig.load(path)
+    said = [line.partition(": ")[0] for line in config.without_effect()]
+    assert said == ([key] if key else [])
+    assert [line.split()[2] for line in describe(config).splitlines() if line.startswith("no effect")] == [
+        f"{each}:" for each in said
+    ]
+
+
+def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path) -> None:
+    changes = {"zero_tp.data.validation": str(tmp_path / "v"), "zero_tp.tokenizer": str(tmp_path)}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(Mistake(changes, "", ()).config()))
+    (tmp_path / "v.bin").touch()
+    absent = [str(each) for each in RunConfig.load(path).absent()]
+    assert absent == ["data/quickstart/train.bin", "data/quickstart/train.idx", f"{tmp_path}/v.idx"]

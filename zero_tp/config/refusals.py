@@ -234,6 +234,46 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
+WITHOUT_EFFECT: tuple[tuple[str, Callable[[View], bool], str], ...] = (
+    (
+        "zero_tp.evaluation.interval",
+        lambda view: not view.zero_tp.data.validation and not view.zero_tp.evaluation.tasks,
+        "there is neither zero_tp.data.validation nor a task to evaluate",
+    ),
+    (
+        "zero_tp.evaluation.batches",
+        lambda view: not view.zero_tp.data.validation,
+        "there is no zero_tp.data.validation",
+    ),
+    *(
+        (f"zero_tp.evaluation.{key}", lambda view: not view.zero_tp.evaluation.tasks, "there is no task")
+        for key in ("task_limit", "task_include_path")
+    ),
+    (
+        "aio",
+        lambda view: (
+            not any(view.get(f"{ZERO}.{block}.device") == "nvme" for block in ("offload_optimizer", "offload_param"))
+        ),
+        "nothing is offloaded to NVMe",
+    ),
+)
+"""Keys that may be given where they change nothing: when that is so, and why."""
+
+
+def without_effect(config: dict[str, Any], zero_tp: ZeroTP) -> list[str]:
+    """Return a line for each key that was given and changes nothing."""
+    view = View(config, zero_tp)
+    given = {**config, "zero_tp": zero_tp.model_dump(by_alias=True, exclude_unset=True)}
+    found = [
+        f"{key}: {reason}" for key, test, reason in WITHOUT_EFFECT if look_up(given, key) is not None and test(view)
+    ]
+    tasks = zero_tp.evaluation.tasks
+    absent = [task for task in zero_tp.evaluation.task_data if task not in tasks]
+    return found + [
+        f"zero_tp.evaluation.task_data.{task}: zero_tp.evaluation.tasks has no such task" for task in absent
+    ]
+
+
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "zero_tp.objective": ("causal",),
     "zero_tp.compile": (False,),
@@ -243,6 +283,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "bf16.bf16_master_weights_and_grads": (False,),
     "bf16.bf16_optimizer_states": (False,),
     "fp16.fp16_master_weights_and_grads": (False,),
+    "aio.use_gds": (False,),
 }
 """Keys that are known but can't take another value yet: the values that they can take."""
 

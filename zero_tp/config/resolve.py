@@ -14,6 +14,7 @@ from typing import Any
 from zero_tp.errors import ConfigError, shown
 from zero_tp.files import InvalidJson, parse_json
 
+LARGEST = 2**53
 BATCH_FIELDS = {
     "train_batch_size": "total",
     "train_micro_batch_size_per_gpu": "micro",
@@ -40,6 +41,19 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
                 inside = ".".join(parts[:depth])
                 raise ConfigError(key, f"{inside} is {shown(target)}, not an object", f"set {inside} itself")
         target[parts[-1]] = _value(text)
+
+
+def check_numbers(value: Any, path: str = "") -> None:
+    """Raise a ConfigError naming the first number in `value` that is larger than any that a run can use.
+
+    Numbers of JSON are exact up to 2^53 in every program, and what computes with them in fp32 or counts in 64 bits has
+    room for a product of two.
+    """
+    if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
+        raise ConfigError(path, f"{shown(value)} is beyond 2^53 (9.0e15), as no number of a run is", "write it smaller")
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        check_numbers(part, f"{path}.{key}" if path else str(key))
 
 
 def _value(text: str) -> Any:

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
-from zero_tp.config.refusals import check_refusals
-from zero_tp.config.resolve import BATCH_FIELDS, BatchSizes, apply_overrides, dtype_name, resolve_auto, resolve_batch
+from zero_tp.config.refusals import check_refusals, without_effect
+from zero_tp.config.resolve import (
+    BATCH_FIELDS,
+    BatchSizes,
+    apply_overrides,
+    check_numbers,
+    dtype_name,
+    resolve_auto,
+    resolve_batch,
+)
 from zero_tp.config.schema import FROM, ZeroTP, check_model, check_recompute
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, visible
 from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import validate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+MOST_SAMPLES = 2**31 - 1
+"""Samples of a step, and tokens of a forward: kernels count in 32 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,7 @@ class RunConfig:
         path = Path(path)
         raw = read_json(path)
         apply_overrides(raw, overrides)
+        check_numbers(raw)
         check_names(raw)
         if "zero_tp" not in raw:
             raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
@@ -74,6 +87,7 @@ class RunConfig:
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
         check_values(raw)
         batch = resolve_batch(raw, data)
+        _check_tokens(batch, zero_tp.data.sequence_length)
         check_refusals(raw, zero_tp)
         check_recompute(raw, zero_tp, hf_config.num_hidden_layers, batch.accumulation)
         raw = {key: value for key, value in raw.items() if key not in OFF_BLOCKS}  # some are on by being there
@@ -119,6 +133,15 @@ class RunConfig:
         blocks = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
         return {name: Path(block["nvme_path"]) for name, block in blocks.items() if block.get("device") == "nvme"}
 
+    def absent(self) -> list[Path]:
+        """Return the files and directories that a run of this config reads and that are not on this machine."""
+        data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
+        corpora = [*data.train, *(data.validation or {})]
+        named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
+        others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
+        named += [Path(each) for each in others if each is not None]
+        return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
+
     @property
     def dtype(self) -> str:
         """Return "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
@@ -133,6 +156,10 @@ class RunConfig:
         """Return the whole config with every default of `zero_tp` and every "auto" filled in; it loads again."""
         return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
+    def without_effect(self) -> list[str]:
+        """Return a line for each setting that changes nothing in this run."""
+        return without_effect(self._deepspeed, self.zero_tp)
+
     @property
     def pretrained(self) -> Path | None:
         """Return the Hugging Face directory that the weights start from; None when they are drawn from the seed."""
@@ -143,6 +170,16 @@ class RunConfig:
         config = copy.deepcopy(self._hf_config)
         config._attn_implementation = self.zero_tp.attention
         return config
+
+
+def _check_tokens(batch: BatchSizes, length: int) -> None:
+    for key, field in BATCH_FIELDS.items():
+        size = getattr(batch, field) or 0
+        if size > MOST_SAMPLES:
+            raise ConfigError(key, f"{size} samples, but at most 2^31 - 1 are counted", "use fewer")
+    if (batch.micro or 0) * length > MOST_SAMPLES:
+        problem = f"micro {batch.micro} × sequence length {length} are more than 2^31 - 1 tokens in one forward"
+        raise ConfigError("train_micro_batch_size_per_gpu", problem, "use fewer, and accumulate")
 
 
 def _known(size: int | None) -> int:
@@ -178,7 +215,9 @@ def describe(config: RunConfig) -> str:
         ("schedule", scheduler),
         ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
     )
-    return "\n".join(f"{name:<10} {text}" for name, text in lines)
+    notes = [("no effect", text) for text in config.without_effect()]
+    notes += [("not here", f"{path}, which a run needs") for path in config.absent()]
+    return visible("\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes)))
 
 
 def _number(value: int | None) -> str:

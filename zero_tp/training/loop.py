@@ -191,7 +191,7 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | Non
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
         f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
-    for note in engine.activations.notes:
+    for note in (*engine.activations.notes, *(f"without effect: {line}" for line in config.without_effect())):
         print(note)
     step = manifest.step if manifest is not None else 0
     if step >= steps:

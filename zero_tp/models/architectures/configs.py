@@ -26,6 +26,9 @@ from zero_tp.validation import Block, validate
 CONFIG = "config.json"
 _GIVE = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
+LARGEST_MATRIX = 2**40
+"""Elements of one matrix: 4 TiB in fp32."""
 
 
 def fields_of(model_type: str) -> Fields:
@@ -47,6 +50,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     fields = validate(_fields_model(config_class, known), written, MODEL_KEY).model_dump(exclude_unset=True)
     _check_names(fields, config_class, known)
     aliases: dict[str, str] = config_class.attribute_map
+    _check_sizes(fields, aliases)
     with _named_as_written(fields, aliases):
         known.check({aliases.get(name, name): value for name, value in fields.items()}, written=True)
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
@@ -66,8 +70,22 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         raise ConfigError(key, f"{config_class.__name__} refuses it ({why})", "correct that field") from None
     with _named_as_written(fields, aliases):
         check_rope_names(config, fields)
-        architectures.architecture_of(config).spec(config)
+        spec = architectures.architecture_of(config).spec(config)
+        rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size)
+        if rows * spec.hidden > LARGEST_MATRIX:
+            problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
+            raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
     return config
+
+
+def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
+    """Refuse sizes for which Hugging Face's class, or a table of ours, would fill memory before anything is checked."""
+    for name, value in fields.items():
+        layers = name in ("num_hidden_layers", aliases.get("num_hidden_layers"))
+        most = MOST_LAYERS if layers else LARGEST_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            reason = "each is built by itself" if layers else "sizes and token ids are counted in 32 bits"
+            raise ConfigError(f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one")
 
 
 def pretrained_config(directory: Path, key: str = "", **changes: Any) -> PretrainedConfig:
