@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from zero_tp import cli
+from zero_tp.errors import visible
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.quiet import quiet_libraries
@@ -58,6 +59,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
     parser.add_argument(
+        "--allow-task-code",
+        action="store_true",
+        help="let the task files of --include-path run Python (!function), if you trust their source",
+    )
+    parser.add_argument(
         "--tensor-parallel",
         type=int,
         default=1,
@@ -92,7 +98,7 @@ def main(environment: RankEnvironment) -> None:
     from zero_tp.evaluation import report
 
     if options.compare:
-        print(report.comparison(*options.compare))
+        print(visible(report.comparison(*options.compare)))
         return
 
     from zero_tp.evaluation.registry import parse_data, parse_tasks
@@ -102,7 +108,7 @@ def main(environment: RankEnvironment) -> None:
     settings = EvaluationSettings(**{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)})
     found = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
     if environment.rank == 0:
-        print(report.table(found))
+        print(visible(report.table(found)))
         if options.output:
             report.write_report(options.output, found)
             print(f"wrote {options.output}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.waits import patience
-from zero_tp.errors import BAD_INPUT
+from zero_tp.errors import BAD_INPUT, visible
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 20.0  # seconds on an idle machine
@@ -110,7 +110,8 @@ def broken_promise(ended: Ended) -> str | None:
         return f"ended with a traceback: {ended.err[-1500:]}"
     if ended.status not in (0, BAD_INPUT):
         return f"ended with status {ended.status}: {ended.err[-500:]}"
-    if any(not (letter.isprintable() or letter in "\n\r\t") for letter in ended.err + ended.out):
+    said = (ended.err + ended.out).replace("\r", "\n")
+    if visible(said) != said:
         return f"printed control characters: {ended.err[-500:]!r}"
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     if ended.status == BAD_INPUT and (len(errors) != 1 or not ended.err.rstrip().endswith(errors[0])):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, normalizers
 from transformers import AutoConfig
 
 from tests.checkpoints import write_checkpoint
 from tests.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.errors import UserError
+from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.report import comparison, read_report, table, write_report
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
@@ -81,7 +85,10 @@ def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, 
     file = tmp_path / "x.json"
     with pytest.raises(UserError, match="no such file"):
         comparison(file, file)
-    for content, message in [("{", "not valid JSON"), ("[]", "not an object"), ('{"tasks": {}}', "not a report")]:
+    others = [{"tasks": {}}, {"model": {}, "tasks": {"a": 1}}, {"model": [], "tasks": {}}, {"model": 1, "tasks": {}}]
+    others += [{"model": {}, "tasks": {"a": {"metrics": []}}}, {"model": {}, "tasks": {}, "settings": [1]}]
+    contents = [("{", "not valid JSON"), ("[]", "not an object")]
+    for content, message in [*contents, *((json.dumps(other), "not a report") for other in others)]:
         file.write_text(content)
         with pytest.raises(UserError, match=message):
             read_report(file)
@@ -90,3 +97,19 @@ def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, 
     other.write_text('{"model": {}, "tasks": {"perplexity": {}}}')
     with pytest.raises(UserError, match="no task in common: lambada; perplexity"):
         comparison(file, other)
+
+
+def test_texts_without_a_token(tokenizer: Path, data: dict[str, Path]) -> None:
+    directory = open_directory(tokenizer)
+    subject = directory.load("float32", "cpu")
+    subject.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("."), "")
+    for name in data:
+        (task,) = make_tasks([name], {name: data[name]}, SETTINGS)
+        with pytest.raises(UserError, match="no token"):
+            task.run(subject)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 10**30}, {"limit": 10**30}, {"overlap": 10**30}])
+def test_numbers_beyond_every_model(tokenizer: Path, data: dict[str, Path], options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="at most 2147483647"):
+        evaluate(tokenizer, ["perplexity"], {"perplexity": data["perplexity"]}, replace(SETTINGS, **options))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from zero_tp.errors import UserError
 from zero_tp.evaluation.harness import shared
 from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.subject import Row
-from zero_tp.evaluation.task import TaskOptions
+from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology
 
@@ -118,6 +120,41 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     refuses(r"arc_easy: its data can't be read", ["arc_easy"], {"arc_easy": file})
     refuses("no examples for --num-fewshot 2", ["arc_easy"], {"arc_easy": file}, num_fewshot=2)
     refuses("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
+
+
+def test_task_files_run_no_python(model: Path, tmp_path: Path) -> None:
+    file, directory = tmp_path / "x.jsonl", tmp_path / "tasks"
+    file.write_text('{"text": "one", "answer": "two"}\n' * 2)
+    directory.mkdir()
+    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
+    plain = {"task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+    plain |= {"output_type": "loglikelihood", "test_split": "test", "doc_to_text": "{{text}}"}
+    plain |= {"doc_to_target": " {{answer}}", "metric_list": [{"metric": "acc"}]}
+
+    def task(allow: bool = False, **changes: object) -> Task:
+        text = json.dumps(plain | changes).replace('"!function code.text"', "!function code.text")
+        (directory / "mine.yaml").write_text(text)
+        return make_tasks(["mine"], {}, TaskOptions(include_path=directory, allow_task_code=allow))[0]
+
+    def refuses(message: str, **changes: object) -> None:
+        with pytest.raises(UserError, match=message):
+            task(**changes)  # type: ignore[arg-type]
+        assert not (tmp_path / "ran").exists()
+
+    subject = native_subject(model)
+    expected = task().run(subject)["metrics"]
+    refuses(r"mine: .*tasks: a task file there runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    refuses("SecurityError", doc_to_text="{{ text.__class__.__mro__ }}")
+    refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
+    refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
+    refuses("mine: its data can't be read", doc_to_text="{{ nothing }}")
+    os.mkfifo(directory / "pipe.yaml")
+    refuses("not a regular file")
+    (directory / "pipe.yaml").unlink()
+    allowed = task(True, doc_to_text="!function code.text")
+    assert (tmp_path / "ran").exists() and allowed.run(subject)["metrics"] == expected
+    file.write_text('{"text": "one", "answer": "two"}\n{"text": "", "answer": "{{"}\n')
+    assert task().run(subject)["examples"] == 2, "a document is no template"
 
 
 def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:

@@ -24,17 +24,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zero_tp.errors import UserError, first_line
+from zero_tp.errors import UserError, first_line, shown
 from zero_tp.evaluation.subject import Report, Row, Subject, continuation_rows
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, digest_of
 from zero_tp.process.quiet import hushed
+from zero_tp.weights.files import is_regular
 
 try:
+    import lm_eval.api.task
+    import lm_eval.utils
+    from jinja2 import StrictUndefined, TemplateError
+    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import evaluator
+    from lm_eval.api.registry import metric_registry
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import Collator, normalize_gen_kwargs
     from lm_eval.models.utils_hf import stop_sequences_criteria
-    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks import TaskManager, _yaml_loader
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ModuleNotFoundError as error:
     if error.name != "lm_eval":
@@ -48,6 +54,9 @@ SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 
 BOOTSTRAP = 1000
 """Draws of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""
+
+OWN = Path(lm_eval.__file__).resolve().parent
+_IF_TRUSTED = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
 
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
 IN_REPORT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
@@ -81,6 +90,44 @@ def isolated() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
+@contextlib.contextmanager
+def only_data(asked: bool = True) -> Iterator[None]:
+    """Run lm-eval with a directory's task files as data, if `asked`: what of them would run Python is refused by name.
+
+    That is `!function`, metrics that the package evaluate would load, and templates that reach for Python's own.
+    """
+    if not asked:
+        yield
+        return
+    import_function, get_metric = _yaml_loader._import_func_in_yml, lm_eval.api.task.get_metric
+    sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox.filters |= lm_eval.utils.env.filters
+
+    def own_function(name: str, directory: Path) -> Any:
+        if OWN not in Path(directory).resolve().parents:
+            raise UserError(f"{directory}: a task file there runs Python (!function {name}); {_IF_TRUSTED}")
+        return import_function(name, directory)
+
+    def own_metric(name: str, elsewhere: bool = False) -> Any:
+        if elsewhere or name not in metric_registry:
+            raise UserError(f"the metric {shown(name)} is none of lm-eval's own, and would run code; {_IF_TRUSTED}")
+        return get_metric(name)
+
+    replaced = [
+        (_yaml_loader, "_import_func_in_yml", own_function),
+        (lm_eval.api.task, "get_metric", own_metric),
+        (lm_eval.utils, "env", sandbox),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in replaced]
+    try:
+        for module, name, ours in replaced:
+            setattr(module, name, ours)
+        yield
+    finally:
+        for module, name, theirs in before:
+            setattr(module, name, theirs)
+
+
 @functools.cache
 def _own_tasks() -> Any:
     """Index lm-eval's own tasks. That takes seconds, so it is done once, and not where a directory has all names."""
@@ -105,6 +152,8 @@ class Catalogue:
         if options.include_path is not None:
             if not options.include_path.is_dir():
                 raise UserError(f"--include-path {options.include_path}: no such directory")
+            for file in options.include_path.rglob("*.yaml"):
+                is_regular(file)  # a pipe would be waited for
             self._included = TaskManager(include_path=str(options.include_path), include_defaults=False)
             self.included = list(self._included.all_tasks)
             if not self.included:
@@ -124,13 +173,18 @@ class Catalogue:
             file: its evaluated split, instead of what its task file names.
 
         Raises:
-            UserError: its data can't be had.
+            UserError: its data can't be had, or its task file runs Python, which isn't allowed.
         """
+        only = name in self.included and not self.options.allow_task_code
         manager = self._manager(name)
         asked: Any = name if file is None else self._with_file(manager.task_index[name], file)
         try:
-            with isolated():
+            with isolated(), only_data(only):
                 loaded = manager.load([asked])
+                for task in loaded["tasks"].values():
+                    _ask_first(task)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
             raise UserError(
                 f"{name}: its data can't be read ({type(error).__name__}: {first_line(error)}); without a network give "
@@ -140,7 +194,7 @@ class Catalogue:
             loaded = {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
         for task in loaded["tasks"].values():
             self._set_fewshot(task)
-        return HarnessTask(name, loaded, self.options.limit)
+        return HarnessTask(name, loaded, self.options.limit, only_data=only)
 
     def _manager(self, name: str) -> Any:
         if name not in self.included:
@@ -182,25 +236,41 @@ class Catalogue:
             task.set_config(key="num_fewshot", value=0)
 
 
-class HarnessTask(Task):
-    """The task is a task, group or tag of lm-eval, as its `TaskManager` loads it."""
+def _ask_first(task: Any) -> None:
+    """Fill in the first document, so that what is wrong with a task file is told before the model is read."""
+    for document in islice(task.eval_docs, 1):
+        task.doc_to_text(document)
+        task.doc_to_target(document)
+        if task.OUTPUT_TYPE == "multiple_choice":
+            task.doc_to_choice(document)
 
-    def __init__(self, name: str, loaded: Any, limit: int | None):
-        self.name, self.loaded, self.limit = name, loaded, limit
+
+class HarnessTask(Task):
+    """The task is a task, group or tag of lm-eval, as its `TaskManager` loads it.
+
+    Args:
+        only_data: nothing of its files may run Python.
+    """
+
+    def __init__(self, name: str, loaded: Any, limit: int | None, *, only_data: bool = False):
+        self.name, self.loaded, self.limit, self.only_data = name, loaded, limit, only_data
 
     def figures(self, subject: Subject) -> dict[str, Any]:
         """Compute the metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(SEEDS["fewshot"])  # it is used up: an evaluation before this one drew from it
-        with subject.progress(self.name) as report, isolated():
+        with subject.progress(self.name) as report, isolated(), only_data(self.only_data):
             lm = Harness(subject, report)
-            results = evaluator.evaluate(
-                lm,
-                self.loaded,
-                limit=self.limit,
-                bootstrap_iters=0 if subject.quiet or subject.topology.rank else BOOTSTRAP,
-                log_samples=False,
-            )
+            try:
+                results = evaluator.evaluate(
+                    lm,
+                    self.loaded,
+                    limit=self.limit,
+                    bootstrap_iters=0 if subject.quiet or subject.topology.rank else BOOTSTRAP,
+                    log_samples=False,
+                )
+            except TemplateError as error:
+                raise UserError(f"{self.name}: its task file doesn't fit a document: {first_line(error)}") from error
         whole = {key: results[key] for key in IN_REPORT if key in results}
         metrics = whole["results"].get(self.name) or whole.get("groups", {}).get(self.name) or {}
         return {

@@ -88,6 +88,9 @@ def perplexity(
     Args:
         overlap: o, 1 … s; None: s, so that windows don't overlap.
         title: of the bar.
+
+    Raises:
+        UserError: the documents have no token.
     """
     counts = dict.fromkeys(("tokens", "words", "characters", "bytes", "documents"), 0)
     rows: list[Row] = []
@@ -102,6 +105,8 @@ def perplexity(
         counts["bytes"] += len(text.encode("utf-8"))
         tokens = np.concatenate(([subject.prefix_token], ids))
         rows += sliding_windows(tokens, subject.positions, overlap or subject.positions)
+    if not rows:
+        raise UserError(f"{title}: the tokenizer finds no token in the text; give another text or tokenizer")
     with subject.progress(title) as report:
         # Rounded once: the same whatever the order of the batches.
         nll = math.fsum(scores[0].nll for scores in subject.score(rows, report))

@@ -19,6 +19,9 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}%"
 
 
+PARTS = ("model", "settings", "versions")
+"""Of a report, beside the tasks."""
+
 _count, _rate = "{:,}".format, "{:,.0f}".format
 
 # Column, key of the result, format. A task of zero_tp's own has the columns whose keys it has, lm-eval's have the last.
@@ -91,9 +94,12 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 def read_report(path: Path) -> dict[str, Any]:
     """Read a file that `write_report` wrote. UserError: it isn't one."""
     report = read_json(path, "give a report of eval/zero_shot.py --output")
-    if not isinstance(report.get("tasks"), dict) or "model" not in report:
-        raise UserError(f"{path}: not a report of eval/zero_shot.py --output")
-    return report
+    tasks, parts = report.get("tasks"), [report.get(part, {}) for part in PARTS]
+    if "model" in report and isinstance(tasks, dict) and all(isinstance(part, dict) for part in parts):
+        results = [result if isinstance(result, dict) else {"metrics": None} for result in tasks.values()]
+        if all(isinstance(result.get("metrics", {}), dict) for result in results):
+            return report
+    raise UserError(f"{path}: not a report of eval/zero_shot.py --output")
 
 
 def comparison(first: Path, second: Path) -> str:
@@ -133,7 +139,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any], common: Sequence[st
     for name, tasks in (("first", a["tasks"]), ("second", b["tasks"])):
         if missing := [task for task in tasks if task not in common]:
             yield f"only in the {name}: {', '.join(missing)}"
-    for part in ("model", "settings", "versions"):
+    for part in PARTS:
         one, other = a.get(part, {}), b.get(part, {})
         for key in sorted(one.keys() | other.keys()):
             if one.get(key) != other.get(key):

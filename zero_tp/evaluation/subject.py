@@ -62,10 +62,15 @@ def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], posi
         The rows, and how many had to be cut.
 
     Raises:
-        UserError: a continuation alone is longer.
+        UserError: a continuation alone is longer, or has no token, or nothing stands before it.
     """
     rows, truncated = [], 0
     for context, continuation in pairs:
+        if not len(continuation) or not len(context):
+            part = "context" if len(continuation) else "continuation"
+            raise UserError(
+                f"a {part} has no token: the tokenizer finds none in its text; give another text or tokenizer"
+            )
         if len(continuation) > positions:
             raise UserError(
                 f"a continuation of {len(continuation):,} tokens is longer than the {positions:,} that the model reads"

@@ -22,6 +22,7 @@ Origin = dict[str, Any]
 """What a report says of where data are from: the path or data set, and a SHA-256."""
 
 LEAST = {"batch_size": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
+MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class TaskOptions:
         limit: examples (documents) of a task; None: all.
         num_fewshot: of lm-eval's tasks; None: what the task says.
         include_path: a directory of lm-eval task files.
+        allow_task_code: they may run Python.
     """
 
     text_key: str = "text"
@@ -41,6 +43,7 @@ class TaskOptions:
     limit: int | None = None
     num_fewshot: int | None = None
     include_path: Path | None = None
+    allow_task_code: bool = False
 
     def check(self) -> None:
         """Raise a UserError for a number that can't be."""
@@ -48,6 +51,8 @@ class TaskOptions:
             value = getattr(self, name, None)
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
+            if value is not None and value > MOST:
+                raise UserError(f"--{name.replace('_', '-')} {value}: at most {MOST}")
 
 
 class Task(ABC):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zero_tp.constants import DTYPES
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.subject import Subject
@@ -75,12 +75,15 @@ def evaluate(
             f"--tensor-parallel {settings.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
             f"deepspeed --num_accelerators N starts N"
         )
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if world == 1:  # several take their own
+        _check_device(device)
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     length = directory.sequence_length(settings.sequence_length)
     tasks = make_tasks(names, data, settings)
     for task in tasks:
         task.check(length)
-    device, topology = settings.device or ("cuda" if torch.cuda.is_available() else "cpu"), Topology()
+    topology = Topology()
     if environment is not None and world > 1:
         if device not in ("cuda", "cpu"):
             raise UserError(f"--device {device}: with several ranks cuda or cpu, each rank takes its own")
@@ -106,6 +109,14 @@ def evaluate(
         "versions": _versions(),
         "tasks": {task.name: _timed(task, subject) for task in tasks},
     }
+
+
+def _check_device(device: str) -> None:
+    """Raise a UserError if nothing can be computed there."""
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device {device}: {first_line(error)}") from error
 
 
 def _timed(task: Task, subject: Subject) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.files import read_json
@@ -217,7 +217,8 @@ def open_model(
     except Exception as error:  # whatever a config makes of a class
         raise UserError(f"{directory / CONFIG}: transformers can't make its model: {first_line(error)}") from error
     _check_native(directory, native, tensors)
-    generation = generation_config(directory)
+    generation, verbosity = generation_config(directory), logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of tensors that don't fit is told below, in one line
     try:
         # With output_loading_info it returns a pair, which its annotations don't say.
         opened: Any = type(native).from_pretrained(
@@ -225,6 +226,8 @@ def open_model(
         )
     except Exception as error:  # the same
         raise UserError(f"{directory}: the weights can't be read: {first_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     model, loading = opened
     if missing := sorted(loading["missing_keys"]):
         raise UserError(f"{directory}: weights missing in the files: {missing[0]} and {len(missing) - 1} more")
