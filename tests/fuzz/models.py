@@ -2,9 +2,9 @@
 
     python -m tests.fuzz.models --count 1000
 
-What a command makes of a directory whose weights, index or header are damaged equals what it makes of the whole
-one, or it refuses. What a config or a tokenizer says may be another model: there evaluation and training have to agree on its loss
-where both accept it.
+What a command makes of a directory whose weights, index or header are damaged equals what it makes of the whole one, or
+it refuses. What a config or a tokenizer says may be another model: there evaluation and training have to agree on its
+loss where both accept it.
 """
 
 from __future__ import annotations
