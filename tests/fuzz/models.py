@@ -144,7 +144,27 @@ def expected(consumer: str, name: str) -> Any:
 
 # --- damage -----------------------------------------------------------------------------------------------------------
 
-ODD = (None, True, False, -1, 0, 1, 3, 2**31 - 1, 2**53, 10**90, 1e300, -0.5, "", "x", "../x", "\x1b[31m", [], {}, [1])
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    3,
+    2**31 - 1,
+    2**53,
+    10**90,
+    1e300,
+    -0.5,
+    "",
+    "x",
+    "../x",
+    "\x1b[31m",
+    [],
+    {},
+    [1],
+)
 
 
 def weights_of(model: Path, chance: random.Random) -> Path:
@@ -268,7 +288,7 @@ def edit_config(model: Path, chance: random.Random) -> str:
     key = chance.choice(chance.choice((sorted(config), sorted(config), odd)))
     before = config.get(key)
     numbers = isinstance(before, (int, float)) and not isinstance(before, bool)
-    options: tuple[Any, ...] = (before + 1, before * 2, -before, before / 2) if numbers else ({"a": "b.c"}, "llama")  # type: ignore[operator]
+    options: tuple[Any, ...] = (before + 1, before * 2, -before, before / 2) if numbers else ({"a": "b.c"}, "llama")
     config[key] = chance.choice((*ODD, *options, *options))
     if chance.random() < 0.2:
         del config[key]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,7 +128,11 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path) -> None:
     file.write_text('{"text": "one", "answer": "two"}\n' * 2)
     directory.mkdir()
     (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
-    plain = {"task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
+    plain: dict[str, Any] = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+    }
     plain |= {"output_type": "loglikelihood", "test_split": "test", "doc_to_text": "{{text}}"}
     plain |= {"doc_to_target": " {{answer}}", "metric_list": [{"metric": "acc"}]}
 
