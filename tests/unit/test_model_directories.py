@@ -113,6 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "outside": (outside, r'"\.\./model-2\.safetensors" is not the name of a file beside it'),
     "absolute": (lambda d: renamed_shard(d, "/etc/passwd"), r'"/etc/passwd" is not the name of a file beside it'),
     "no name": (lambda d: renamed_shard(d, 5), r"5 is not the name of a file beside it"),
+    "long name": (lambda d: renamed_shard(d, "x" * 5000), r"can't be read \(File name too long\)"),
     "another shard": (lambda d: renamed_shard(d, "model-1.safetensors"), rf"tensor {FIRST} is"),
     "unlisted": (unlisted, rf"tensor {FIRST} is in model-2\.safetensors alone"),
     "no weight_map": (lambda d: (in_shards(d), (d / INDEX).write_text("{}")), r"not an index with a weight_map"),

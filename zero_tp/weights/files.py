@@ -6,6 +6,7 @@ restricted unpickler, which makes tensors and plain containers alone. What is he
 
 from __future__ import annotations
 
+import stat
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,11 +62,17 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
 def is_regular(path: Path) -> bool:
     """Return whether there is a file of this name. UserError: there is something else, such as a pipe, which nobody may
     wait for."""
-    if path.is_file():
-        return True
-    if path.exists() or path.is_symlink():
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        regular = False
+        if not path.is_symlink():
+            return False
+    except OSError as error:
+        raise UserError(f"{path.parent}: {shown(path.name)} can't be read ({error.strerror})") from error
+    if not regular:
         raise UserError(f"{path}: not a regular file; put a copy of the file there")
-    return False
+    return True
 
 
 def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tensor]:
