@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -66,6 +67,19 @@ def test_a_run_holds_its_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be a run's directory"), run_directory(tmp_path / "file"):
         pass
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(file: object, kind: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", unknown)
+    with run_directory(tmp_path / "run") as notes:
+        assert notes == [f"{tmp_path / 'run'}: its file system has no locks: see that no other run writes there"]
+    for step in (1, 2):
+        step_directory(tmp_path, step).mkdir(parents=True)
+        (step_directory(tmp_path, step) / MANIFEST).touch()
+    assert prune(tmp_path, 1) == [1]
 
 
 def test_a_start_that_saved_nothing_freezes_nothing(tmp_path: Path) -> None:

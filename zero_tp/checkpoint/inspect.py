@@ -12,6 +12,7 @@ from tqdm import tqdm
 from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use
 from zero_tp.checkpoint.manifest import UNHASHED, Manifest, ManifestFile, Parallelism
 from zero_tp.checkpoint.reader import RANDOM, StatesFile, tensor_name
+from zero_tp.errors import one_line
 
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),
@@ -102,7 +103,7 @@ def table(found: dict[str, Any]) -> str:
     ]
     if found["steps"]:
         rows.insert(1, ("complete", "steps " + ", ".join(f"{step:,}" for step in found["steps"])))
-    return "\n".join(f"{name:<11} {text}" for name, text in rows)
+    return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)
 
 
 def _size(count: int) -> str:
