@@ -308,10 +308,12 @@ def add(file: Path, chance: random.Random) -> str:
     """Something beside it that does not belong there."""
     name = chance.choice(("states_tp09_dp0000.safetensors", "step_00000099", "notes.txt", "latest.new", ".writing"))
     extra = file.parent / name
+    if extra.exists():
+        return "nothing added"
     if chance.random() < 0.5:
         extra.mkdir(exist_ok=True)
         shutil.copy(file, extra / file.name)
-    elif not extra.exists():
+    else:
         shutil.copy(file, extra)
     return f"{name} added"
 
@@ -346,21 +348,21 @@ def case(chance: random.Random, directory: Path) -> str:
         told.append(f"{file.relative_to(workplace)}: {how}")
     what = f"{consumer} of {name} ({GRIDS[name]}), {'; '.join(told)}"
     whole = {step: expected(consumer, name, step) for step in SAVED}
+    complete = [
+        step for step in SAVED if (workplace / name / "checkpoints" / f"step_{step:08d}/manifest.json").is_file()
+    ]
     ended = begun(consumer, workplace, name)
     promise = broken_promise(ended)
     assert promise is None, f"{what}: {promise}"
+    if name == "old" and any(path.name == "manifest.json" for path in damaged):
+        return "unhashed"
     if ended.status == BAD_INPUT:
         if consumer == "sample":
             return "refused"
         named = [path for path in damaged if path.name in ended.err or path.parent.name in ended.err]
         assert named, f"{what}: {ended.err[-300:]} names none of the files"
         return "named"
-    if name == "old" and any(path.name == "manifest.json" for path in damaged):
-        return "unhashed"
     made = relative(outcome(consumer, ended, workplace, name), workplace)
-    complete = [
-        step for step in SAVED if (workplace / name / "checkpoints" / f"step_{step:08d}/manifest.json").is_file()
-    ]
     same = [whole[step] for step in complete[-1:]]
     assert made in same, f"{what}: status 0, but {str(made)[:300]}, not {str(same)[:300]}"
     return "equal"
