@@ -17,8 +17,8 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,8 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
     if consumer in ("verify", "inspect"):
         return {key: value for key, value in json.loads(ended.out).items() if key not in ("steps", "versions")}
     if consumer == "export":
-        files = sorted((directory / "export").iterdir())
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()}
+        paths = sorted((directory / "export").iterdir())
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
     if consumer == "evaluate":
         report = json.loads((directory / "report.json").read_text())
         figures = {key: value for key, value in report["tasks"]["perplexity"].items() if "second" not in key}
@@ -106,6 +106,10 @@ def in_a_child(work: Callable[[], None]) -> None:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0, "the base of all cases could not be made"
+
+
+def _whole(reader: Any, name: str, kind: str, shape: Sequence[int]) -> Any:
+    return reader.whole(name, kind)
 
 
 def move(directory: Path) -> None:
@@ -132,7 +136,7 @@ def move(directory: Path) -> None:
                 tensor=2,
                 data=2,
                 step=step,
-                whole=lambda name, kind, shape, reader=reader: reader.whole(name, kind),
+                whole=partial(_whole, reader),
             )
             with rewritten(step_directory(directory / name, step)) as written:
                 for key in ("model", "generation", "progress", "fixed", "corpora", "tokenizer", "versions", "config"):
