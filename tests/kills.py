@@ -1,11 +1,13 @@
-"""Kills a run inside its saves, again and again, and compares its losses with a run that was never killed.
+"""Kills commands at random points of everything that they do, and compares what is left with what was never killed.
 
     python -m tests.kills [--kills 20] [--seed N]
 
-Each time a random process (a rank, DeepSpeed's launch.py, or all of them as when the machine goes) gets SIGKILL at a
-random moment of a save, by turns with saves in the foreground and in the background. The run is started again until it
-is done; every logged loss and the last checkpoint must equal those of the run that went through, bit for bit. Takes
-about 15 seconds a kill; not part of the test command.
+Each time a moment of a training run (its start, a step, a save, the pruning after one), of an export, of prepare_data
+or of an evaluation is drawn, and a process gets SIGKILL there: in a run a rank, all ranks as when the machine goes, or
+DeepSpeed's launch.py of a real launch. What is under its final name is then whole. The run is started again until it is
+done: every logged loss and the last checkpoint must equal those of the run that went through, bit for bit; what the
+other commands write at last, what they wrote undisturbed. About 5 seconds a kill on an idle machine, 15 of a launch; it
+needs nobody, and is not part of the test command.
 """
 
 from __future__ import annotations
@@ -13,19 +15,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from tests.launched import environment, furnish, launch, metrics_of
-from tests.waits import patience
+from tests.fuzz import commands
+from tests.launched import environment, free_port, furnish, launch, metrics_of
+from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
     check_file,
@@ -35,68 +44,144 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 
-WORLD, STEPS_BETWEEN, TARGETS = 4, 3, ("rank", "launch.py", "machine")
+WORLD, AIM = 2, 3
+MOMENTS = ("start", "step", "save", "prune")
+TRAINING, LAUNCHES = 0.6, 0.05
+"""The share of kills that training gets, and of them those under a real launcher."""
 LIMIT = 180.0
+END_SECONDS = 5.0  # until the ranks that are left are killed, as a launcher does
 
 
-def start(workplace: Path, run: Path, steps: int, background: bool) -> subprocess.Popen[bytes]:
-    settings = {
+# --- a training run ---------------------------------------------------------------------------------------------------
+
+
+def settings(run: Path, steps: int, **changes: Any) -> list[str]:
+    values = {
         "zero_tp.training.steps": steps,
         "zero_tp.checkpoint.interval": 1,
-        "zero_tp.checkpoint.async": background,
-        "zero_tp.evaluation.interval": 10**6,
         "zero_tp.model.n_embd": 256,  # saves that take long enough to be hit
         "zero_tp.data.validation": None,
-        "scheduler.params.total_num_steps": 1000,
+        "zero_tp.evaluation": {},
+        "scheduler.params.total_num_steps": 10_000,
+        **changes,
     }
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    command = [*launch(WORLD), "--deepspeed_config", "small.json", "--output-dir", str(run), *words]
-    return subprocess.Popen(
-        command, cwd=workplace, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    return ["--deepspeed_config", "small.json", "--output-dir", str(run), *words]
 
 
-def family(launcher: subprocess.Popen[bytes]) -> dict[str, list[psutil.Process]]:
-    """The processes of a launch by what they are."""
-    processes = psutil.Process(launcher.pid).children(recursive=True)
-    named: dict[str, list[psutil.Process]] = {"launch.py": [], "rank": []}
+@dataclass
+class Ranks:
+    """The ranks of a start: forks of this process, or children of DeepSpeed's launcher."""
+
+    processes: list[psutil.Process]
+    launcher: subprocess.Popen[bytes] | None = None
+    launchers: list[psutil.Process] = field(default_factory=list)
+    errors: Path | None = None
+
+    def running(self) -> bool:
+        if self.launcher is not None:
+            return self.launcher.poll() is None
+        return all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in self.processes)
+
+    def kill(self, target: str, chance: random.Random) -> None:
+        """Kill a rank, the launcher's launch.py, or everything, and see to it that nothing is left."""
+        everyone = [*self.launchers, *self.processes]
+        victims = {"rank": [chance.choice(self.processes)], "launch.py": self.launchers[-1:], "machine": everyone}[
+            target
+        ]
+        _signal(victims, signal.SIGKILL)
+        if self.launcher is None:
+            _signal(everyone, signal.SIGTERM)
+            _gone(self.processes, END_SECONDS)
+            _signal(everyone, signal.SIGKILL)
+        alive = _gone(everyone, 60)
+        assert not alive, f"left behind: {alive}"
+        if self.launcher is not None:
+            self.launcher.wait(patience(LIMIT))
+
+    def finished(self) -> None:
+        """Wait until the run has ended by itself, as it should."""
+        for process in self.processes:
+            _, status = os.waitpid(process.pid, 0)
+            assert status == 0, self.errors.read_text() if self.errors is not None else status
+
+
+def _signal(processes: list[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            words = " ".join(process.cmdline())
-            if "deepspeed.launcher.launch" in words:
-                named["launch.py"].append(process)
-            elif process.parent() in named["launch.py"] and "pretrain.py" in words:
-                named["rank"].append(process)
-    return named
+            process.send_signal(number)
 
 
-def kill_inside_a_save(launcher: subprocess.Popen[bytes], run: Path, target: str, chance: random.Random) -> bool:
-    """Wait for a save after the first few of this start, then kill at a random moment; False when the run ended."""
-    begun = len(complete_steps(run)) and complete_steps(run)[-1]
-    aim, started = begun + chance.randint(1, STEPS_BETWEEN), time.monotonic()
-    writing = checkpoints_of(run) / TEMPORARY
-    named: dict[str, list[psutil.Process]] = {}
-    while not (named and writing.exists()):
-        if launcher.poll() is not None:
-            return False
-        assert time.monotonic() - started < patience(LIMIT), "no save came"
-        if not named and complete_steps(run) and complete_steps(run)[-1] >= aim:
-            named = family(launcher)  # takes longer than a save: the next one is hit
-        time.sleep(0.002)
-    time.sleep(chance.random() * 0.03)
-    victims = {
-        "rank": [chance.choice(named["rank"])],
-        "launch.py": named["launch.py"],
-        "machine": [psutil.Process(launcher.pid), *named["launch.py"], *named["rank"]],
-    }[target]
-    everyone = [*named["launch.py"], *named["rank"]]
-    for process in victims:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
-    launcher.wait(patience(LIMIT))
-    _, alive = psutil.wait_procs(everyone, timeout=patience(60))
-    assert not alive, f"left behind: {alive}"
-    return True
+def _gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait for the processes' ends → those that are there still."""
+    _, alive = psutil.wait_procs(processes, timeout=patience(seconds))
+    return [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def start(workplace: Path, arguments: list[str]) -> Ranks:
+    """Start the ranks as forks: what they import costs nothing."""
+    port, errors = str(free_port()), workplace / "errors.txt"
+    errors.write_bytes(b"")
+    processes = []
+    for rank in range(WORLD):
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        child = commands.start("launch/pretrain.py", arguments, workplace, {**of_rank, **where}, errors)
+        processes.append(psutil.Process(child))
+    return Ranks(processes, errors=errors)
+
+
+def start_launched(workplace: Path, arguments: list[str]) -> Ranks:
+    """Start the ranks by DeepSpeed's launcher, and find them."""
+    launcher = subprocess.Popen(
+        [*launch(WORLD), *arguments],
+        cwd=workplace,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=(workplace / "errors.txt").open("wb"),
+    )
+    found = Ranks([], launcher, errors=workplace / "errors.txt")
+
+    def complete() -> bool:
+        found.processes, found.launchers = [], []
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = " ".join(process.cmdline())
+                if "deepspeed.launcher.launch" in words:
+                    found.launchers.append(process)
+                elif process.parent() in found.launchers and "pretrain.py" in words:
+                    found.processes.append(process)
+        return len(found.processes) == WORLD
+
+    wait_until(complete, LIMIT, "the launcher starts no ranks", 0.2)
+    return found
+
+
+def wait_for(moment: str, ranks: Ranks, run: Path, chance: random.Random, start_seconds: float) -> None:
+    """Wait for a random point of the moment; assertion: the run has not ended by itself."""
+    newest = lambda: complete_steps(run)[-1] if complete_steps(run) else 0  # noqa: E731
+
+    def arrives(there: Callable[[], object], what: str) -> None:
+        def look() -> bool:
+            assert ranks.running(), f"the run ended by itself: {ranks.errors.read_text() if ranks.errors else ''}"
+            return bool(there())
+
+        wait_until(look, LIMIT, f"no {what} came", 0.001)
+
+    if moment == "start":
+        time.sleep(chance.random() * start_seconds)
+        return
+    begun = newest()
+    arrives(lambda: newest() >= begun + chance.randint(1, AIM), "step")
+    if moment == "step":
+        time.sleep(chance.random() * 0.3)
+    elif moment == "save":
+        arrives((checkpoints_of(run) / TEMPORARY).exists, "save")
+        time.sleep(chance.random() * 0.03)
+    else:
+        before = newest()
+        arrives(lambda: newest() > before, "commit")  # the old ones go now
+        time.sleep(chance.random() * 0.005)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -113,41 +198,138 @@ def contents(checkpoint: Path) -> dict[str, str]:
     return found
 
 
+# --- the other commands -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Written:
+    """What a command writes under a final name, in two variants that replace each other.
+
+    Attributes:
+        variants: the arguments of both. whole: what each leaves when nothing kills it, and how long it takes.
+    """
+
+    script: str
+    variants: tuple[list[str], list[str]]
+    output: Path
+    whole: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def run(self, variant: int, workplace: Path, limit: float = LIMIT) -> commands.Ended:
+        return commands.run(self.script, self.variants[variant], workplace, limit=limit)
+
+    def prepare(self, workplace: Path) -> None:
+        """Write both variants undisturbed."""
+        for variant in (0, 1):
+            ended = self.run(variant, workplace)
+            assert ended.status == 0, ended.err
+            self.seconds = ended.seconds
+            self.whole.append(held(self.output))
+        assert self.whole[0] != self.whole[1], f"{self.script} writes the same twice: {self.whole[0]}"
+
+    def killed(self, workplace: Path, chance: random.Random) -> bool:
+        """Kill the command at a random moment; what was there or is new is whole. Whether it was killed in time."""
+        ended = self.run(chance.randrange(2), workplace, chance.random() * self.seconds * 1.1 / patience(1))
+        assert ended.status in (None, 0), ended.err
+        assert held(self.output) in self.whole, f"{self.output} is neither what it was nor what it was to be"
+        return ended.status is None
+
+
+def held(path: Path) -> dict[str, str]:
+    """SHA-256 of every file at or below a path; of a JSON file its figures, without how long they took."""
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return {str(each.relative_to(path.parent)): _digest(each) for each in files}
+
+
+def _digest(file: Path) -> str:
+    if file.suffix != ".json":
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    return json.dumps(_untimed(json.loads(file.read_text())), sort_keys=True)
+
+
+def _untimed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _untimed(each) for key, each in value.items() if "second" not in key and "time" not in key}
+    return value
+
+
+def others(workplace: Path) -> Iterator[Written]:
+    """The commands that write, on a small run of two checkpoints."""
+    run, out = workplace / "runs" / "small", workplace / "out"
+    out.mkdir()
+    start(workplace, settings(run, 4, **{"zero_tp.model.n_embd": 64})).finished()
+    lines = [json.dumps({"text": f"Line {number}: " + "a few words of text. " * 20}) for number in range(400)]
+    (workplace / "lines.jsonl").write_text("\n".join(lines))
+    prepare = ["--input", "lines.jsonl", "--tokenizer", "data/tokenizer", "--output", "out/data", "--overwrite"]
+    yield Written("launch/prepare_data.py", (prepare, [*prepare, "--seed", "2"]), out / "data")
+    steps = [str(step_directory(run, step)) for step in (3, 4)]
+    first, second = (["to-hf", step, "--output", "out/export", "--overwrite"] for step in steps)
+    yield Written("launch/convert.py", (first, second), out / "export")
+    figures = ["--tasks", "perplexity", "--data", "perplexity=data/validation.jsonl", "--output", "out/figures.json"]
+    first, second = (["--model", step, *figures, "--limit", "4"] for step in steps)
+    yield Written("eval/zero_shot.py", (first, second), out / "figures.json")
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="how often to kill (default: 20)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
-    print(f"seed {options.seed}")
-    chance = random.Random(options.seed)
-    steps = (STEPS_BETWEEN + 2) * options.kills + 5
-    with tempfile.TemporaryDirectory() as folder:
-        workplace = furnish(Path(folder))
-        whole, killed = workplace / "runs" / "whole", workplace / "runs" / "killed"
-        kills = inside = 0
-        while kills < options.kills:
-            target, background = TARGETS[kills % len(TARGETS)], bool(kills // len(TARGETS) % 2)
-            launcher = start(workplace, killed, steps, background)
-            if not kill_inside_a_save(launcher, killed, target, chance):
-                sys.exit(f"the run ended by itself: {launcher.stderr.read().decode() if launcher.stderr else ''}")
-            kills += 1
-            unfinished = (checkpoints_of(killed) / TEMPORARY).exists()
-            inside += unfinished
-            done = complete_steps(killed)
-            contents(step_directory(killed, done[-1]))
-            where = "background" if background else "foreground"
-            left = ", one left half written" if unfinished else ""
-            print(f"kill {kills}: {target}, saving in the {where}; newest complete: step {done[-1]}{left}", flush=True)
-        for run in (killed, whole):
-            launcher = start(workplace, run, done[-1] + 3, False)
-            _, errors = launcher.communicate(timeout=patience(LIMIT * 5))
-            assert launcher.returncode == 0, errors.decode()
-        found, expected = losses(killed), losses(whole)
-        assert found == expected, {step: (found.get(step), expected.get(step)) for step in expected}
-        last = done[-1] + 3
-        assert contents(step_directory(killed, last)) == contents(step_directory(whole, last))
-        print(f"{kills} kills, {inside} of them left a save half written")
-        print(f"{len(expected)} losses and the last checkpoint are equal to those of a run that was never killed")
+    print(f"seed {options.seed}", flush=True)
+    os.environ.update(environment())
+    importlib.import_module("tests.preloaded")
+    folder = Path(tempfile.mkdtemp(prefix="zero_tp-kills-"))  # no TemporaryDirectory: a fork's end would remove it
+    try:
+        kill_and_compare(furnish(folder), options.kills, random.Random(options.seed))
+    finally:
+        shutil.rmtree(folder)
+
+
+def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None:
+    """Kill as often, then finish everything and compare."""
+    counted, inside = Counter[str](), 0
+    whole, killed = workplace / "runs" / "whole", workplace / "runs" / "killed"
+    written = list(others(workplace))
+    for each in written:
+        each.prepare(workplace)
+    begun = time.monotonic()
+    start(workplace, settings(killed, 1)).finished()
+    start_seconds = (time.monotonic() - begun) / patience(1)
+    while sum(counted.values()) < kills:
+        if chance.random() >= TRAINING:
+            command = chance.choice(written)
+            if not command.killed(workplace, chance):
+                continue  # it was faster
+            what = command.script
+        else:
+            moment, background = chance.choice(MOMENTS), chance.random() < 0.5
+            arguments = settings(killed, 10**6, **{"zero_tp.checkpoint.async": background})
+            launched = chance.random() < LAUNCHES
+            ranks = (start_launched if launched else start)(workplace, arguments)
+            wait_for(moment, ranks, killed, chance, start_seconds)
+            ranks.kill(chance.choice(("rank", "machine", *(["launch.py"] if launched else []))), chance)
+            inside += (checkpoints_of(killed) / TEMPORARY).exists()
+            contents(step_directory(killed, complete_steps(killed)[-1]))
+            what = f"{moment}, saving in the {'background' if background else 'foreground'}"
+            what += " of a launch" if launched else ""
+        counted[what] += 1
+        print(f"kill {sum(counted.values())}: {what}", flush=True)
+    last = complete_steps(killed)[-1] + 3
+    for run in (killed, whole):
+        start(workplace, settings(run, last, **{"zero_tp.checkpoint.interval": last})).finished()
+    found, expected = losses(killed), losses(whole)
+    assert found == expected, {step: (found.get(step), expected.get(step)) for step in expected}
+    assert contents(step_directory(killed, last)) == contents(step_directory(whole, last))
+    for each in written:
+        assert each.run(1, workplace).status == 0 and held(each.output) == each.whole[1]
+    left = {each.name for each in (workplace / "out").iterdir()} - {each.output.name for each in written}
+    assert not left, f"left behind: {sorted(left)}"
+    print(", ".join(f"{count} × {what}" for what, count in sorted(counted.items())))
+    print(f"{sum(counted.values())} kills, {inside} of them left a save half written")
+    print(f"{len(expected)} losses and the last checkpoint are equal to those of a run that was never killed")
 
 
 if __name__ == "__main__":

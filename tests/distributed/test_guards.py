@@ -129,6 +129,8 @@ def settings_of(stage: int, dtype: str = "fp32") -> dict[str, Any]:
     }
     if dtype == "bf16":
         settings["bf16"] = {"enabled": True}
+    if dtype == "fp16":
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
     return settings
 
 
@@ -269,6 +271,23 @@ def skipped_both_ways(stage: int, dtype: str) -> list[Any]:
             state.append((engine.zero.progress(), tensors, engine.zero.vetoed is not None, engine.skipped))
         found.append(state)
     return found
+
+
+def skipped_in_fp16(stage: int) -> list[Any]:
+    from tests.distributed.half_precision import fp16_supported
+
+    with fp16_supported():
+        return skipped_both_ways(stage, "fp16")
+
+
+@pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3], [1]))
+def test_a_veto_leaves_the_loss_scale(ranks: Pools, stage: int) -> None:
+    for vetoed, overflown in ranks(4).run(skipped_in_fp16, stage):
+        scales = [[step[0].pop("loss_scale")["cur_scale"] for step in run] for run in (vetoed, overflown)]
+        assert scales == [[16.0] * 5, [16.0, 16.0, 8.0, 8.0, 8.0]]
+        for ours, theirs in zip(vetoed[:3], overflown[:3], strict=True):
+            assert ours[0] == theirs[0]
+            assert all(torch.equal(one, other) for one, other in zip(ours[1], theirs[1], strict=True))
 
 
 def _bounds() -> Any:

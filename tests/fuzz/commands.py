@@ -60,6 +60,15 @@ def run(
         return Ended(status, _text(out), _text(err), time.monotonic() - begun)
 
 
+def start(script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], errors: Path) -> int:
+    """Start a command as `run` does, and return its process's number; its stderr is added to a file."""
+    child = os.fork()
+    if child == 0:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        _become(script, arguments, directory, environment, nowhere, os.open(errors, os.O_WRONLY | os.O_APPEND))
+    return child
+
+
 def _text(stream: IO[bytes]) -> str:
     stream.seek(0)
     return stream.read().decode("utf-8", "backslashreplace")
@@ -96,7 +105,9 @@ def _wait(child: int, begun: float, limit: float) -> int | None:
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
-    os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        os.killpg(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
 
