@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,11 @@ def run_of(folder: Path, model: dict[str, Any], **data: Any) -> PreparedRun:
     return PreparedRun(RunConfig.load(path, world_size=1), folder / "run")
 
 
+def manifest_of(saved: dict[str, Any]) -> Any:
+    """Return what of a manifest is read here."""
+    return SimpleNamespace(**saved)
+
+
 def test_the_identity_is_the_corpus_and_not_its_place(tmp_path: Path, seed: int) -> None:
     for name in ("a", "b"):
         prepare(tmp_path / name, seed)
@@ -66,10 +72,10 @@ def test_a_corpus_that_was_prepared_again_is_refused(tmp_path: Path, seed: int) 
     prepare(tmp_path / "data" / "train", seed)
     model = {"model_type": "gpt2", **SIZES}
     saved = json.loads(json.dumps({"corpora": run_of(tmp_path, model).corpora}))
-    run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+    run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
     prepare(tmp_path / "data" / "train", seed, documents=21)
     with pytest.raises(UserError) as caught:
-        run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+        run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
     told = str(caught.value)
     assert told.startswith(f"zero_tp.data.train: {tmp_path}/data/train holds 21 documents of ")
     assert f"but the run of {tmp_path}/step was started with 20 documents of " in told
@@ -162,9 +168,9 @@ def test_a_byte_that_was_changed_in_a_large_corpus_is_refused(tmp_path: Path, se
     quick = IndexedCorpus(prefix).identity(whole=False)
     assert quick.items() <= saved["corpora"][str(prefix)].items(), "the quick identity sees nothing"
     with pytest.raises(UserError, match=r"^zero_tp.data.train: .* was started with 1 documents of 700,000 "):
-        run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+        run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
     del saved["corpora"][str(prefix)]["content"]  # as saved before it was noted
-    run_of(tmp_path, model).check_resumed(tmp_path / "step", saved)
+    run_of(tmp_path, model).check_resumed(tmp_path / "step", manifest_of(saved))
 
 
 def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
