@@ -10,7 +10,7 @@ from tests.launched import ROOT, run
 from tests.tiers import THOROUGH
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(200, marks=THOROUGH)])
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=THOROUGH)])
 def test_damage_is_named_or_changes_nothing(seed: int, count: int) -> None:
     """In a process of its own: commands are forked, and this one has threads."""
     words = [sys.executable, "-m", "tests.fuzz.checkpoints", "--count", str(count), "--seed", str(seed)]
