@@ -43,6 +43,8 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
+from zero_tp.data.indexed import content_path
+from zero_tp.data.prepare import SPLITS
 
 WORLD, AIM = 2, 3
 MOMENTS = ("start", "step", "save", "prune")
@@ -236,8 +238,10 @@ class Written:
 
 
 def held(path: Path) -> dict[str, str]:
-    """SHA-256 of every file at or below a path; of a JSON file its figures, without how long they took."""
+    """SHA-256 of every file at or below a path; of a JSON file its figures, without how long they took. Files that
+    remember a corpus's hash hold times, and are left out."""
     files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    files = [each for each in files if each not in {content_path(path / split) for split in SPLITS}]
     return {str(each.relative_to(path.parent)): _digest(each) for each in files}
 
 

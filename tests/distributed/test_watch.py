@@ -59,15 +59,20 @@ def test_a_run_with_a_stopped_rank_ends_by_its_limit(tmp_path: Path) -> None:
     workplace = furnish(tmp_path)
     words = ("--set", 'zero_tp.training.timeout_minutes={"step": 0.2}', "--set", "zero_tp.training.steps=100000")
     command = [*launch(2), "--deepspeed_config", "small.json", "--output-dir", "run", *words]
-    with subprocess.Popen(command, cwd=workplace, env=environment(), stderr=subprocess.PIPE, text=True) as launcher:
+    launcher = subprocess.Popen(command, cwd=workplace, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
         metrics, begun = workplace / "run" / METRICS_FILE, time.monotonic()
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
             assert launcher.poll() is None and time.monotonic() - begun < patience(120)
             time.sleep(0.2)
-        family = psutil.Process(launcher.pid).children(recursive=True)
-        [rank] = [each for each in family if each.environ().get("RANK") == "1" and "pretrain.py" in each.cmdline()[2]]
-        rank.suspend()
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            parent = process.parent()  # a rank's own, which looks after its end, has a rank above it
+            of_launcher = parent is not None and "deepspeed.launcher.launch" in parent.cmdline()
+            if of_launcher and process.environ().get("RANK") == "1":
+                process.suspend()
         _, errors = launcher.communicate(timeout=patience(150))
+    finally:
+        launcher.kill()  # the ranks end with it
     last = said(errors)
     assert launcher.returncode == 1
     [error] = [line for line in last if line.startswith("error: ")]
