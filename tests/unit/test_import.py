@@ -209,6 +209,7 @@ def test_a_pickle_runs_no_code(directory: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> None:
+    (directory / "model.safetensors").unlink()  # beside an index of other files it would be a second model
     (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=words):
         load(directory)
@@ -248,7 +249,7 @@ def test_nothing_runs_code_of_a_directory() -> None:
     for folder in ("zero_tp", "launch", "eval", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            assert "trust_remote" + "_code" not in text, path
+            assert not re.search(r"trust_remote_code(?!=False\b)", text), path
             assert not re.search(r"weights_only\s*=\s*False|pickle\.load", text), path
 
 
