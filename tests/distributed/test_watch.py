@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.distributed.test_guards import replica, rows
 from tests.launched import environment, furnish, launch, said
 from tests.pools import Pools
-from tests.tiers import THOROUGH
 from tests.waits import patience
 from zero_tp.process.watch import Watch
 from zero_tp.training.report import METRICS_FILE
@@ -54,7 +54,7 @@ def test_a_rank_that_hangs_is_named_by_all(ranks: Pools) -> None:
         )
 
 
-@THOROUGH
+@pytest.mark.heavy
 def test_a_run_with_a_stopped_rank_ends_by_its_limit(tmp_path: Path) -> None:
     workplace = furnish(tmp_path)
     words = ("--set", 'zero_tp.training.timeout_minutes={"step": 0.2}', "--set", "zero_tp.training.steps=100000")
