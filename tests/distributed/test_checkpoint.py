@@ -134,10 +134,10 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
 
 
-FIRST = [(4, 2, 0, "fp32", "none"), (4, 2, 3, "bf16", "parameters")]
+FIRST = [(4, 2, 1, "bf16_fp32_accumulation", "none"), (4, 2, 3, "bf16", "parameters")]
 CASES = [
     *FIRST,
-    (4, 2, 1, "bf16_fp32_accumulation", "none"),
+    (4, 2, 0, "fp32", "none"),
     (4, 2, 2, "bf16", "optimizer"),
     *((4, 2, stage, dtype, "none") for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "fp32"), (2, "bf16"))),
     *((4, 2, 3, dtype, "none") for dtype in ("fp32", "bf16")),

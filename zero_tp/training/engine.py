@@ -175,12 +175,15 @@ class TrainingEngine:
         return float(mean)
 
     def _exceeds(self, bound: SpikeBound, loss: float, norm: float) -> bool:
-        """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers."""
+        """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers.
+
+        One that is not finite is DeepSpeed's to skip; it says -1 for some norms that are not.
+        """
         numbers = torch.tensor([loss, norm], dtype=torch.float64, device=self.device)
         if self.topology.world > 1:
             dist.broadcast(numbers, 0)
         loss, norm = numbers.tolist()
-        return math.isfinite(loss) and bound.exceeded(loss, norm)
+        return math.isfinite(loss) and math.isfinite(norm) and norm >= 0 and bound.exceeded(loss, norm)
 
     def _repeat(self, batch: Batch, share: float, step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""

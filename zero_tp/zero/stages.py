@@ -5,7 +5,6 @@ What differs between the stages is said here, so that training and checkpoints n
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import all_reduce
@@ -94,8 +93,8 @@ class ZeroEngine(ABC):
         self._veto, self.vetoed = veto, None
 
     def _refused(self, norm: float) -> bool:
-        """Tell whether the veto refuses a step of this norm; one that is not finite is DeepSpeed's to skip."""
-        if self._veto is not None and math.isfinite(norm) and norm >= 0 and self._veto(norm):
+        """Tell whether the veto refuses a step of this norm. Every rank asks it, whatever its norm."""
+        if self._veto is not None and self._veto(norm):
             self.vetoed = norm
         return self._has_refused()
 
@@ -234,7 +233,7 @@ class WithoutZero(ZeroEngine):
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
         self._last_norm = norm.item()
-        taken = bool(norm.isfinite()) and not self._refused(self._last_norm)
+        taken = not self._refused(self._last_norm) and bool(norm.isfinite())
         if taken and self._limit > 0:
             clip_gradients(parameters, norm, self._limit)
         if not self._wrapped:
@@ -298,14 +297,32 @@ class PartitionedStates(ZeroEngine):
 
     def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
+        if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 whose gradients are added in another dtype
+            self._judge_first(self.optimizer)
+            return
         measured = self.optimizer.scaled_global_norm
 
         def judged(norm_type: int = 2) -> Tensor:
             norm: Tensor = measured(norm_type)
-            refused = self._veto is not None and self._refused(float(norm / self.optimizer.loss_scale))
+            refused = self._refused(float(norm / self.optimizer.loss_scale))
             return torch.full_like(norm, float("inf")) if refused else norm
 
         self.optimizer.scaled_global_norm = judged
+
+    def _judge_first(self, optimizer: Any) -> None:
+        """Ask the veto before DeepSpeed's BF16_Optimizer steps, whose step makes the norm that it is judged by."""
+        step = optimizer.step
+
+        def judged() -> None:
+            if self._veto is not None:
+                gradients, _ = optimizer.get_grads_for_norm()
+                norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
+                if self._refused(float(norm)):
+                    for gradient in gradients:
+                        gradient.fill_(float("nan"))  # which it looks for
+            step()
+
+        optimizer.step = judged
 
     def fragments(self) -> Iterator[Fragment]:
         groups = self._flat_groups()
@@ -340,11 +357,8 @@ class PartitionedParameters(ZeroEngine):
 
         def judged() -> list[Any]:
             norms: list[Any] = measured()
-            if self._veto is not None:
-                norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
-                if self._refused(float(norm)):
-                    return [float("inf")]
-            return norms
+            norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
+            return [float("inf")] if self._refused(float(norm)) else norms
 
         self.optimizer._get_norm_groups = judged
 
