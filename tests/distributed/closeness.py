@@ -4,8 +4,8 @@ fp32: ‖Δ‖ ≤ 1e-5·‖reference‖ + 1e-7·(norm of all of the kind) for e
 moment is a mean of squares: (g + δ)² - g² ≈ 2gδ, so it may be off by twice as much. Losses and norms: 1e-5 relative.
 
 bf16: no further from the fp32 run than 1.5 × the plain bf16 run is, in each of the same, as whole vectors and tensor by
-tensor. Of the second moment the root is compared, which Adam divides by: the distance of squares is that of the few
-largest (measured: 1.42 times the plain run's, 1.2 with the root).
+tensor (test_matrix.py looks at more models when one is). Of the second moment the root is compared, which Adam divides
+by: the distance of squares is that of the few largest (measured: 1.42 times the plain run's, 1.2 with the root).
 """
 
 from __future__ import annotations
@@ -81,17 +81,21 @@ def clipped_difference(found: Trace) -> float:
     return abs(found.clipped / min(found.norms[0], CLIP) - 1)
 
 
-def of_bf16(found: Trace, seed: int, family: str, stage: int, micro_batches: int) -> dict[str, float]:
+def of_bf16(
+    found: Trace, seed: int, family: str, stage: int, parts: int, summed_in: torch.dtype = BF16
+) -> dict[str, float]:
     """Distances of a bf16 run, by what is compared.
 
     Args:
-        micro_batches: of a step, over all ranks, whose gradients are added in bf16.
+        parts: in how many parts a step's gradients are computed, each rounded to bf16: the micro-batches of all ranks,
+            and their sequences' shards.
+        summed_in: the dtype in which those are added.
     """
     truth = plain(seed, family, start=BF16)
     runs = [
-        plain(seed, family, start=BF16, dtype=BF16, micro_batches=count, **kernels)
+        plain(seed, family, start=BF16, dtype=BF16, micro_batches=count, summed_in=summed_in, **kernels)
         for kernels in KERNELS[family]
-        for count in {1, micro_batches}
+        for count in {1, parts}
     ]
     losses, norms = few_numbers(seed, family)
     far = {

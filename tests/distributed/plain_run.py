@@ -95,6 +95,7 @@ def plain(
     start: torch.dtype = torch.float32,
     dtype: torch.dtype = torch.float32,
     micro_batches: int = 1,
+    summed_in: torch.dtype | None = None,
     more_steps: int = 0,
     losses_of: StepLosses | None = None,
     **kernels: Any,
@@ -103,7 +104,8 @@ def plain(
 
     Args:
         start: dtype of the weights that the run starts with.
-        dtype: that the model computes in, and sums the gradients of a step's micro-batches in.
+        dtype: that the model computes in.
+        summed_in: dtype in which the gradients of a step's micro-batches are added; `dtype` where None.
         more_steps: at the default eps, whose losses are added.
         losses_of: of other data than `batch_of`.
         kernels: see `initial_model`.
@@ -125,12 +127,15 @@ def plain(
         if step == STEPS:
             for group in optimizer.param_groups:
                 group["eps"] = DEFAULT_EPS
-        model.zero_grad()
+        gradients = {name: torch.zeros_like(weight, dtype=summed_in) for name, weight in named.items()}
         losses = []
         for loss in (losses_of or partial(whole_losses, seed, micro_batches))(model, step):
             losses.append(loss)
+            model.zero_grad()
             loss.backward()
-        gradients = {name: gradient_of(weight).float() for name, weight in named.items()}
+            for name, weight in named.items():
+                gradients[name] += gradient_of(weight)
+        gradients = {name: gradient.float() for name, gradient in gradients.items()}
         trace.losses.append(sum(loss.item() for loss in losses))
         trace.norms.append(norm(*gradients.values()))
         for name, master in masters.items():
