@@ -123,6 +123,20 @@ def test_what_was_just_saved_is_never_pruned(copied: tuple[Path, Path]) -> None:
     assert complete_steps(run) == [1, 3]
 
 
+def test_a_checkpoint_whose_manifest_is_gone_is_named(copied: tuple[Path, Path]) -> None:
+    from zero_tp.checkpoint.resume import look
+
+    path, run = copied
+    config = RunConfig.load(path, world_size=2)
+    assert look(run, config).notes == ()
+    gone = [step_directory(run, step) for step in (2, 3)]
+    for checkpoint in reversed(gone):
+        (checkpoint / MANIFEST).unlink()
+        found = look(run, config)
+        assert found.checkpoint is not None and found.checkpoint < checkpoint
+    assert found.notes == tuple(f"{each}: has no {MANIFEST}, so that it is no checkpoint" for each in gone)
+
+
 def agreed(path: str, runs: list[str], given: list[str | None]) -> str:
     """What this rank, which sees a run directory of its own, takes after all have agreed, or why not."""
     import torch.distributed as dist

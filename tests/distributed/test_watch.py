@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.test_guards import replica, rows
 from tests.launched import environment, furnish, launch, said
 from tests.pools import Pools
-from tests.waits import patience
+from tests.waits import patience, wait_until
 from zero_tp.process.watch import Watch
 from zero_tp.training.report import METRICS_FILE
 
@@ -32,10 +32,15 @@ def hanging() -> list[str]:
     """What each rank says when rank 2 stays for long in the forward of its third step."""
     engine, watch = replica(1, tensor=2), Watch()
     told = watched(engine, watch, 1.5)
+
+    def stay(*_: object) -> None:
+        wait_until(lambda: told, 60, "the watch saw nothing", 0.05)
+        time.sleep(patience(1.0))  # the others come to their limits meanwhile
+
     for step in (1, 2, 3):
         watch.enter("step", step)
         if step == 3 and engine.topology.rank == 2:
-            engine.model.transformer.layers[0].mlp.register_forward_hook(lambda *_: time.sleep(patience(6)))
+            engine.model.transformer.layers[0].mlp.register_forward_hook(stay)
         engine.train_step(rows(engine, step))
     watch.leave()
     return told
@@ -99,6 +104,7 @@ def slow() -> list[str]:
     return notes
 
 
+@pytest.mark.thorough
 def test_a_slow_rank_is_named(ranks: Pools) -> None:
     first, *others = ranks(4).run(slow)
     assert first and all(line.startswith("rank 1 (") and " is slow: it was at work for " in line for line in first), (

@@ -149,12 +149,18 @@ def _name(step: int) -> str:
 
 def complete_steps(run: Path) -> list[int]:
     """Return the steps that have a complete checkpoint, ascending."""
-    found = []
-    for path in checkpoints_of(run).glob("step_*"):
-        match = _STEP.fullmatch(path.name)
-        if match and path == step_directory(run, int(match[1])) and (path / MANIFEST).is_file():
-            found.append(int(match[1]))
-    return sorted(found)
+    return [step for step in _steps(run) if (step_directory(run, step) / MANIFEST).is_file()]
+
+
+def incomplete_since(run: Path, step: int) -> list[Path]:
+    """Return the directories of newer steps that have no manifest, ascending: no save leaves such a one."""
+    newer = [step_directory(run, number) for number in _steps(run) if number > step]
+    return [path for path in newer if not (path / MANIFEST).is_file()]
+
+
+def _steps(run: Path) -> list[int]:
+    matches = [_STEP.fullmatch(path.name) for path in checkpoints_of(run).glob("step_*")]
+    return sorted(int(match[1]) for match in matches if match and match[0] == _name(int(match[1])))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

@@ -75,7 +75,7 @@ class Found:
 
     Attributes:
         checkpoint, manifest: None where there is nothing to resume.
-        notes: a line on each newer checkpoint whose damage made it no candidate.
+        notes: a line on each newer directory whose damage made it no candidate.
         refusal: why it cannot be resumed.
     """
 
@@ -106,16 +106,17 @@ def look(
     """
     try:
         checkpoint, passed = _find(run, config, given)
-        if checkpoint is None:
-            return Found()
-        manifest = read_manifest(checkpoint)
-        check(checkpoint, manifest)
+        manifest = None if checkpoint is None else read_manifest(checkpoint)
+        if checkpoint is not None and manifest is not None:
+            check(checkpoint, manifest)
+        lost = [] if given is not None else directory.incomplete_since(run, manifest.step if manifest else 0)
     except UserError as error:  # raised by `agree`, on every rank
         return Found(refusal=error)
     except OSError as error:
         return Found(refusal=UserError(f"{error.filename}: cannot be read ({error.strerror}); mend the run directory"))
-    notes = tuple(f"{one.file}: {one.problem}; going back to the checkpoint before" for one in passed)
-    return Found(checkpoint, manifest, notes)
+    notes = [f"{one.file}: {one.problem}; going back to the checkpoint before" for one in passed]
+    notes += [f"{path}: has no {directory.MANIFEST}, so that it is no checkpoint" for path in lost]
+    return Found(checkpoint, manifest, tuple(notes))
 
 
 def agree(found: Found, run: Path) -> Found:
