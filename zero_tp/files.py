@@ -22,8 +22,10 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by a file that holds `text`. A reader finds the old file or the new one, also after a crash.
 
     Raises:
-        OSError: the disk is full, or the directory is missing or cannot be written.
+        OSError: the disk is full, the directory is missing or cannot be written, or `path` is a device or the like.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

@@ -212,19 +212,24 @@ def chosen_cells() -> tuple[list[Cell], int]:
     return chosen, with_all_pairs
 
 
+IN_16_BIT = "grouped queries"
+"""The family of the first cells in 16 bit: each such family has thirty plain runs, one in fp32."""
+
+
 @cache
 def first_cells() -> list[Cell]:
     """A few of the cells with all pairs, which together have every setting at work, every family, and every TP with
-    and without SP, also in fp32. Greedy like `chosen_cells`; of equals in fp32, which is held to tight limits and has
-    one plain run a family, not thirty.
+    and without SP, in fp32 and in 16 bit. Greedy like `chosen_cells`.
     """
     cells, with_all_pairs = chosen_cells()
     shown: dict[Cell, set[Any]] = {}
     for cell in cells[:with_all_pairs]:
-        settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
         named = dict(zip(FACTORS, cell, strict=True))
-        exactly = {("fp32", named["sequence"])} if named["dtype"] == "fp32" and named["tensor"] != "TP 1" else set()
-        shown[cell] = {*settings, cell[:2], *exactly, ("family", families()[cell])}
+        exact = named["dtype"] == "fp32"
+        if exact or families()[cell] == IN_16_BIT:
+            split = {(exact, named["sequence"])} if named["tensor"] != "TP 1" else set()
+            settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
+            shown[cell] = {*settings, cell[:2], *split, ("family", families()[cell])}
     new, chosen = set().union(*shown.values()), []
     while new:
         chosen.append(max(shown, key=lambda cell: (len(shown[cell] & new), cell[-1] == "fp32")))

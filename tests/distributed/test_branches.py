@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.checkpoints import rewritten
-from tests.distributed.test_checkpoint import build, steps_of, straight, write_config
+from tests.distributed.test_checkpoint import SEQUENCE, VOCABULARY, build, steps_of, straight, write_config
 from tests.pools import Pools
 from zero_tp.checkpoint.directory import (
     LATEST,
@@ -24,6 +26,7 @@ from zero_tp.checkpoint.directory import (
 )
 from zero_tp.checkpoint.manifest import differences
 from zero_tp.config import RunConfig
+from zero_tp.data.indexed import IndexedWriter
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +188,38 @@ def test_ranks_agree_on_what_they_resume(ranks: Pools, copied: tuple[Path, Path]
         assert said.startswith(pattern) and f"an error ({step_directory(other, 3)}" in said, said
     for said in ask(run, nothing):
         assert said.startswith(f"error: {nothing}: no complete checkpoint there"), said
+
+
+def reading(path: str, corpora: list[str]) -> str:
+    """What a rank, for which the config names a corpus of its own, is told of what the others read."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint.resume import Found, agree
+    from zero_tp.errors import UserError
+    from zero_tp.training.run import PreparedRun
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    with contextlib.chdir(corpora[dist.get_rank()]):
+        try:
+            agree(Found(), Path("RUN"), PreparedRun(config, Path("RUN"), whole=dist.get_rank() == 0).read())
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_agree_on_what_they_read(ranks: Pools, copied: tuple[Path, Path], tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        (folder / "nowhere").mkdir(parents=True)
+        with IndexedWriter(folder / "nowhere" / "train", VOCABULARY) as writer:
+            writer.add_document(np.arange(3 * SEQUENCE) % VOCABULARY)
+    words = str(copied[0]), list(map(str, folders))
+    assert ranks(2).run(reading, *words) == ["", ""]
+    data = folders[1] / "nowhere" / "train.bin"
+    data.write_bytes(data.read_bytes()[::-1])
+    for said in ranks(2).run(reading, *words):
+        assert said.startswith("the ranks do not read the same corpus nowhere/train: SHA-256 "), said
+        assert "… on rank 0 (" in said and "… on rank 1 (" in said
 
 
 def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> None:

@@ -154,6 +154,7 @@ def test_a_failing_rank_has_the_last_word_before_torchruns(launch: Callable[...,
     assert all(line.startswith("rank 1") for line in lines)
 
 
+@THOROUGH
 def test_a_killed_rank_is_named_by_one_survivor(launch: Callable[..., Launch]) -> None:
     job = launch("loop")
     job.wait_for("looping")

@@ -58,7 +58,8 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     bucket = record["peak_bytes"]["buffers"]
     assert bucket > 0.9 * 4 * 5e8, "DeepSpeed's, of which the plan of a CPU run counts what gradients touch"
     assert float(planned[1]) == pytest.approx((record["peak_bytes"]["total"] - bucket) / 2**30, abs=0.015)
-    assert any("allreduce" in name for name in record["operator_seconds"])
+    # The longest few of a step, of which those that wait for the other ranks may be any.
+    assert {"_ColumnParallel", "_ColumnParallelBackward"} & record["operator_seconds"].keys()
     assert lines[1].split()[:3] == ["step", "loss", "lr"]
     steps = [line for line in lines if re.match(r"\s*\d+/8 ", line)]
     assert len(steps) == 8 and len({len(line) for line in [lines[1], *steps]}) == 1, "one aligned line a step"

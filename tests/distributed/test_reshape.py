@@ -162,7 +162,7 @@ def contents(run: Path) -> dict[tuple[str, str], Tensor]:
 
 
 HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)
-FIRST = (DP2, UNEVEN_2)
+FIRST = (UNEVEN_2,)
 SOURCES = [
     pytest.param(
         source, id=source.name, marks=pytest.mark.heavy if source in HEAVY else () if source in FIRST else THOROUGH

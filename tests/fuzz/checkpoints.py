@@ -1,6 +1,6 @@
 """Checkpoints are damaged at random, and resumed, described, exported, evaluated and sampled from.
 
-    python -m tests.fuzz.checkpoints --count 1000
+    python -m tests.fuzz checkpoints --count 1000
 
 What a command makes of the damaged run equals, bit for bit, what it makes of the whole one, or its error names the
 file. A run in the old format, without a hash of its manifest, is held to the same for damage of anything but that
@@ -9,27 +9,23 @@ manifest; for that one a command has to end as every command does.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import random
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz.commands import Ended, broken_promise, run
-from tests.fuzz.fuzzing import main
+from tests.fuzz.fuzzing import in_a_child, scratch
 from zero_tp.errors import BAD_INPUT
 
 STEPS, SAVED = 5, (2, 4)
 WORDS = "peace war union states congress people government of the and to in a public law treaty"
 GRIDS = {"run": "as 1 rank saved it", "moved": "as if TP 2 × DP 2 ranks had saved it", "old": "the same, unhashed"}
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TQDM_DISABLE": "1"}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -92,20 +88,7 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
 
 def begun(consumer: str, directory: Path, name: str) -> Ended:
     script, words = CONSUMERS[consumer]
-    return run(script, words(name), directory, environment=ENVIRONMENT, limit=60)
-
-
-def in_a_child(work: Callable[[], None]) -> None:
-    """Do what starts threads: none may have run in the process that forks commands."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0, "the base of all cases could not be made"
+    return run(script, words(name), directory, limit=60)
 
 
 def _whole(reader: Any, name: str, kind: str, shape: Sequence[int]) -> Any:
@@ -164,16 +147,16 @@ def base() -> tuple[Path, dict[tuple[str, str, int], Any]]:
     import zero_tp.training.loop
     import zero_tp.training.run  # noqa: F401
 
-    directory = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-checkpoints-"))
+    directory = scratch()
     chance = random.Random(7)
     texts = [" ".join(chance.choices(WORDS.split(), k=60)) for _ in range(40)]
     (directory / "text.txt").write_text(" ".join(chance.choices(WORDS.split(), k=80)))
     (directory / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     words = ["--input", "lines.jsonl", "--tokenizer", "bpe:300", "--output", "data"]
-    prepared = run("launch/prepare_data.py", words, directory, environment=ENVIRONMENT, limit=60)
+    prepared = run("launch/prepare_data.py", words, directory, limit=60)
     assert prepared.status == 0, prepared.err
     (directory / "run.json").write_text(json.dumps(CONFIG))
-    trained = run("launch/pretrain.py", pretrain("run", SAVED[-1]), directory, environment=ENVIRONMENT, limit=60)
+    trained = run("launch/pretrain.py", pretrain("run", SAVED[-1]), directory, limit=60)
     assert trained.status == 0, trained.err
     in_a_child(lambda: move(directory))
     return directory, {}
@@ -183,8 +166,7 @@ def expected(consumer: str, name: str, step: int) -> Any:
     """What a consumer makes of the whole run when `step` is its newest checkpoint."""
     _, known = base()
     if (consumer, name, step) not in known:
-        # No TemporaryDirectory: a forked command would remove it at its own exit.
-        folder = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-whole-"))
+        folder = scratch()
         try:
             workplace = folder / "case"
             furnish(workplace, name)
@@ -379,13 +361,3 @@ def regular(path: Path) -> bool:
 def relative(made: Any, workplace: Path) -> Any:
     """Without the place where it was made."""
     return json.loads(json.dumps(made).replace(str(workplace), ""))
-
-
-if __name__ == "__main__":
-    status = 1
-    try:
-        status = main(case, __doc__ or "")
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(base()[0])
-    sys.exit(status)

@@ -21,6 +21,14 @@ from zero_tp.errors import BAD_INPUT, visible
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 20.0  # seconds on an idle machine
 LONGEST_LINE = 2_000
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ def run(
 
     Args:
         script: its path from the repository's root.
-        environment: variables to set.
+        environment: variables to set besides ENVIRONMENT.
         limit: seconds until it is killed, on an idle machine.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -82,7 +90,7 @@ def _become(
     try:
         os.setsid()
         os.chdir(directory)
-        os.environ.update(environment)
+        os.environ.update({**ENVIRONMENT, **environment})
         for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
             os.dup2(descriptor, target)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)

@@ -1,6 +1,6 @@
 """Configs are changed at random, checked, and planned for; a small one that is accepted has to train a step.
 
-    python -m tests.fuzz.configs --count 1000
+    python -m tests.fuzz configs --count 1000
 
 A tiny config with a corpus is the base. Values of every kind go to places of its tree; keys go, come and are mistyped.
 What `--check` accepts without naming an absent file trains a step in one process, where it asks for one rank and for no
@@ -12,8 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from tests.fuzz.commands import Ended, broken_promise, run
-from tests.fuzz.fuzzing import main
+from tests.fuzz.fuzzing import scratch
 from zero_tp.data.indexed import IndexedWriter
 
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TQDM_DISABLE": "1"}
 VOCABULARY, TRAINED_SHARE = 64, 0.15
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -103,7 +100,7 @@ ODD: tuple[Any, ...] = (
 @cache
 def base() -> Path:
     """Return a directory with a corpus of `VOCABULARY` tokens."""
-    directory = Path(tempfile.mkdtemp(prefix="zero_tp-configs-"))
+    directory = scratch()
     (directory / "data").mkdir()
     with IndexedWriter(directory / "data" / "train", VOCABULARY) as writer:
         for size in (5, 40, 60):
@@ -183,27 +180,18 @@ def case(draw: random.Random, directory: Path) -> str:
     (directory / "run.json").write_text(text)
     world = [] if (drawn := draw.random()) < 0.3 else ["--world-size", "1" if drawn < 0.9 else str(draw.choice(ODD))]
     told = f"{changes} {' '.join(world)}"
-    checked = run("launch/pretrain.py", ["--check", "run.json", *world], directory, environment=ENVIRONMENT)
+    checked = run("launch/pretrain.py", ["--check", "run.json", *world], directory)
     plain(checked, f"--check of {told}")
     if draw.random() < 0.2:
         options = [*(world or ["--world-size", "1"]), "--device", draw.choice(["cpu", "h100-80gb"])]
         options += draw.choice([[], [], ["--search", "--top", "2"], ["--json"]])
-        plain(run("launch/plan.py", ["run.json", *options], directory, environment=ENVIRONMENT), f"plan of {told}")
+        plain(run("launch/plan.py", ["run.json", *options], directory), f"plan of {told}")
     if checked.status:
         return "refused"
     told_absent = "not here" in checked.out
     if told_absent or world != ["--world-size", "1"] or parameters(config) > 1e6 or draw.random() > TRAINED_SHARE:
         return "absent" if told_absent else "accepted"
-    trained = run("launch/pretrain.py", ["--deepspeed_config", "run.json"], directory, environment=ENVIRONMENT)
+    trained = run("launch/pretrain.py", ["--deepspeed_config", "run.json"], directory)
     plain(trained, f"training of {told}")
     assert trained.status == 0, f"accepted by --check, and cannot start: {told}: {trained.err[-500:]}"
     return "trained"
-
-
-if __name__ == "__main__":
-    import deepspeed  # noqa: F401 - the commands' forks have it then
-    import transformers  # noqa: F401
-
-    import zero_tp.training.loop  # noqa: F401
-
-    sys.exit(main(case, (__doc__ or "").partition("\n")[0]))

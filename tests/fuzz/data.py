@@ -1,6 +1,6 @@
 """Documents and corpora are damaged at random, prepared, and read.
 
-    python -m tests.fuzz.data --count 1000
+    python -m tests.fuzz data --count 1000
 
 What `prepare_data.py` accepts holds the ids that the tokenizer gives for the documents that a few lines here find in
 the same files; a damaged output is never "up to date"; a damaged corpus is refused in one line, or is known as another.
@@ -13,19 +13,16 @@ import json
 import os
 import random
 import shutil
-import sys
-import tempfile
 import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz.commands import Ended, broken_promise, run
-from tests.fuzz.fuzzing import main
+from tests.fuzz.fuzzing import scratch
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.errors import BAD_INPUT, UserError
 
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 WORDS = [
     "peace",
     "war",
@@ -150,7 +147,7 @@ def check(output: Path, texts: list[str]) -> None:
 @cache
 def prepared() -> tuple[Path, list[str]]:
     """Return a directory with a prepared corpus in `out` of `a.jsonl`, and the command's arguments."""
-    directory = Path(tempfile.mkdtemp(prefix="zero_tp-data-"))
+    directory = scratch()
     texts = [f"document {number} of peace and war " * 5 for number in range(30)]
     (directory / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["--input", "a.jsonl", "--tokenizer", "bpe:300", "--output", "out"]
@@ -160,7 +157,7 @@ def prepared() -> tuple[Path, list[str]]:
 
 
 def prepare(arguments: list[str], directory: Path) -> Ended:
-    return run("launch/prepare_data.py", arguments, directory, environment=ENVIRONMENT)
+    return run("launch/prepare_data.py", arguments, directory)
 
 
 def plain(ended: Ended, told: str) -> None:
@@ -256,9 +253,3 @@ def case(draw: random.Random, directory: Path) -> str:
     again = prepare(arguments, directory)
     assert again.status == 0 and "up to date" in again.out, f"{told}: prepared again: {again.out} {again.err}"
     return "prepared"
-
-
-if __name__ == "__main__":
-    import transformers  # noqa: F401 - the commands' forks have it then
-
-    sys.exit(main(case, (__doc__ or "").partition("\n")[0]))

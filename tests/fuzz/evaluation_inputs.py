@@ -1,6 +1,6 @@
 """What evaluation reads beside a model is damaged at random: reports, task files, texts, tokenizers and options.
 
-    python -m tests.fuzz.evaluation_inputs --count 1000
+    python -m tests.fuzz evaluation_inputs --count 1000
 
 A command ends as every command does; what leaves the figures as they were leaves them bit for bit; nothing runs code
 of a task file.
@@ -13,8 +13,6 @@ import json
 import os
 import random
 import shutil
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 from tests.fuzz import models
 from tests.fuzz.commands import Ended, broken_promise, run
-from tests.fuzz.fuzzing import main
+from tests.fuzz.fuzzing import scratch
 
 DOCUMENTS = [f"{models.TEXT[:60]} {number}" for number in range(5)]
 ODD: tuple[Any, ...] = (
@@ -46,7 +44,7 @@ TASK: dict[str, Any] = {
 
 
 def evaluate(workplace: Path, *words: str) -> Ended:
-    return run("eval/zero_shot.py", words, workplace, environment=models.ENVIRONMENT, limit=60)
+    return run("eval/zero_shot.py", words, workplace, limit=60)
 
 
 def of_lines(*words: str) -> tuple[str, ...]:
@@ -65,12 +63,11 @@ def furnish(workplace: Path) -> Path:
 @cache
 def whole() -> dict[str, Any]:
     """The report of what is not damaged."""
-    with tempfile.TemporaryDirectory(prefix="zero_tp-fuzz-whole-") as folder:
-        workplace = furnish(Path(folder))
-        ended = evaluate(workplace, *of_lines())
-        assert ended.status == 0, ended.err
-        found: dict[str, Any] = json.loads((workplace / "report.json").read_text())
-        return found
+    workplace = furnish(scratch())
+    ended = evaluate(workplace, *of_lines())
+    assert ended.status == 0, ended.err
+    found: dict[str, Any] = json.loads((workplace / "report.json").read_text())
+    return found
 
 
 def kept(ended: Ended, what: str) -> bool:
@@ -229,7 +226,7 @@ def tasks(chance: random.Random, workplace: Path) -> str:
     (directory / "mine.yaml").write_text(text)
     words = ["--model", "model", "--tasks", "mine", "--include-path", "tasks", "--device", "cpu", "--limit", "2"]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(workplace / "cache"), "HF_DATASETS_OFFLINE": "1"}
-    ended = run("eval/zero_shot.py", words, workplace, environment=models.ENVIRONMENT | environment, limit=90)
+    ended = run("eval/zero_shot.py", words, workplace, environment=environment, limit=90)
     accepted = kept(ended, f"--include-path: {what}")
     assert not (workplace / "ran").exists(), f"--include-path: {what}: its code was run"
     return "accepted" if accepted else "refused"
@@ -242,7 +239,3 @@ def case(chance: random.Random, directory: Path) -> str:
     furnish(directory)
     (kind,) = chance.choices(tuple(KINDS), tuple(KINDS.values()))
     return f"{kind.__name__} {kind(chance, directory)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(case, __doc__ or ""))

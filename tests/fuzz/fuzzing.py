@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+import atexit
+import os
 import random
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +16,31 @@ Case = Callable[[random.Random, Path], str]
 """Makes a random input in an empty directory and tries it → how that ended ("refused", "accepted", …), for the count.
 
 Raises AssertionError: a promise is broken; says what was changed and what came of it."""
+
+
+def scratch() -> Path:
+    """Make a directory that is there until this process ends, whatever its forks do at their ends."""
+    directory, owner = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return directory
+
+
+def in_a_child(work: Callable[[], None]) -> None:
+    """Do what starts threads: none may have run in the process that forks commands."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0, "the base of all cases could not be made"
 
 
 def fuzz(case: Case, count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[str]]:
@@ -35,18 +62,3 @@ def fuzz(case: Case, count: int, seed: int, only: int | None = None) -> tuple[Co
         finally:
             shutil.rmtree(directory, ignore_errors=True)
     return ends, broken
-
-
-def main(case: Case, description: str) -> int:
-    """Run the command line of a fuzzer: 0 when every promise held."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--count", type=int, default=100, help="cases to run (default 100)")
-    parser.add_argument("--seed", type=int, help="of all cases; by default a fresh one")
-    parser.add_argument("--case", type=int, help="run this case of the seed alone")
-    arguments = parser.parse_args()
-    seed = random.SystemRandom().randrange(2**32) if arguments.seed is None else arguments.seed
-    ends, broken = fuzz(case, arguments.count, seed, arguments.case)
-    for line in broken:
-        print(line)
-    print(f"seed {seed}: " + ", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
-    return 1 if broken else 0

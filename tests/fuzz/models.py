@@ -1,6 +1,6 @@
 """Hugging Face model directories are damaged at random, and evaluated, sampled from and read by training.
 
-    python -m tests.fuzz.models --count 1000
+    python -m tests.fuzz models --count 1000
 
 What a command makes of a directory whose weights, index or header are damaged equals what it makes of the whole one, or
 it refuses. What a config or a tokenizer says may be another model: there evaluation and training have to agree on its
@@ -14,7 +14,6 @@ import math
 import os
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -22,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.commands import Ended, broken_promise, run
-from tests.fuzz.fuzzing import main
+from tests.fuzz.fuzzing import in_a_child, scratch
 
 TEXT = "some words of a text, and more of them, for the state of our union. " * 4
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
 TRAINING = """
 import sys
 from pathlib import Path
@@ -97,16 +95,8 @@ def base() -> tuple[Path, dict[tuple[str, str], Any]]:
 
     import zero_tp.evaluation.zero_shot  # noqa: F401
 
-    directory = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-models-"))
-    child = os.fork()  # it starts threads, and none may have run in the process that forks commands
-    if child == 0:
-        try:
-            make(directory)
-            os._exit(0)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0, "the whole models could not be made"
+    directory = scratch()
+    in_a_child(lambda: make(directory))
     return directory, {}
 
 
@@ -121,7 +111,7 @@ def furnish(workplace: Path, name: str) -> Path:
 
 def begun(consumer: str, workplace: Path) -> Ended:
     script = str(workplace / consumer) if consumer == "training.py" else consumer
-    return run(script, CONSUMERS[consumer], workplace, environment=ENVIRONMENT, limit=60)
+    return run(script, CONSUMERS[consumer], workplace, limit=60)
 
 
 def outcome(consumer: str, ended: Ended, workplace: Path) -> Any:
@@ -360,7 +350,3 @@ def case(chance: random.Random, directory: Path) -> str:
     same = math.isclose(evaluated, trained, rel_tol=1e-4)
     assert same, f"{what}: evaluation computes {evaluated}, training {trained}"
     return "evaluated as trained"
-
-
-if __name__ == "__main__":
-    sys.exit(main(case, __doc__ or ""))

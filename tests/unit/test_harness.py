@@ -125,7 +125,7 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
 
 def test_task_files_run_no_python(model: Path, tmp_path: Path) -> None:
     file, directory = tmp_path / "x.jsonl", tmp_path / "tasks"
-    file.write_text('{"text": "one", "answer": "two"}\n' * 2)
+    file.write_text("".join(f'{{"text": "one", "answer": "two", "number": {number}}}\n' for number in (1, 2)))
     directory.mkdir()
     (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
     plain: dict[str, Any] = {
@@ -152,7 +152,8 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path) -> None:
     refuses("SecurityError", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
-    refuses("mine: its data can't be read", doc_to_text="{{ nothing }}")
+    refuses("mine: its data can't be read .UndefinedError", doc_to_text="{{ nothing }}")
+    refuses("mine: document 2 of its data doesn't fit its task file", doc_to_text="{{ 1 // (number - 2) }}")
     os.mkfifo(directory / "pipe.yaml")
     refuses("not a regular file")
     (directory / "pipe.yaml").unlink()

@@ -19,6 +19,7 @@ from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.checkpoint.manifest import UNHASHED, UNHASHED_FORMAT
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
+from zero_tp.evaluation import pretrained
 from zero_tp.tensors import files
 
 TINY = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=31, bos_token_id=0, eos_token_id=0)
@@ -90,13 +91,18 @@ def test_missing_and_wrong_keys_are_named(checkpoint: Path, form: int) -> None:
 
 
 def test_a_manifest_of_before_there_was_a_hash_is_read_and_said_to_be_unhashed(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pretrained, "_open_tokenizer", lambda *_: None)
+    (tmp_path / "tokenizer.json").write_text("{}")
     whole = to_huggingface(checkpoint, tmp_path / "whole")
     assert whole.hashed and UNHASHED not in table(inspect(checkpoint))
+    assert not pretrained.open_directory(checkpoint, tokenizer=tmp_path).note
     with rewritten(checkpoint) as manifest:
         manifest["format"] = UNHASHED_FORMAT
     assert not to_huggingface(checkpoint, tmp_path / "export").hashed and UNHASHED in table(inspect(checkpoint))
+    note = pretrained.open_directory(checkpoint, tokenizer=tmp_path).note
+    assert note == f"{checkpoint / MANIFEST} is {UNHASHED}"
     contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "export")]
     assert contents[0] == contents[1]
     with rewritten(checkpoint) as manifest:

@@ -130,9 +130,16 @@ def _lock(file: IO[Any], kind: int) -> bool:
 
 
 def write_config(run: Path, resolved: dict[str, Any]) -> None:
-    """Replace the run's config at once; it is on the disk then."""
-    write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
-    _sync(run)
+    """Replace the run's config at once; it is on the disk then.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
+        _sync(run)
+    except OSError as error:
+        raise UserError(f"{run / CONFIG}: cannot be written ({error.strerror}); make room for it") from error
 
 
 def checkpoints_of(run: Path) -> Path:

@@ -8,7 +8,7 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -119,27 +119,32 @@ def look(
     return Found(checkpoint, manifest, tuple(notes))
 
 
-def agree(found: Found, run: Path) -> Found:
+def agree(found: Found, run: Path, read: Mapping[str, str] | None = None) -> Found:
     """Return what every rank has found. Collective: each rank comes here whatever it has found.
 
+    Args:
+        read: what else this rank has read, by what it is; all must have read the same.
+
     Raises:
-        UserError: what they found differs, or cannot be resumed.
+        UserError: what they found or read differs, or cannot be resumed.
     """
-    told = (found.describe(), socket.gethostname())
-    ranks: list[tuple[str, str]] = [told] * dist.get_world_size()
-    dist.all_gather_object(ranks, told)
-    holders: dict[str, list[int]] = {}
-    for rank, (what, _) in enumerate(ranks):
-        holders.setdefault(what, []).append(rank)
-    if len(holders) > 1:
-        seen = "; ".join(
-            f"{what} on {_named(held)} ({', '.join(sorted({ranks[rank][1] for rank in held})[:3])})"
-            for what, held in list(holders.items())[:4]
-        )
-        raise UserError(
-            f"{run}: the ranks do not see the same checkpoint: {seen}; put the run on storage that all nodes share, "
-            "or wait until it shows all of them the same"
-        )
+    told = {f"{run}: the ranks do not see the same checkpoint": found.describe()}
+    told |= {f"the ranks do not read the same {what}": content for what, content in (read or {}).items()}
+    ranks: list[tuple[dict[str, str], str]] = [(told, "")] * dist.get_world_size()
+    dist.all_gather_object(ranks, (told, socket.gethostname()))
+    for problem in {key: None for seen, _ in ranks for key in seen}:
+        holders: dict[str, list[int]] = {}
+        for rank, (seen, _) in enumerate(ranks):
+            holders.setdefault(seen.get(problem, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            each = "; ".join(
+                f"{what} on {_named(held)} ({', '.join(sorted({ranks[rank][1] for rank in held})[:3])})"
+                for what, held in list(holders.items())[:4]
+            )
+            raise UserError(
+                f"{problem}: {each}; put it on storage that all nodes share, or wait until it shows all of them the "
+                "same"
+            )
     if found.refusal is not None:
         raise found.refusal
     return found

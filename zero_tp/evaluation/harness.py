@@ -182,7 +182,7 @@ class Catalogue:
             with isolated(), only_data(only):
                 loaded = manager.load([asked])
                 for task in loaded["tasks"].values():
-                    _ask_first(task)
+                    _fill_in(task, self.options.limit)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
@@ -236,13 +236,23 @@ class Catalogue:
             task.set_config(key="num_fewshot", value=0)
 
 
-def _ask_first(task: Any) -> None:
-    """Fill in the first document, so that what is wrong with a task file is told before the model is read."""
-    for document in islice(task.eval_docs, 1):
-        task.doc_to_text(document)
-        task.doc_to_target(document)
-        if task.OUTPUT_TYPE == "multiple_choice":
-            task.doc_to_choice(document)
+def _fill_in(task: Any, limit: int | None) -> None:
+    """Fill in every document, so that what is wrong with one is told before the model is read.
+
+    Raises:
+        UserError: a document does not fit the task file.
+    """
+    for number, document in enumerate(islice(task.eval_docs, limit), 1):
+        try:
+            task.doc_to_text(document)
+            task.doc_to_target(document)
+            if task.OUTPUT_TYPE == "multiple_choice":
+                task.doc_to_choice(document)
+        except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
+            raise UserError(
+                f"document {number} of its data doesn't fit its task file ({type(error).__name__}: "
+                f"{first_line(error)}); mend either"
+            ) from error
 
 
 class HarnessTask(Task):

@@ -11,7 +11,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zero_tp.checkpoint.convert import config_of, tokenizer_of
-from zero_tp.checkpoint.directory import find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.manifest import UNHASHED
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
@@ -29,6 +30,7 @@ class ModelDirectory:
 
     Attributes:
         step: of the training run; None where that isn't known.
+        note: what a person has to know of it, in a line; else empty.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class ModelDirectory:
     tokenizer: PreTrainedTokenizerBase
     allow_pickle: bool = False
     step: int | None = None
+    note: str = ""
 
     def sequence_length(self, asked: int | None) -> int:
         """Return the tokens of a window: `asked`, or all positions the model has, where its config says so.
@@ -130,7 +133,7 @@ def _is_run(path: Path) -> bool:
     """Tell whether the directory is a training run or one of its checkpoints."""
     if (path / "checkpoints").is_dir() or "checkpoints" in (path.name, path.parent.name):
         return True
-    if (path / "metrics.jsonl").is_file() or (path / "manifest.json").is_file():
+    if (path / "metrics.jsonl").is_file() or (path / MANIFEST).is_file():
         return True
     try:
         return "zero_tp" in read_object(path / "config.json")
@@ -145,7 +148,8 @@ def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
     found = tokenizer_of(tokenizer, manifest.tokenizer)
     if found is None:
         raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
-    return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest.step)
+    note = "" if manifest.hashed else f"{checkpoint / MANIFEST} is {UNHASHED}"
+    return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest.step, note=note)
 
 
 def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:

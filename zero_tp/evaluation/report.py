@@ -47,7 +47,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 def table(report: Mapping[str, Any]) -> str:
     """Lay the results out for a person: a heading and a line for each of zero_tp's own tasks, then lm-eval's table."""
-    parts: list[str] = []
+    parts: list[str] = [note] if (note := report["model"].get("note")) else []
     harness: dict[str, dict[str, Any]] = {}
     rows: list[tuple[str, ...]] = []
     for task, result in report["tasks"].items():

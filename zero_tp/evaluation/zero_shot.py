@@ -98,6 +98,7 @@ def evaluate(
         "model": {
             "path": str(directory.path),
             "step": directory.step,
+            **({"note": directory.note} if directory.note else {}),
             "model_type": directory.config.model_type,
             "class": type(subject.module).__name__,
             "parameters": subject.module.num_parameters(),

@@ -136,7 +136,7 @@ def train(
         topology, device = connect_deepspeed(config, environment, verbose)
         if watch is not None:
             watch.connect()
-        found = agree(found, directory)
+        found = agree(found, directory, run.read())
         checkpoint, manifest = found.checkpoint, found.manifest
         notes += found.notes
         with hushed(verbose):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
-from zero_tp.checkpoint.manifest import Manifest
+from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
@@ -58,7 +59,16 @@ class PreparedRun:
     @cached_property
     def validation_corpora(self) -> dict[str, dict[str, Any]]:
         """Return what the validation corpora are, by prefix."""
-        return {corpus.prefix: corpus.identity() for corpus in self.validation.corpora} if self.validation else {}
+        corpora = self.validation.corpora if self.validation else ()
+        return {corpus.prefix: corpus.identity(whole=self.whole) for corpus in corpora}
+
+    def read(self) -> dict[str, str]:
+        """Return what was read, by what it is, as ranks compare it."""
+        corpora = {f"corpus {prefix}": each for prefix, each in (self.corpora | self.validation_corpora).items()}
+        read = {"config": self.config.resolved(), "model": json.loads(self.model_config.to_json_string()), **corpora}
+        # `content` is what one rank of a node has read.
+        known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
+        return {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
 
     def pretrained(self) -> PretrainedSource | None:
         """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
