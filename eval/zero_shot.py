@@ -9,7 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from zero_tp import cli
-from zero_tp.errors import visible
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.quiet import quiet_libraries
@@ -98,7 +97,7 @@ def main(environment: RankEnvironment) -> None:
     from zero_tp.evaluation import report
 
     if options.compare:
-        print(visible(report.comparison(*options.compare)))
+        print(report.comparison(*options.compare))
         return
 
     from zero_tp.evaluation.registry import parse_data, parse_tasks
@@ -108,7 +107,7 @@ def main(environment: RankEnvironment) -> None:
     settings = EvaluationSettings(**{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)})
     found = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
     if environment.rank == 0:
-        print(visible(report.table(found)))
+        print(report.table(found))
         if options.output:
             report.write_report(options.output, found)
             print(f"wrote {options.output}")

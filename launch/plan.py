@@ -70,8 +70,8 @@ def main() -> None:
     from zero_tp.config import RunConfig
     from zero_tp.planning.plan import device, plan
 
-    chosen = device(options.device, options.world_size)
     config = RunConfig.load(options.file, options.set, options.world_size // options.pipeline)
+    chosen = device(options.device, options.world_size)
     made = plan(config, chosen, pipeline=options.pipeline, interleaving=options.interleaving)
     from zero_tp.planning import report
     from zero_tp.planning.search import Candidate, Search, write

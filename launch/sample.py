@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from zero_tp import cli
-from zero_tp.errors import UserError, first_line, visible
+from zero_tp.errors import UserError, first_line
 from zero_tp.process.quiet import quiet_libraries
 
 TOKENS = 80
@@ -81,7 +81,7 @@ def main() -> None:
         )
     except Exception as error:  # what its config and its settings of generation make of transformers' code
         raise UserError(f"{options.model}: transformers can't continue the prompt: {first_line(error)}") from error
-    print(visible(str(tokenizer.decode(output[0], skip_special_tokens=True))))
+    print(str(tokenizer.decode(output[0], skip_special_tokens=True)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import select
 import signal
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line
+from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, show_visibly
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 
@@ -27,28 +26,32 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    It ends with status 2 and one line `error: …` on stderr after a `UserError`, with 130 after Ctrl-C, with 143 after
-    SIGTERM and with 141 when the reader of standard output has gone (`… | head`), these without a traceback and each
-    after what it has begun to write is cleaned up. Every other exception is a fault of ours and keeps its traceback.
+    It ends with status 2 and one line `error: …` on stderr after a `UserError` or a system's error that names a file,
+    with 130 after Ctrl-C, with 143 after SIGTERM and with 141 when the reader of standard output has gone (`… | head`),
+    these without a traceback and each after what it has begun to write is cleaned up. Every other exception is a fault
+    of ours and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
+    show_visibly()
     try:
         status = main() or 0
         sys.stdout.flush()
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         status = BAD_INPUT
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _stdout_reader_gone():
+            # The interpreter flushes stdout once more at exit; give it somewhere to go.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = BROKEN_PIPE
+        elif (told := of_a_file(error)) is not None:
+            print(error_line(told), file=sys.stderr)
+            status = BAD_INPUT
+        else:
+            raise  # another pipe or socket: a real fault
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED
-    except BrokenPipeError:
-        if not _stdout_reader_gone():
-            raise  # another pipe or socket: a real fault
-        # The interpreter flushes stdout once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = BROKEN_PIPE
     sys.exit(status)
 
 

@@ -41,7 +41,7 @@ class Device(Block):
     inter_gbps: Rate = Field(description="Link to other nodes, per device and direction [GB/s].")
     host_gbps: Rate = Field(default=25, description="Link to host memory, per direction [GB/s].")
     host_memory_gib: Rate = Field(default=1024, description="Host memory of a node [GiB], for what is offloaded.")
-    per_node: Annotated[int, Field(gt=0, le=2**20)] = Field(default=8, description="Devices of a node.")
+    per_node: Annotated[int, Field(gt=0, le=2**31 - 1)] = Field(default=8, description="Devices of a node.")
     matrix_share: Share = Field(default=0.7, description="Share of the matrix peak that large products reach.")
     memory_share: Share = Field(default=0.8, description="Share of the memory bandwidth that is reached.")
     link_share: Share = Field(default=0.75, description="Share of the links' bandwidth that collectives reach.")

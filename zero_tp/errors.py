@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
+import sys
 import unicodedata
 from collections.abc import Iterable
 
@@ -50,6 +52,23 @@ def _seen(letter: str) -> bool:
     return letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
 
 
+class VisibleOutput(io.TextIOWrapper):
+    """A text stream shows what a terminal would obey: names of files and libraries' texts may hold anything."""
+
+    def write(self, text: str) -> int:
+        super().write(visible(text))
+        return len(text)
+
+
+def show_visibly() -> None:
+    """Have all that this process prints from now on go through `VisibleOutput`."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and not isinstance(out, VisibleOutput):
+        buffering = out.line_buffering
+        out.flush()
+        sys.stdout = VisibleOutput(out.buffer, out.encoding, errors="backslashreplace", line_buffering=buffering)
+
+
 def one_line(text: str, limit: int | None = None) -> str:
     """Return `text` with its lines and blanks joined by single blanks, what doesn't print escaped, and cut after
     `limit` characters."""
@@ -60,6 +79,15 @@ def one_line(text: str, limit: int | None = None) -> str:
 def error_line(error: object, limit: int = _LONGEST) -> str:
     """Return the one line that a person reads of `error`, its text cut after `limit` characters."""
     return f"error: {one_line(str(error), limit)}"
+
+
+def of_a_file(error: OSError) -> UserError | None:
+    """Return what a person is told of a system's error that names a file; None where it names none."""
+    if error.filename is None:
+        return None
+    told = UserError(f"{error.filename}: {error.strerror}")
+    told.__cause__ = error
+    return told
 
 
 def first_line(error: BaseException) -> str:

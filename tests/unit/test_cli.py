@@ -25,6 +25,7 @@ def script(body: str) -> list[str]:
         ("pass", 0, ""),
         ("return 7", 7, ""),
         ("raise UserError('a.json: wrong\\n  key')", 2, "error: a.json: wrong key\n"),
+        ("open('no' * 200)", 2, f"error: {'no' * 200}: File name too long\n"),
         ("cli.Parser().parse_args(['--x'])", 2, "error: unrecognized arguments: --x (python -c --help explains the "),
     ],
 )
@@ -32,6 +33,11 @@ def test_status_and_message(body: str, status: int, error: str) -> None:
     done = subprocess.run(script(body), cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == status
     assert done.stderr.startswith(error) and done.stderr.count("\n") == bool(error)
+
+
+def test_what_a_terminal_would_obey_is_shown() -> None:
+    done = subprocess.run(script(r"print('a\tb\x1b[31m\r\udcff', 'é')"), cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.decode() == "a\tb\\x1b[31m\\r\\udcff é\n"
 
 
 @pytest.mark.parametrize("body", ["raise ValueError('ours')", "raise BrokenPipeError('a socket')"])

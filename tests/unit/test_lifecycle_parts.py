@@ -59,6 +59,7 @@ def start(body: str, directory: Path, launcher: str = "", **variables: str) -> s
         ("raise KeyboardInterrupt", 130, "", "interrupted"),
         ("{}['key']", 1, "", "rank 0 failed: KeyError: 'key'"),
         ("threading.Thread(target=time.sleep, args=(60,)).start()", 0, "", ""),
+        ("open('/no/such/file')", 2, "", "error: /no/such/file: No such file or directory"),
         ("sys.stderr.close(); raise UserError('unheard')", 2, "", ""),
     ],
 )

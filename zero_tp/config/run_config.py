@@ -21,7 +21,7 @@ from zero_tp.config.resolve import (
     resolve_batch,
 )
 from zero_tp.config.schema import FROM, ZeroTP, check_model, check_recompute
-from zero_tp.errors import ConfigError, visible
+from zero_tp.errors import ConfigError
 from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import validate
@@ -217,7 +217,7 @@ def describe(config: RunConfig) -> str:
     )
     notes = [("no effect", text) for text in config.without_effect()]
     notes += [("not here", f"{path}, which a run needs") for path in config.absent()]
-    return visible("\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes)))
+    return "\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes))
 
 
 def _number(value: int | None) -> str:

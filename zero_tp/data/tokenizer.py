@@ -114,6 +114,7 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
+            found.decode(found.encode("a"))  # which use settings that nothing has looked at
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
     return found

@@ -37,7 +37,7 @@ from typing import NoReturn
 
 import psutil
 
-from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, one_line
+from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, one_line, show_visibly
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
 from zero_tp.process.signals import Requests, listen
@@ -92,6 +92,7 @@ class _Rank:
         self.leaving = False
 
     def run(self, main: Callable[[], int | None]) -> NoReturn:
+        show_visibly()
         faulthandler.enable()  # a crash in C++ shows where
         launchers = self.environment.launchers()
         if launchers:
@@ -107,6 +108,9 @@ class _Rank:
             status = self._exited(exit_)
         except UserError as error:
             status = self._refused(error)
+        except OSError as error:
+            told = of_a_file(error)
+            status = self._failed(error) if told is None else self._refused(told)
         except BaseException as error:
             status = self._failed(error)
         self._leave(status)
