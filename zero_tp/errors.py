@@ -53,7 +53,14 @@ def _seen(letter: str) -> bool:
 
 
 class VisibleOutput(io.TextIOWrapper):
-    """A text stream shows what a terminal would obey: names of files and libraries' texts may hold anything."""
+    """A text stream shows what a terminal would obey: names of files and libraries' texts may hold anything.
+
+    It writes where another stream does, which is kept: its end would close the file.
+    """
+
+    def __init__(self, other: io.TextIOWrapper):
+        super().__init__(other.buffer, other.encoding, errors="backslashreplace", line_buffering=other.line_buffering)
+        self._other = other
 
     def write(self, text: str) -> int:
         super().write(visible(text))
@@ -64,9 +71,8 @@ def show_visibly() -> None:
     """Have all that this process prints from now on go through `VisibleOutput`."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and not isinstance(out, VisibleOutput):
-        buffering = out.line_buffering
         out.flush()
-        sys.stdout = VisibleOutput(out.buffer, out.encoding, errors="backslashreplace", line_buffering=buffering)
+        sys.stdout = VisibleOutput(out)
 
 
 def one_line(text: str, limit: int | None = None) -> str:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import random
 import sys
 
+from tests.fuzz.commands import ENVIRONMENT
 from tests.fuzz.fuzzing import fuzz
 
 NAMES = ("configs", "data", "checkpoints", "models", "evaluation_inputs", "inputs")
@@ -25,6 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(NAMES)):
         parser.error(f"no fuzzer {unknown[0]}")
+    os.environ.update(ENVIRONMENT)  # libraries read it when they are imported
     # What the commands import is there before they are forked.
     for module in ("deepspeed", "transformers", "zero_tp.training.loop", "zero_tp.evaluation.zero_shot"):
         importlib.import_module(module)
