@@ -190,7 +190,7 @@ def test_ranks_agree_on_what_they_resume(ranks: Pools, copied: tuple[Path, Path]
         assert said.startswith(f"error: {nothing}: no complete checkpoint there"), said
 
 
-def reading(path: str, corpora: list[str]) -> str:
+def reading(path: str, corpora: list[str], changed_for_the_last: str = "") -> str:
     """What a rank, for which the config names a corpus of its own, is told of what the others read."""
     import torch.distributed as dist
 
@@ -198,7 +198,9 @@ def reading(path: str, corpora: list[str]) -> str:
     from zero_tp.errors import UserError
     from zero_tp.training.run import PreparedRun
 
-    config = RunConfig.load(path, world_size=dist.get_world_size())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    changes = [changed_for_the_last] if last and changed_for_the_last else []
+    config = RunConfig.load(path, changes, dist.get_world_size())
     with contextlib.chdir(corpora[dist.get_rank()]):
         try:
             agree(Found(), Path("RUN"), PreparedRun(config, Path("RUN"), whole=dist.get_rank() == 0).read())
@@ -215,6 +217,9 @@ def test_ranks_agree_on_what_they_read(ranks: Pools, copied: tuple[Path, Path], 
             writer.add_document(np.arange(3 * SEQUENCE) % VOCABULARY)
     words = str(copied[0]), list(map(str, folders))
     assert ranks(2).run(reading, *words) == ["", ""]
+    for said in ranks(2).run(reading, *words, "zero_tp.training.steps=5"):
+        assert said.startswith("the ranks do not read the same config: zero_tp.training.steps: 4 on rank 0 ("), said
+        assert "; 5 on rank 1 (" in said
     data = folders[1] / "nowhere" / "train.bin"
     data.write_bytes(data.read_bytes()[::-1])
     for said in ranks(2).run(reading, *words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, shown
 from zero_tp.models.architectures.configs import check_unchanged, fields_of
 from zero_tp.weights.load import PretrainedSource
 
@@ -68,7 +69,8 @@ class PreparedRun:
         read = {"config": self.config.resolved(), "model": json.loads(self.model_config.to_json_string()), **corpora}
         # `content` is what one rank of a node has read.
         known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
-        return {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
+        keys = {f"config: {key}": shown(value) for key, value in _leaves("", read["config"])}  # names the key at first
+        return keys | {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
 
     def pretrained(self) -> PretrainedSource | None:
         """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
@@ -118,6 +120,14 @@ class PreparedRun:
             if not given and name not in trained:
                 setattr(hf_config, name, token)
         return hf_config
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, inner)
+    else:
+        yield path, value
 
 
 def _described(corpus: dict[str, Any]) -> str:
