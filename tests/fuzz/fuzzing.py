@@ -44,7 +44,7 @@ def in_a_child(work: Callable[[], None]) -> None:
 
 
 def fuzz(case: Case, count: int, seed: int, only: int | None = None) -> tuple[Counter[str], list[str]]:
-    """Run `count` cases → (how many ended how, the broken promises).
+    """Run `count` cases, or those up to an interrupt → (how many ended how, the broken promises).
 
     Args:
         seed: case k of it is the same whatever the count.
@@ -56,6 +56,9 @@ def fuzz(case: Case, count: int, seed: int, only: int | None = None) -> tuple[Co
         directory = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-"))
         try:
             ends[case(random.Random(f"{seed}/{number}"), directory)] += 1
+        except KeyboardInterrupt:
+            ends["interrupted"] += 1
+            break
         except AssertionError as error:
             ends["broken"] += 1
             broken.append(f"--seed {seed} --case {number}: {error}")

@@ -5,9 +5,15 @@ Each is a mistake of the kind that this field makes: the code still runs and tra
 
 from __future__ import annotations
 
-from tests.mutants import decoders, evaluation, layers, runs
+from tests.mutants import decoders, evaluation, layers, runs, trust
 from tests.mutants.mutant import Mutant
 
-MUTANTS: dict[str, Mutant] = {**layers.MUTANTS, **decoders.MUTANTS, **runs.MUTANTS, **evaluation.MUTANTS}
+MUTANTS: dict[str, Mutant] = {
+    **layers.MUTANTS,
+    **decoders.MUTANTS,
+    **runs.MUTANTS,
+    **evaluation.MUTANTS,
+    **trust.MUTANTS,
+}
 
 __all__ = ["MUTANTS", "Mutant"]
