@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
+import hashlib
 import json
 import math
 import os
+import shutil
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_tp.errors import ConfigError, shown
+from zero_tp.errors import ConfigError, UserError, shown
 
 MOST_BYTES = 2**28
 """JSON files are at most as long as this, of which Python makes up to ten times as much."""
@@ -35,6 +40,63 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def partial_directory(output: Path, rescue: Callable[[Path], object] = lambda left: None) -> Iterator[Path]:
+    """Make an empty hidden directory beside `output`, of this process alone, which is gone at the end of the block.
+
+    What a killed process left there is cleared first.
+
+    Args:
+        rescue: called with the directory before it is cleared, then and at the end.
+
+    Raises:
+        UserError: another process is writing there.
+        OSError: it cannot be made.
+    """
+    partial = _partial(output)
+    partial.mkdir(parents=True, exist_ok=True)
+    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it if its holder dies
+    except BlockingIOError:
+        os.close(held)
+        raise UserError(f"{output}: another process writes it now: wait for it, or choose another --output") from None
+    except OSError:  # a file system that has none
+        if any(partial.iterdir()):
+            os.close(held)
+            raise UserError(f"{partial} is left of another process: remove it unless that still runs") from None
+    try:
+        rescue(partial)
+        for each in partial.iterdir():
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each)
+            else:
+                each.unlink()
+        yield partial
+    finally:
+        try:
+            if partial.is_dir():  # no longer, where it has become the output
+                rescue(partial)
+                shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            os.close(held)
+
+
+def clear_partial(output: Path) -> None:
+    """Clear what a killed process left of `output`; one that still runs keeps it."""
+    with contextlib.suppress(UserError, OSError):
+        if _partial(output).is_dir():
+            with partial_directory(output):
+                pass
+
+
+def _partial(output: Path) -> Path:
+    name = output.absolute().name
+    if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+    return output.absolute().parent / f".{name}.partial"
 
 
 def exchange(first: Path, second: Path) -> None:

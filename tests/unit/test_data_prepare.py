@@ -15,8 +15,9 @@ from transformers import AutoTokenizer
 
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.prepare import Prepared, PrepareSettings, _partial, prepare
+from zero_tp.data.prepare import Prepared, PrepareSettings, prepare
 from zero_tp.errors import UserError
+from zero_tp.files import partial_directory
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"Document {i}: the café at number {i * i}\n\tcosts {i} €. 你好 👋 <|endoftext|> 'tis  so" for i in range(40)]
@@ -305,7 +306,7 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     (left / "tokenizer").mkdir(parents=True)
     (left / "tokenizer" / "a.json").touch()
     (left / "train.bin").write_bytes(b"half")
-    with _partial(tmp_path / "out"), pytest.raises(UserError, match="another process prepares it now"):
+    with partial_directory(tmp_path / "out"), pytest.raises(UserError, match="another process writes it now"):
         run(tmp_path)
     assert not left.exists()
     left.mkdir()
@@ -316,6 +317,9 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
         *("validation.bin", "validation.idx", "validation.content.json", "validation.jsonl"),
     }
     assert not left.exists()
+    left.mkdir()
+    (left / "old").touch()
+    assert run(tmp_path).reused and not left.exists()
     left.symlink_to(tmp_path / "out")
     with pytest.raises(UserError, match="can't be written"):
         prepare([tmp_path / "out.jsonl"], tmp_path / "out", PrepareSettings("bpe:300", 0.1, 7), overwrite=True)

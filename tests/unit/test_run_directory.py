@@ -24,6 +24,7 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.errors import UserError
+from zero_tp.files import partial_directory
 from zero_tp.process.connect import abandoned_locks
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
@@ -159,6 +160,32 @@ def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatc
     after = {path.name for path in target.iterdir()}
     assert after == {*before, "README.md", "figures"} and (target / "figures" / "loss.png").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_person_s_directories_outlive_an_export_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, left = tmp_path / "model", tmp_path / ".model.partial"
+    export(target)
+    (target / "figures").mkdir()
+    (target / "figures" / "loss.png").touch()
+    exchanged = weights_export.exchange
+
+    def ended(*paths: Path) -> None:
+        exchanged(*paths)
+        raise SystemExit
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(weights_export, "exchange", ended)
+        export(target, overwrite=True)
+    assert (target / "figures" / "loss.png").exists() and not left.exists()
+    left.mkdir()  # as SIGKILL leaves it there
+    (target / "figures").rename(left / "figures")
+    (left / "model.safetensors").write_bytes(b"half")
+    export(target, overwrite=True)
+    assert (target / "figures" / "loss.png").exists() and not left.exists()
+    with partial_directory(target), pytest.raises(UserError, match="another process writes it now"):
+        export(target, overwrite=True)
 
 
 @pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", ""])

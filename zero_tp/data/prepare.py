@@ -8,13 +8,10 @@ texts (4 Mi characters, or one document if that is longer), and nothing of the c
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -33,7 +30,7 @@ from zero_tp.data.documents import check_files, document_kind, file_sha256, read
 from zero_tp.data.indexed import IndexedWriter, content_path
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
 from zero_tp.errors import UserError, shown
-from zero_tp.files import InvalidJson, exchange, read_object, sync
+from zero_tp.files import InvalidJson, clear_partial, exchange, partial_directory, read_object, sync
 from zero_tp.validation import Block, Count, Positive, validate
 
 REPORT = "report.json"
@@ -144,8 +141,9 @@ def prepare(
     }
     try:
         if (reused := _existing(output, identity, overwrite)) is not None:
+            clear_partial(output)
             return reused
-        with _partial(output) as partial:
+        with partial_directory(output) as partial:
             report = _Preparation(inputs, spec, settings, progress).write(partial)
             names = [os.fsencode(path).decode("utf-8", "backslashreplace") for path in inputs]
             report = {"identity": identity, "inputs": names, **report}
@@ -166,45 +164,6 @@ def prepare(
 def _memories(directory: Path) -> list[Path]:
     """Return the files that may differ between two equal outputs: they hold times."""
     return [content_path(directory / split) for split in SPLITS]
-
-
-@contextlib.contextmanager
-def _partial(output: Path) -> Iterator[Path]:
-    """Make an empty directory beside `output`, of this process alone, which is gone at the end of the block.
-
-    Raises:
-        UserError: another process is writing there.
-        OSError: it cannot be made.
-    """
-    name = output.absolute().name
-    if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
-    partial = output.absolute().parent / f".{name}.partial"
-    partial.mkdir(parents=True, exist_ok=True)
-    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it if its holder dies
-    except BlockingIOError:
-        os.close(held)
-        raise UserError(f"{output}: another process prepares it now: wait for it, or choose another --output") from None
-    except OSError:  # a file system that has none
-        if any(partial.iterdir()):
-            os.close(held)
-            raise UserError(f"{partial} is left of another preparation: remove it unless that still runs") from None
-    try:
-        _clear(partial)
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(held)
-
-
-def _clear(directory: Path) -> None:
-    for each in directory.iterdir():
-        if each.is_dir() and not each.is_symlink():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
 
 
 def _check_settings(settings: PrepareSettings) -> None:

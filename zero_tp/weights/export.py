@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.files import exchange, sync
+from zero_tp.files import exchange, partial_directory, sync
 from zero_tp.models.architectures import Weight, aliases_of, architecture_of, to_theirs, weights_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
@@ -169,18 +168,13 @@ def write_native(
     named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
     shards = plan_shards(named, max_shard_size)
     target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-    temporary.mkdir()
-    try:
+    with partial_directory(target, partial(_give_back, target=target)) as temporary:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
         (generation or native.generation_config).save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
         _put_in_place(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _put_in_place(written: Path, target: Path) -> None:
@@ -198,10 +192,15 @@ def _put_in_place(written: Path, target: Path) -> None:
         os.replace(written, target)
     else:
         exchange(written, target)
-        for directory in written.iterdir():  # which can't be in two places, as files can
-            if directory.is_dir() and not directory.is_symlink() and not (target / directory.name).exists():
-                os.replace(directory, target / directory.name)
     sync(target.parent, below=False)
+
+
+def _give_back(left: Path, target: Path) -> None:
+    """Give a person's directories back to the export that took the place of theirs: they can't be in two places, as
+    files can."""
+    for directory in left.iterdir() if target.is_dir() else ():
+        if directory.is_dir() and not directory.is_symlink() and not (target / directory.name).exists():
+            os.replace(directory, target / directory.name)
 
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
