@@ -160,7 +160,7 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def incomplete_since(run: Path, step: int) -> list[Path]:
-    """Return the directories of newer steps that have no manifest, ascending: no save leaves such a one."""
+    """Return the directories of newer steps that have no manifest, ascending: a save leaves none."""
     newer = [step_directory(run, number) for number in _steps(run) if number > step]
     return [path for path in newer if not (path / MANIFEST).is_file()]
 

@@ -304,7 +304,8 @@ class PartitionedStates(ZeroEngine):
 
         def judged(norm_type: int = 2) -> Tensor:
             norm: Tensor = measured(norm_type)
-            refused = self._refused(float(norm / self.optimizer.loss_scale))
+            # Without a veto nobody waits for the norm.
+            refused = self._veto is not None and self._refused(float(norm / self.optimizer.loss_scale))
             return torch.full_like(norm, float("inf")) if refused else norm
 
         self.optimizer.scaled_global_norm = judged
@@ -357,6 +358,8 @@ class PartitionedParameters(ZeroEngine):
 
         def judged() -> list[Any]:
             norms: list[Any] = measured()
+            if self._veto is None:
+                return norms
             norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
             return [float("inf")] if self._refused(float(norm)) else norms
 
