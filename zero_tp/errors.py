@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import io
 import json
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 BAD_INPUT = 2
 _LONGEST = 1_500  # characters of an error's line
@@ -52,6 +53,17 @@ def _seen(letter: str) -> bool:
     return letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
 
 
+@contextlib.contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Let a system's error within say what it was about."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            error.filename = error.filename or file
+        raise
+
+
 class VisibleOutput(io.TextIOWrapper):
     """A text stream shows what a terminal would obey: names of files and libraries' texts may hold anything.
 
@@ -63,8 +75,13 @@ class VisibleOutput(io.TextIOWrapper):
         self._other = other
 
     def write(self, text: str) -> int:
-        super().write(visible(text))
+        with _named("standard output"):
+            super().write(visible(text))
         return len(text)
+
+    def flush(self) -> None:
+        with _named("standard output"):
+            super().flush()
 
 
 def show_visibly() -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def partial_directory(output: Path, rescue: Callable[[Path], object] = lambda left: None) -> Iterator[Path]:
+def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
     """Make an empty hidden directory beside `output`, of this process alone, which is gone at the end of the block.
 
     What a killed process left there is cleared first.
 
     Args:
-        rescue: called with the directory before it is cleared, then and at the end.
+        own: names of directories that are written here. Every other one that is in it after `put_in_place` is a
+            person's, and goes back to `output`: it can't be in two places, as files can.
 
     Raises:
         UserError: another process is writing there.
@@ -68,7 +69,7 @@ def partial_directory(output: Path, rescue: Callable[[Path], object] = lambda le
             os.close(held)
             raise UserError(f"{partial} is left of another process: remove it unless that still runs") from None
     try:
-        rescue(partial)
+        _give_back(partial, output, own)
         for each in partial.iterdir():
             if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each)
@@ -78,18 +79,50 @@ def partial_directory(output: Path, rescue: Callable[[Path], object] = lambda le
     finally:
         try:
             if partial.is_dir():  # no longer, where it has become the output
-                rescue(partial)
+                _give_back(partial, output, own)
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             os.close(held)
 
 
-def clear_partial(output: Path) -> None:
-    """Clear what a killed process left of `output`; one that still runs keeps it."""
+def clear_partial(output: Path, own: Collection[str] = ()) -> None:
+    """Clear what a killed process left of `output`; one that still runs keeps it. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
         if _partial(output).is_dir():
-            with partial_directory(output):
+            with partial_directory(output, own):
                 pass
+
+
+def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lambda name: False) -> None:
+    """Give what was written in a `partial_directory` its name, at once. What else a person keeps there stays there.
+
+    Args:
+        stale: tells of a file's name whether it belongs to what is replaced; those that are written anew do.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written.
+    """
+    old = list(output.iterdir()) if output.exists() else []
+    for file in old:
+        replaced = stale(file.name) or (written / file.name).exists()
+        if not replaced and (file.is_symlink() or not file.is_dir()):
+            try:
+                os.link(file, written / file.name, follow_symlinks=False)
+            except OSError:  # a file system without hard links
+                shutil.copy2(file, written / file.name, follow_symlinks=False)
+    sync(written)
+    if old:
+        exchange(written, output)
+    else:
+        os.replace(written, output)
+    sync(output.absolute().parent, below=False)
+
+
+def _give_back(left: Path, output: Path, own: Collection[str]) -> None:
+    for directory in left.iterdir() if output.is_dir() else ():
+        persons = directory.is_dir() and not directory.is_symlink() and directory.name not in own
+        if persons and not (output / directory.name).exists():
+            os.replace(directory, output / directory.name)
 
 
 def _partial(output: Path) -> Path:

@@ -76,3 +76,12 @@ def test_reader_gone(lines: int) -> None:
     process.stdout = None
     _, error = process.communicate("go\n", timeout=patience(30))
     assert (process.returncode, error) == (141, "")
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_full_disk_under_standard_output_is_one_line(lines: int) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            script(f"for _ in range({lines}): print('text')"), cwd=ROOT, stdout=full, stderr=-1, text=True
+        )
+    assert (process.returncode, process.stderr) == (2, "error: standard output: No space left on device\n")

@@ -131,8 +131,12 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"out was made with another seed: choose another --output, .*--overwrite"):
         run(tmp_path, seed=9)
     source = tmp_path / "out.jsonl"
+    (first.output / "notes.md").write_text("mine")
+    (first.output / "plots").mkdir()
+    (first.output / "plots" / "lengths.png").touch()
     replaced = prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
     assert not replaced.reused
+    assert (first.output / "notes.md").read_text() == "mine" and (first.output / "plots" / "lengths.png").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
     (first.output / "train.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"train\.bin has 0 bytes instead of .*--overwrite"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from zero_tp import files
 from zero_tp.checkpoint.convert import tokenizer_of
 from zero_tp.checkpoint.directory import (
     CONFIG,
@@ -28,7 +29,6 @@ from zero_tp.files import partial_directory
 from zero_tp.process.connect import abandoned_locks
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
-from zero_tp.weights import export as weights_export
 from zero_tp.weights.export import write_native
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
@@ -153,7 +153,7 @@ def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(weights_export, "exchange", killed)
+        patched.setattr(files, "exchange", killed)
         export(target, overwrite=True)
     assert {name: (target / name).read_bytes() for name in before} == before
     export(target, overwrite=True)
@@ -169,14 +169,14 @@ def test_a_person_s_directories_outlive_an_export_that_was_killed(
     export(target)
     (target / "figures").mkdir()
     (target / "figures" / "loss.png").touch()
-    exchanged = weights_export.exchange
+    exchanged = files.exchange
 
     def ended(*paths: Path) -> None:
         exchanged(*paths)
         raise SystemExit
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(weights_export, "exchange", ended)
+        patched.setattr(files, "exchange", ended)
         export(target, overwrite=True)
     assert (target / "figures" / "loss.png").exists() and not left.exists()
     left.mkdir()  # as SIGKILL leaves it there

@@ -30,12 +30,13 @@ from zero_tp.data.documents import check_files, document_kind, file_sha256, read
 from zero_tp.data.indexed import IndexedWriter, content_path
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
 from zero_tp.errors import UserError, shown
-from zero_tp.files import InvalidJson, clear_partial, exchange, partial_directory, read_object, sync
+from zero_tp.files import InvalidJson, clear_partial, partial_directory, put_in_place, read_object
 from zero_tp.validation import Block, Count, Positive, validate
 
 REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
 SPLITS = ("train", "validation")
+OWN_DIRECTORIES = ("tokenizer",)
 _BATCH_CHARACTERS = 4 << 20
 _CHANGED = "the inputs changed while they were read: run this again"
 
@@ -141,9 +142,9 @@ def prepare(
     }
     try:
         if (reused := _existing(output, identity, overwrite)) is not None:
-            clear_partial(output)
+            clear_partial(output, OWN_DIRECTORIES)
             return reused
-        with partial_directory(output) as partial:
+        with partial_directory(output, OWN_DIRECTORIES) as partial:
             report = _Preparation(inputs, spec, settings, progress).write(partial)
             names = [os.fsencode(path).decode("utf-8", "backslashreplace") for path in inputs]
             report = {"identity": identity, "inputs": names, **report}
@@ -154,8 +155,7 @@ def prepare(
                 if path.is_file() and path not in _memories(partial)
             }
             (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            sync(partial)
-            _replace(partial, output)
+            put_in_place(partial, output)
     except OSError as error:
         raise UserError(f"{output}: can't be written: {error.strerror or error}") from error
     return Prepared(output, report, reused=False)
@@ -223,15 +223,6 @@ def _difference(output: Path, name: str, expected: PreparedFile) -> str | None:
     if expected.sha256 and (found := file_sha256(path)) != expected.sha256:
         return f"has SHA-256 {found[:12]}… instead of {shown(expected.sha256)[1:13]}…"
     return None
-
-
-def _replace(partial: Path, output: Path) -> None:
-    """Put the new output in its place; what was there before, if anything, is in `partial` then."""
-    if output.is_dir() and any(output.iterdir()):
-        exchange(partial, output)
-    else:
-        partial.rename(output)
-    sync(output.absolute().parent, below=False)
 
 
 class _Preparation:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.files import exchange, partial_directory, sync
+from zero_tp.files import partial_directory, put_in_place
 from zero_tp.models.architectures import Weight, aliases_of, architecture_of, to_theirs, weights_of
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
@@ -168,39 +168,13 @@ def write_native(
     named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
     shards = plan_shards(named, max_shard_size)
     target = target.resolve()
-    with partial_directory(target, partial(_give_back, target=target)) as temporary:
+    with partial_directory(target) as temporary:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
         (generation or native.generation_config).save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
-        _put_in_place(temporary, target)
-
-
-def _put_in_place(written: Path, target: Path) -> None:
-    """Give what was written its name, at once. What else a person keeps in a model's directory stays there."""
-    old = list(target.iterdir()) if target.exists() else []
-    for file in old:
-        stale = fnmatch(file.name, "model*.safetensors*") or (written / file.name).exists()
-        if not stale and (file.is_symlink() or not file.is_dir()):
-            try:
-                os.link(file, written / file.name, follow_symlinks=False)
-            except OSError:  # a file system without hard links
-                shutil.copy2(file, written / file.name, follow_symlinks=False)
-    sync(written)
-    if not old:
-        os.replace(written, target)
-    else:
-        exchange(written, target)
-    sync(target.parent, below=False)
-
-
-def _give_back(left: Path, target: Path) -> None:
-    """Give a person's directories back to the export that took the place of theirs: they can't be in two places, as
-    files can."""
-    for directory in left.iterdir() if target.is_dir() else ():
-        if directory.is_dir() and not directory.is_symlink() and not (target / directory.name).exists():
-            os.replace(directory, target / directory.name)
+        put_in_place(temporary, target, lambda name: fnmatch(name, "model*.safetensors*"))
 
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
