@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import resource
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -248,6 +250,20 @@ def test_a_log_that_cannot_be_written_ends_nothing(
     assert out[0] == f"{path} could not be written (not a regular file); the run goes on"
     assert out[-1] == f"{path}: 3 writes were lost"
     assert [line["step"] for line in read(path)] == [3]
+
+
+def test_a_full_disk_under_standard_output_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full))
+        with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
+            reporter.log(record(1))
+            reporter.log(record(2))
+        monkeypatch.undo()
+    told = capsys.readouterr().err
+    assert told == "standard output: No space left on device; lines are lost, the run goes on\n"
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -294,7 +294,8 @@ class Reporter:
         self._append({"step": step, **flat})
 
     def say(self, text: str) -> None:
-        """Print one line, above the bar if there is one. A line that standard output cannot take is lost."""
+        """Print one line, above the bar if there is one. A line that standard output cannot take is lost, which is said
+        once on stderr."""
         if not self.rank0:
             return
         try:
@@ -305,8 +306,11 @@ class Reporter:
                 sys.stdout.flush()
         except BrokenPipeError:
             raise  # nobody is there to read, which ends a command
-        except OSError:
+        except OSError as error:
             self.loss.lost["standard output"] += 1
+            if self.loss.lost["standard output"] == 1:
+                with contextlib.suppress(OSError):
+                    print(f"standard output: {error.strerror}; lines are lost, the run goes on", file=sys.stderr)
 
     def _append(self, values: Mapping[str, float | int | None]) -> None:
         if not self.rank0:
