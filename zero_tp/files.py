@@ -71,10 +71,7 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
     try:
         _give_back(partial, output, own)
         for each in partial.iterdir():
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each)
-            else:
-                each.unlink()
+            remove(each)
         yield partial
     finally:
         try:
@@ -83,6 +80,18 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
                 shutil.rmtree(partial, ignore_errors=True)
         finally:
             os.close(held)
+
+
+def remove(path: Path) -> None:
+    """Remove what has this name, if anything: a file, a link (not what it points to), or a directory with all below it.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:

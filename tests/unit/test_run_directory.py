@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from zero_tp.checkpoint.convert import tokenizer_of
 from zero_tp.checkpoint.directory import (
     CONFIG,
     MANIFEST,
+    begin,
     complete_steps,
     first_config,
     prune,
@@ -100,6 +102,16 @@ def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1)
     assert complete_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("put", [Path.touch, Path.mkdir, lambda path: path.symlink_to(path.parent)])
+def test_what_lies_where_a_save_writes_goes(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step_00000004").mkdir(parents=True)
+    put(checkpoints / ".writing")
+    (written := begin(tmp_path)).joinpath("states").touch()
+    assert written == checkpoints / ".writing" and not written.is_symlink()
+    assert {path.name for path in written.iterdir()} == {"states"} and (checkpoints / "step_00000004").is_dir()
 
 
 def test_an_export_replaces_only_a_model(tmp_path: Path) -> None:

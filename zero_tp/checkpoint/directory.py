@@ -28,7 +28,7 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import InvalidJson, parse_json, read_object, write_atomically
+from zero_tp.files import InvalidJson, parse_json, read_object, remove, write_atomically
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written
@@ -228,7 +228,7 @@ def _sync(path: Path) -> None:
 def begin(run: Path) -> Path:
     """Make a fresh temporary directory for the ranks to write into; what a killed save left goes. One rank calls it."""
     temporary = checkpoints_of(run) / TEMPORARY
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir(parents=True)
     return temporary
 
@@ -275,9 +275,9 @@ def abandon(run: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint, its manifest first: what a kill leaves of the rest does not count as complete."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (checkpoint / MANIFEST).unlink()
-    shutil.rmtree(checkpoint)
+    remove(checkpoint)
 
 
 @contextlib.contextmanager
