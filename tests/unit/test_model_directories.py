@@ -156,6 +156,15 @@ def test_what_is_not_one_whole_model_is_refused(model: Path, name: str, reader: 
         reader(model)
 
 
+@pytest.mark.parametrize("positions", [-32, 0])
+def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
+    opened = open_directory(model)
+    opened.config.n_positions = positions
+    for asked in (None, 8):
+        with pytest.raises(UserError, match=r"max_position_embeddings is .*: a positive number"):
+            opened.sequence_length(asked)
+
+
 def test_shards_are_the_same_model(whole: Path, model: Path) -> None:
     in_shards(model)
     expected = load_file(whole / SINGLE)

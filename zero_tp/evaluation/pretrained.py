@@ -43,9 +43,11 @@ class ModelDirectory:
     def sequence_length(self, asked: int | None) -> int:
         """Return the tokens of a window: `asked`, or all positions the model has, where its config says so.
 
-        UserError: more than it has, or not known.
+        UserError: more than it has, not known, or not a number of positions.
         """
         positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and positions < 1:
+            raise UserError(f"{self.path}: its config's max_position_embeddings is {positions}: a positive number")
         if asked is None:
             if positions is None:
                 raise UserError(
