@@ -50,6 +50,14 @@ def test_our_own_faults_keep_their_traceback(body: str) -> None:
     assert "Traceback" in done.stderr
 
 
+@pytest.mark.parametrize(("option", "value"), [("tokens", -1), ("tokens", 0), ("top-k", -5), ("seed", 2**32)])
+def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value: int) -> None:
+    words = ["--model", str(tmp_path), "--prompt", "x", f"--{option}", str(value)]
+    done = subprocess.run([sys.executable, "launch/sample.py", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: --{option} {value}: from ") and done.stderr.count("\n") == 1
+
+
 def test_interrupt() -> None:
     process = subprocess.Popen(
         script("print('up', flush=True)\ntime.sleep(60)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe
 from zero_tp.config.resolve import resolve_batch
 from zero_tp.config.schema import RecomputePolicy, ZeroTP
+from zero_tp.files import MOST_BYTES
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import nested_names, validate
 
@@ -198,6 +200,9 @@ def test_wrong_overrides(override: str, words: str, tmp_path: Path) -> None:
         ("[1]", "not an object"),
         ('{"gradient_clipping": NaN}', "NaN is not a finite number"),
         ('{"gradient_clipping": 1e999}', "1e999 is not a finite number"),
+        ('{"gradient_clipping": -' + "9" * 4301 + "}", "an integer of 4,301 digits"),
+        ('{"gradient_clipping": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
+        ('{"gradient_clipping": ' + "[" * 100_000, "nested too deeply"),
     ],
 )
 def test_files_that_are_not_one_json_object(text: str, words: str, tmp_path: Path) -> None:
@@ -206,6 +211,18 @@ def test_files_that_are_not_one_json_object(text: str, words: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         RunConfig.load(path)
     assert str(caught.value).startswith(str(path)) and words in str(caught.value)
+
+
+def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with path.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(ConfigError, match=r"can't be read \(268,435,457 bytes, at most 268,435,456 are read\)"):
+        RunConfig.load(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"can't be read \(not a regular file\)"):
+        RunConfig.load(path)
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -143,6 +143,27 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
 
 
+def test_an_output_is_on_the_disk_and_takes_its_place_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = run(tmp_path).output
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
+    flushed, fsync = set[int](), os.fsync
+
+    def noting(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def killed(new: Path, old: Path) -> None:
+        assert {path.stat().st_ino for path in (new, *new.rglob("*"))} <= flushed
+        assert {name: (old / name).read_bytes() for name in before} == before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr("zero_tp.data.prepare.exchange", killed)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "out.jsonl"], output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
+    assert run(tmp_path).reused, "the one before"
+
+
 def test_a_directory_of_someone_elses_is_never_replaced(tmp_path: Path) -> None:
     other = tmp_path / "thesis"
     other.mkdir()

@@ -14,11 +14,14 @@ from transformers import AutoConfig
 from tests.checkpoints import write_checkpoint
 from tests.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp.checkpoint.manifest import states_file
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.report import comparison, read_report, table, write_report
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+from zero_tp.tensors.files import read_header
+from zero_tp.zero.states import MASTER
 
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)
 
@@ -54,6 +57,19 @@ def test_a_run_equals_its_export(
         for task in data:
             assert found["tasks"][task]["nll"] == pytest.approx(expected["tasks"][task]["nll"], rel=1e-5)
         assert found["tasks"]["lambada"]["accuracy"] == expected["tasks"]["lambada"]["accuracy"]
+
+
+def test_a_damaged_run_is_not_evaluated(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(str(tokenizer))
+    checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=tokenizer)
+    file = checkpoint / states_file(0, 0)
+    header, base = read_header(file)
+    name = next(name for name in header if name.endswith(f"/{MASTER}"))
+    content = bytearray(file.read_bytes())
+    content[base + header[name]["data_offsets"][0]] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{file.name}: SHA-256 of part 0 is"):
+        evaluate(tmp_path / "run", ["perplexity"], {"perplexity": data["perplexity"]}, SETTINGS)
 
 
 def test_a_run_without_its_tokenizer(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:

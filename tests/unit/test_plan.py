@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -115,6 +116,18 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert again.needed == pytest.approx(shown[0].needed) and again.time.total == pytest.approx(shown[0].time.total)
     told = "\n".join(report.advice(search, shown, made))
     assert "the present settings fit" in told and "longer than the first" in told
+
+
+def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "best.json"
+    write({"a": 1}, path)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"--write .*best\.json: can't be written \(No space left on device\)"):
+        write({"a": 2}, path)
+    assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == ["best.json"]
 
 
 @THOROUGH
