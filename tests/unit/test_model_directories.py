@@ -185,12 +185,16 @@ def test_pickled_garbage(model: Path, content: bytes | str) -> None:
 
 
 def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*_: object) -> str:
-        raise AssertionError("it asked")
+    asked: list[object] = []
 
-    monkeypatch.setattr("builtins.input", asked)
+    def yes(*question: object) -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", yes)
     expected = evaluation(model).state_dict()
-    (model / "code.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n")
+    classes = "from transformers import GPT2Config as C, GPT2LMHeadModel as M, PreTrainedTokenizerFast as T"
+    (model / "code.py").write_text(f"open({str(model / 'ran')!r}, 'w')\n{classes}\n")
     names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
     changed(model, "config.json", auto_map=names)
     changed(model, "tokenizer_config.json", auto_map=names)
@@ -205,7 +209,11 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
     changed(model, "config.json", model_type="gpt2", attn_implementation="someone/kernel")
     with pytest.raises(UserError, match="code from elsewhere is never run"):
         evaluation(model)
-    assert not (model / "ran").exists()
+    (model / "config.json").unlink()
+    changed(model, "tokenizer_config.json", tokenizer_class="T")
+    with pytest.raises(UserError, match="its tokenizer can't be read: .* contains custom code"):
+        open_tokenizer(model)
+    assert not asked and not (model / "ran").exists()
 
 
 def test_ids_beyond_every_vocabulary(model: Path) -> None:
