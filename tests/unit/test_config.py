@@ -200,6 +200,7 @@ def test_wrong_overrides(override: str, words: str, tmp_path: Path) -> None:
         ("[1]", "not an object"),
         ('{"gradient_clipping": NaN}', "NaN is not a finite number"),
         ('{"gradient_clipping": 1e999}', "1e999 is not a finite number"),
+        ('{"gradient_clipping": ' + "9" * 101 + "}", "an integer of 101 digits"),
         ('{"gradient_clipping": -' + "9" * 4301 + "}", "an integer of 4,301 digits"),
         ('{"gradient_clipping": ' + "[" * 200 + "]" * 200 + "}", "nested too deeply"),
         ('{"gradient_clipping": ' + "[" * 100_000, "nested too deeply"),

@@ -211,7 +211,7 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
         evaluation(model)
     (model / "config.json").unlink()
     changed(model, "tokenizer_config.json", tokenizer_class="T")
-    with pytest.raises(UserError, match="its tokenizer can't be read: .* contains custom code"):
+    with pytest.raises(UserError, match=r"its tokenizer can't be read: .* contains custom code"):
         open_tokenizer(model)
     assert not asked and not (model / "ran").exists()
 
