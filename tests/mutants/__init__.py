@@ -5,7 +5,7 @@ Each is a mistake of the kind that this field makes: the code still runs and tra
 
 from __future__ import annotations
 
-from tests.mutants import decoders, evaluation, layers, runs, trust
+from tests.mutants import decoders, evaluation, inputs, layers, runs, trust
 from tests.mutants.mutant import Mutant
 
 MUTANTS: dict[str, Mutant] = {
@@ -14,6 +14,7 @@ MUTANTS: dict[str, Mutant] = {
     **runs.MUTANTS,
     **evaluation.MUTANTS,
     **trust.MUTANTS,
+    **inputs.MUTANTS,
 }
 
 __all__ = ["MUTANTS", "Mutant"]

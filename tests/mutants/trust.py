@@ -5,8 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 BRANCHES = "tests/distributed/test_branches.py::"
+DAMAGE = "tests/distributed/test_damage.py::"
 GUARDS = "tests/distributed/test_guards.py::"
 MANIFEST = "tests/unit/test_manifest.py::"
+METRICS = "tests/unit/test_metrics.py::"
+RUN_DIRECTORY = "tests/unit/test_run_directory.py::"
+WATCH = "tests/unit/test_watch.py::"
 ONE_BIT = GUARDS + "test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one[1-fp32-weight]"
 SPIKE = GUARDS + "test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed"
 
@@ -37,7 +41,7 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/checkpoint/directory.py",
         "    if found.sha256 != manifested.sha256:",
         "    if not found.sha256:",
-        ("tests/distributed/test_damage.py::test_damage_is_named_and_the_checkpoint_before_is_offered[flipped bit]",),
+        (DAMAGE + "test_damage_is_named_and_the_checkpoint_before_is_offered[flipped bit]",),
     ),
     "an-edited-manifest-is-taken": Mutant(
         "A manifest whose content is not what its hash says is believed.",
@@ -73,5 +77,113 @@ MUTANTS: dict[str, Mutant] = {
         "            found.append([0 if gradient is None else digest(gradient) for gradient in gradients])",
         "            found.append(found[0] if found else [0 if each is None else digest(each) for each in gradients])",
         (GUARDS + "test_a_gradient_that_does_not_come_again_names_the_rank[1]",),
+    ),
+    "exports-read-what-is-damaged": Mutant(
+        "A part of a checkpoint's file is taken whatever its hash is.",
+        "zero_tp/checkpoint/reader.py",
+        "            if digest != self._parts[part]:",
+        "            if not digest:",
+        (MANIFEST + "test_an_export_of_damaged_masters_is_no_export",),
+    ),
+    "evaluation-reads-what-is-damaged": Mutant(
+        "A run is evaluated from files that nothing compares.",
+        "zero_tp/evaluation/pretrained.py",
+        "source = CheckpointReader(self.path, manifest)",
+        "source = CheckpointReader(self.path, manifest, compared=False)",
+        ("tests/unit/test_evaluation_of_runs.py::test_a_damaged_run_is_not_evaluated",),
+    ),
+    "changes-are-not-said": Mutant(
+        "A setting that is another one than at the last start is taken without a word.",
+        "zero_tp/checkpoint/manifest.py",
+        "    elif now != before:",
+        "    elif type(now) is not type(before):",
+        (BRANCHES + "test_what_differs_from_the_last_start_is_said",),
+    ),
+    "a-damaged-copy-is-replaced": Mutant(
+        "What is set aside takes the place of what was set aside before.",
+        "zero_tp/checkpoint/directory.py",
+        "    while os.path.lexists(aside):\n        count += 1\n",
+        "    while os.path.lexists(aside):\n        shutil.rmtree(aside)\n",
+        (BRANCHES + "test_what_is_set_aside_replaces_nothing",),
+    ),
+    "latest-names-what-is-gone": Mutant(
+        "The file `latest` still names a step that was set aside.",
+        "zero_tp/checkpoint/directory.py",
+        "        (checkpoints_of(run) / LATEST).unlink(missing_ok=True)",
+        "        pass",
+        (BRANCHES + "test_what_is_set_aside_replaces_nothing",),
+    ),
+    "keys-of-saves-stay": Mutant(
+        "What ranks told each other of a save stays in the job's store for ever.",
+        "zero_tp/checkpoint/save.py",
+        '            self._store.delete_key(f"{self._count}/{rank}")',
+        "            pass",
+        (BRANCHES + "test_going_back_starts_a_branch_and_loses_nothing",),
+    ),
+    "no-locks-no-run": Mutant(
+        "A file system without locks refuses every run.",
+        "zero_tp/checkpoint/directory.py",
+        "        if error.errno not in _NO_LOCKS:",
+        "        if error.errno:",
+        (RUN_DIRECTORY + "test_a_file_system_without_locks_is_said",),
+        guard="cannot be a run's directory (Operation not supported)",
+    ),
+    "half-removed-is-complete": Mutant(
+        "A checkpoint whose removal was killed keeps its manifest.",
+        "zero_tp/checkpoint/directory.py",
+        "        (checkpoint / MANIFEST).unlink()",
+        "        pass",
+        (RUN_DIRECTORY + "test_a_checkpoint_that_is_half_removed_is_not_complete",),
+    ),
+    "a-failed-write-is-saved": Mutant(
+        "A checkpoint is whole without the file of a rank whose disk is full.",
+        "zero_tp/checkpoint/save.py",
+        "raise OSError(0, f\"rank {rank}: {told['error']}\")",
+        "continue",
+        (DAMAGE + "test_a_full_disk_costs_one_checkpoint[False-1]",),
+    ),
+    "a-log-ends-the-run": Mutant(
+        "A log that cannot be written ends the run.",
+        "zero_tp/training/report.py",
+        "        except errors as error:\n",
+        "        except errors as error:\n            raise\n",
+        (METRICS + "test_a_log_that_cannot_be_written_ends_nothing",),
+        guard="not a regular file",
+    ),
+    "half-a-line-stays": Mutant(
+        "Of a line of the log that the disk has no room for, the first bytes stay, and the next line follows them.",
+        "zero_tp/training/report.py",
+        "                file.truncate(end)",
+        "                file.flush()",
+        (METRICS + "test_a_disk_that_fills_up_costs_whole_lines",),
+        guard="Unterminated string",
+    ),
+    "damaged-lines-are-thrown-away": Mutant(
+        "A damaged log is mended, and nothing of what it held is kept.",
+        "zero_tp/training/report.py",
+        "        path.rename(aside)",
+        "        aside.touch()",
+        (METRICS + "test_a_damaged_file_is_mended_and_kept_aside",),
+    ),
+    "every-phase-is-a-step": Mutant(
+        "The limit of a step ends a start and a save, whatever limit they have.",
+        "zero_tp/process/watch.py",
+        "limit = self._limits.get(position.phase)",
+        'limit = self._limits.get("step")',
+        (WATCH + "test_only_a_phase_without_marks_reaches_its_limit",),
+    ),
+    "who-waits-is-waited-for": Mutant(
+        "Of ranks that hang, those that have come furthest are named.",
+        "zero_tp/process/watch.py",
+        "    least = min(",
+        "    least = max(",
+        (WATCH + "test_who_is_behind_is_waited_for",),
+    ),
+    "nobody-need-wait-for-a-straggler": Mutant(
+        "A rank is slow that nobody waits for.",
+        "zero_tp/process/watch.py",
+        "        if share >= AT_WORK and share >=",
+        "        if share >=",
+        (WATCH + "test_a_rank_at_work_twice_as_long_is_slow",),
     ),
 }
