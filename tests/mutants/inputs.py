@@ -106,17 +106,31 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an-output-is-in-the-cache": Mutant(
         "A corpus gets its name before the disk has it.",
-        "zero_tp/data/prepare.py",
-        "            sync(partial)\n",
+        "zero_tp/files.py",
+        "    sync(written)\n",
         "",
         (PREPARE + "test_an_output_is_on_the_disk_and_takes_its_place_at_once",),
     ),
     "an-output-is-replaced-in-two-steps": Mutant(
         "With --overwrite there is neither the old output nor the new for a moment.",
-        "zero_tp/data/prepare.py",
-        "        exchange(partial, output)\n",
-        '        output.rename(partial.with_name("old"))\n        partial.rename(output)\n',
+        "zero_tp/files.py",
+        "        exchange(written, output)\n",
+        '        output.rename(written.with_name("old"))\n        written.rename(output)\n',
         (PREPARE + "test_an_output_is_on_the_disk_and_takes_its_place_at_once",),
+    ),
+    "new-weights-go-over-the-old": Mutant(
+        "An export with --overwrite writes its files into the directory that it replaces.",
+        "zero_tp/files.py",
+        "        exchange(written, output)\n",
+        '        [shutil.copy2(new, output) for new in written.glob("model*")]\n        exchange(written, output)\n',
+        ("tests/unit/test_run_directory.py::test_an_export_takes_the_place_of_a_model_at_once",),
+    ),
+    "a-person-s-folders-go-with-the-old": Mutant(
+        "What a person keeps in an output is removed with what --overwrite replaces.",
+        "zero_tp/files.py",
+        "        if persons and not (output / directory.name).exists():",
+        "        if not persons and not (output / directory.name).exists():",
+        (PREPARE + "test_reuse_overwrite_and_refusal",),
     ),
     # ---- JSON and settings -----------------------------------------------------------------------------------------
     "the-last-of-two-keys": Mutant(

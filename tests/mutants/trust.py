@@ -186,4 +186,19 @@ MUTANTS: dict[str, Mutant] = {
         "        if share >=",
         (WATCH + "test_a_rank_at_work_twice_as_long_is_slow",),
     ),
+    "an-empty-config-stops-a-resume": Mutant(
+        "A start reads the run's config.json, although the checkpoint carries the config.",
+        "zero_tp/checkpoint/directory.py",
+        "    if manifest is not None and manifest.config is not None:",
+        "    if manifest is not None and not manifest.config:",
+        (MANIFEST + "test_a_checkpoint_carries_what_a_start_needs",),
+        guard="not a run's config",
+    ),
+    "the-last-is-traced": Mutant(
+        "Of what is not finite, what follows is told instead of what it follows from.",
+        "zero_tp/training/guards.py",
+        "        _, what, rank, host = min(there,",
+        "        _, what, rank, host = max(there,",
+        (GUARDS + "test_what_is_not_finite_is_traced_to_its_layer_and_rank[3]",),
+    ),
 }
