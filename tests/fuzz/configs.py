@@ -145,7 +145,9 @@ def change(config: dict[str, Any], draw: random.Random) -> str:
         block[last] = copy.deepcopy(value)
         return f"{path}={value!r:.80}"
     if kind == 5 and isinstance(parent[key], (int, float)) and not isinstance(parent[key], bool):
-        parent[key] = draw.choice([parent[key] * 2, parent[key] + 1, parent[key] - 1, -parent[key], parent[key] * 1e6])
+        parent[key] = draw.choice(
+            [parent[key] * 2, parent[key] + 1, parent[key] - 1, -parent[key], parent[key] * 10**6]
+        )
     else:
         parent[key] = copy.deepcopy(draw.choice(ODD))
     return f"{named}={parent[key]!r:.80}"

@@ -62,6 +62,9 @@ def fuzz(case: Case, count: int, seed: int, only: int | None = None) -> tuple[Co
         except AssertionError as error:
             ends["broken"] += 1
             broken.append(f"--seed {seed} --case {number}: {error}")
+        except Exception as error:  # of the fuzzer itself; the other cases go on
+            ends["failed"] += 1
+            broken.append(f"--seed {seed} --case {number}: {type(error).__name__} in the fuzzer: {error}")
         finally:
             shutil.rmtree(directory, ignore_errors=True)
     return ends, broken
