@@ -223,24 +223,28 @@ def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: 
 
 
 def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
-    """Outcomes of three saves, before the second of which rank 0 cannot make the temporary directory."""
+    """Outcomes of three saves, before the second of which rank 0 cannot make the temporary directory: the directory
+    that it would be in is a file."""
     import torch.distributed as dist
 
     from zero_tp.checkpoint.save import Saver
 
     engine, config = build(path)
     saver = Saver(engine.zero, config, Path(run))
-    outcomes, blocked = [], checkpoints_of(Path(run)) / TEMPORARY
+    outcomes, checkpoints = [], checkpoints_of(Path(run))
+    aside = checkpoints.with_name("aside")
     for step in (1, 2, 3):
         steps_of(engine, step, step)
         if step == 2 and engine.topology.rank == 0:
-            blocked.write_text("a file is in its place")
+            checkpoints.rename(aside)
+            checkpoints.touch()
         saver.save(step)
         saver.wait()
         outcomes.append(saver.outcome())
         dist.barrier()
-        if engine.topology.rank == 0:
-            blocked.unlink(missing_ok=True)
+        if step == 2 and engine.topology.rank == 0:
+            checkpoints.unlink()
+            aside.rename(checkpoints)
     return outcomes
 
 
@@ -248,7 +252,7 @@ def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
 def test_a_save_that_cannot_begin_costs_one_checkpoint(ranks: Pools, tmp_path: Path, background: bool) -> None:
     path = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background)
     for outcomes in ranks(2).run(nowhere_to_write, str(path), str(tmp_path / "run"), timeout=60):
-        assert outcomes == [(1, ""), (2, f"File exists ({checkpoints_of(tmp_path / 'run') / TEMPORARY})"), (3, "")]
+        assert outcomes == [(1, ""), (2, f"Not a directory ({checkpoints_of(tmp_path / 'run') / TEMPORARY})"), (3, "")]
     assert complete_steps(tmp_path / "run") == [1, 3]
 
 
