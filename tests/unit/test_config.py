@@ -105,6 +105,11 @@ def test_a_model_from_a_directory(tmp_path: Path) -> None:
         RunConfig.load(written(tmp_path, raw), world_size=4)
 
 
+def test_a_scheduler_that_says_only_its_type_can_start(tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path, changed(scheduler={"type": "WarmupLR"})), world_size=4)
+    assert config.deepspeed_config()["scheduler"] == {"type": "WarmupLR", "params": {}}
+
+
 def test_a_longer_run_keeps_the_schedule_of_its_first_start(tmp_path: Path) -> None:
     path = written(tmp_path, changed(scheduler__params__warmup_num_steps="auto"))
     first = RunConfig.load(path, ["zero_tp.training.steps=1000"], world_size=4)

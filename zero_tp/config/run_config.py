@@ -92,6 +92,8 @@ class RunConfig:
         check_recompute(raw, zero_tp, hf_config.num_hidden_layers, batch.accumulation)
         raw = {key: value for key, value in raw.items() if key not in OFF_BLOCKS}  # some are on by being there
         raw.setdefault("gradient_clipping", 1.0)
+        if "scheduler" in raw:
+            raw["scheduler"].setdefault("params", {})  # DeepSpeed takes them to be there
         for key, field in BATCH_FIELDS.items():
             if getattr(batch, field) is not None:
                 raw[key] = getattr(batch, field)
