@@ -82,8 +82,8 @@ def cross_entropy(
         own = own.transpose(0, 1).contiguous().transpose(0, 1)
     given_hidden = own.clone().requires_grad_("hidden" not in frozen)
     given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in frozen)
-    before = module.CHUNK_ELEMENTS
-    module.CHUNK_ELEMENTS = chunk
+    before = module.BLOCK_ELEMENTS
+    module.BLOCK_ELEMENTS = chunk
     try:
         common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
         once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
@@ -94,7 +94,7 @@ def cross_entropy(
         alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
     finally:
-        module.CHUNK_ELEMENTS = before
+        module.BLOCK_ELEMENTS = before
     assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
     assert torch.equal(found.isnan(), without.isnan()) and (found.isnan() or torch.equal(found, without))
     everyone = all_gather(found.detach().reshape(1), group)
@@ -250,23 +250,24 @@ def largest_tensor(world: int, sequence: bool, chunk: int) -> int:
     hidden, weight, labels = problem(length, batch, vocabulary, "some", False, -100, 0)
     own = leaf(piece_of(hidden, topology))
     shard = leaf(Sharded(0, (vocabulary,), padded=True).shard(weight, topology.tensor_rank, world))
-    before = module.CHUNK_ELEMENTS
-    module.CHUNK_ELEMENTS = chunk
+    before = module.BLOCK_ELEMENTS
+    module.BLOCK_ELEMENTS = chunk
     common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group}
     try:
         with Largest() as largest:
             vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common).backward()
             vocab_parallel_token_scores(hidden, shard, labels, **common)
     finally:
-        module.CHUNK_ELEMENTS = before
+        module.BLOCK_ELEMENTS = before
     return largest.elements
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
     whole_logits, hidden_states = 32 * 2 * 64 // 2, 32 * 2 * HIDDEN
+    at_least = HIDDEN * 64 // 2  # a block as large as the weight's gradient
     for chunk in (1, 128, 512):
-        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, hidden_states)}
+        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, at_least, hidden_states)}
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
 
 

@@ -183,7 +183,7 @@ def test_chunks_of_the_loss_that_differ_stand_for_all(
     """Of 256 positions, the last chunk shorter; to the byte."""
     config = load(overrides)
     workload = workload_of(config, cpu=cpu)
-    monkeypatch.setattr(loss, "CHUNK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
+    monkeypatch.setattr(loss, "BLOCK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
     found = dry_run(config.hf_config(), workload)
     monkeypatch.setattr(dryrun, "chunks_that_differ", range)
     every = dry_run(config.hf_config(), workload)

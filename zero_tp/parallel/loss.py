@@ -1,15 +1,17 @@
-"""The output layer is fused with the cross entropy, split over the vocabulary, in chunks of the sequence.
+"""The output layer is fused with the cross entropy, split over the vocabulary, in blocks of the sequence.
 
-Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3), and the logits of one chunk at a
-time are all that exists. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a chunk.
+Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3), and the logits of one block at a
+time are all that exists. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a block.
 
-The gradient is formed in forward, chunk by chunk, while that chunk's probabilities exist; backward only scales it.
-That costs no second logits GEMM, and the TP communication of the gradient happens once, in forward; the fp32 gradient
-of the weight, 4·h·v/t bytes, lives from there until backward.
+The gradient is formed in forward, block by block, while that block's probabilities exist; backward only scales it.
+That costs no second logits GEMM, and the TP communication of the gradient happens once, in forward; the gradient of the
+weight lives from there until backward. A block's logits become the difference of probabilities and targets in place,
+in slices that a cache holds, and one GEMM for each gradient takes them whole.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +22,43 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
 from zero_tp.parallel.layout import own_tokens
 
-CHUNK_ELEMENTS = 2**23
-"""Logits of one chunk on one rank: 32 MiB in fp32."""
+BLOCK_ELEMENTS = 2**23
+"""Logits of one block on one rank, at least: 32 MiB in fp32."""
+SLICE_ELEMENTS = {"cpu": 2**18}
+"""Logits that are in fp32 at a time, by device type: 1 MiB, which stays in a core's cache."""
+OTHER_SLICE_ELEMENTS = 2**24
+"""The same on accelerators, where a kernel needs work for all its cores: 64 MiB."""
+_COPIED_ROWS = 2**13
 
 
-def _chunk_rows(sequence: int, batch: int, vocabulary_shard: int) -> int:
-    """Return the sequence positions of one chunk; at least one."""
-    return max(1, min(sequence, CHUNK_ELEMENTS // max(1, batch * vocabulary_shard)))
+def _block_positions(sequence: int, batch: int, weight: Tensor) -> int:
+    """Return the sequence positions of one block; at least one.
+
+    A block has as many tokens as `weight` [v/t, h] has columns, if that is more than `BLOCK_ELEMENTS`: its logits are
+    no larger then than the scaled gradient of the weight, which backward makes when they are gone. Twice as many are
+    one block in bf16, as the gradient of one block alone is not added up in fp32.
+    """
+    rows, columns = weight.shape
+    if weight.dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
+        return sequence
+    most = max(1, max(BLOCK_ELEMENTS // max(1, rows), columns) // batch)
+    return math.ceil(sequence / math.ceil(sequence / most))
+
+
+def _slices(logits: Tensor) -> list[slice]:
+    """Return rows of `logits` [n, v/t] that fit a cache."""
+    elements = SLICE_ELEMENTS.get(logits.device.type, OTHER_SLICE_ELEMENTS)
+    step = max(1, elements // max(1, logits.shape[1]))
+    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
     """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get no probability."""
-    logits = (hidden @ weight.t()).float()
-    if valid < weight.shape[0]:
+    return _without_padding((hidden @ weight.t()).float(), valid)
+
+
+def _without_padding(logits: Tensor, valid: int) -> Tensor:
+    if valid < logits.shape[1]:
         logits[:, valid:] = torch.finfo(torch.float32).min
     return logits
 
@@ -52,34 +78,59 @@ class Softmax(NamedTuple):
     others: Tensor
 
 
-def exchange_softmax_(logits: Tensor, maximum: Tensor, others: Tensor, group: Group) -> Softmax:
+def exchange_softmax(maximum: Tensor, total: Tensor, others: Tensor, group: Group) -> Softmax:
     """Exchange maxima and sums over TP, so that every rank has the softmax of the whole vocabulary. One all-gather of
     [2 + m, n].
 
     Args:
-        logits: this rank's, [n, v/t]; they become exp(logit - maximum) in place.
-        maximum: of each row, [n].
+        maximum: of each row of this rank's logits, [n].
+        total: sum of exp(logit - maximum) over this rank's, [n].
         others: m more numbers of each row, [m, n].
     """
-    total = logits.sub_(maximum.unsqueeze(1)).exp_().sum(1)
     parts = all_gather(torch.cat((torch.stack((maximum, total)), others)).unsqueeze(0), group)  # [t, 2 + m, n]
     maxima, totals = parts[:, 0], parts[:, 1]
     greatest = maxima.amax(0)
     return Softmax(maxima, greatest, (totals * (maxima - greatest).exp()).sum(0), parts[:, 2:])
 
 
-def _log_probability_(logits: Tensor, target: Tensor, group: Group) -> Tensor:
-    """Return the log-probability of the target [n]; `logits` become this rank's probabilities in place.
+def _log_probability(logits: Tensor, target: Tensor, valid: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probability of the target [n]; each row's maximum on this rank [n], and what exp(logit - maximum)
+    times is the probability [n].
 
     `target` [n] is this rank's row, -1 where another rank holds it. The maximum is taken off before the logarithm of
     the sum: adding the two first would round the loss to the maximum's last digit.
     """
-    here = target >= 0
-    at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
-    maximum = logits.amax(1)
-    softmax = exchange_softmax_(logits, maximum, at_target.unsqueeze(0), group)
-    logits.mul_(((maximum - softmax.greatest).exp() / softmax.total).unsqueeze(1))
-    return softmax.others[:, 0].sum(0) - softmax.greatest - softmax.total.log()
+    at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
+    maximum = at_target.new_empty(len(at_target))
+    total = torch.empty_like(maximum)
+    for rows in _slices(logits):
+        piece = _without_padding(logits[rows].float(), valid)
+        torch.amax(piece, 1, out=maximum[rows])
+        torch.sum((piece - maximum[rows].unsqueeze(1)).exp_(), 1, out=total[rows])
+    softmax = exchange_softmax(maximum, total, at_target.unsqueeze(0), group)
+    log_probability = softmax.others[:, 0].sum(0) - softmax.greatest - softmax.total.log()
+    return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total
+
+
+def _differences_(
+    logits: Tensor, target: Tensor, keep: Tensor, valid: int, unit: Tensor, maximum: Tensor, factor: Tensor
+) -> None:
+    """Turn `logits` [n, v/t] into (probability - target) · unit in place, each rounded once; 0 in rows not to keep."""
+    factor, ones = (factor * unit).unsqueeze(1), ((target >= 0) * -unit).unsqueeze(1)
+    for rows in _slices(logits):
+        piece = (_without_padding(logits[rows].float(), valid) - maximum[rows].unsqueeze(1)).exp_().mul_(factor[rows])
+        piece.scatter_add_(1, target[rows].clamp(min=0).unsqueeze(1), ones[rows])
+        logits[rows] = piece.masked_fill_(~keep[rows].unsqueeze(1), 0.0)
+
+
+def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add firstᵀ · second to `total`, which is in fp32. [n, v/t], [n, h] → [v/t, h]."""
+    if first.dtype == torch.float32:
+        total.addmm_(first.t(), second)
+        return
+    for start in range(0, first.shape[1], _COPIED_ROWS):  # a GEMM that adds to another dtype is CUDA's alone
+        rows = slice(start, start + _COPIED_ROWS)
+        total[rows] += first[:, rows].t() @ second
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -110,52 +161,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if sequence:
             hidden = all_gather(hidden, group)
         length, batch, _ = hidden.shape
-        rows = weight.shape[0]
         first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
         needs_hidden, needs_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
         counted = labels != ignore
-        count = counted.sum().float()
-        if divisor is not None:
-            count = torch.full_like(count, divisor)
+        count = counted.sum().float() if divisor is None else hidden.new_full((), divisor, dtype=torch.float32)
+        # Divided by the count, the differences would underflow in fp16. A power of two remains, which rounds nothing.
+        mantissa, exponent = torch.frexp(count.masked_fill(count == 0, 1.0))
+        unit, rest = 0.5 / mantissa, torch.ldexp(torch.full_like(mantissa, 2.0), -exponent)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # Contiguous whatever the layout of `hidden`: each chunk is written through a flattened view.
+        # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
-        # Chunks add up in fp32 whatever the weight's dtype.
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        step = _chunk_rows(length, batch, rows)
+        weight_gradient = None
+        step = _block_positions(length, batch, weight)
+        if needs_weight and (step < length or weight.dtype == torch.float16):  # fp16 holds no sums of many tokens
+            weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, length, step):
             piece = hidden[start : start + step].flatten(0, 1)
             keep = counted[start : start + step].flatten()
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
-            probability = shard_logits(piece, weight, valid)
-            log_probability = _log_probability_(probability, target, group)
+            logits = piece @ weight.t()
+            log_probability, maximum, factor = _log_probability(logits, target, valid, group)
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if not (needs_hidden or needs_weight):
                 continue
-            ones = (target >= 0).to(probability.dtype).neg_().unsqueeze(1)
-            probability.scatter_add_(1, target.clamp(min=0).unsqueeze(1), ones)
-            probability.masked_fill_(~keep.unsqueeze(1), 0.0)
-            difference = probability.to(hidden.dtype)
+            _differences_(logits, target, keep, valid, unit, maximum, factor)
             if hidden_gradient is not None:
-                torch.matmul(difference, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
+                torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
             if weight_gradient is not None:
-                if weight.dtype == torch.float32:
-                    weight_gradient.addmm_(difference.t(), piece)
-                else:
-                    weight_gradient += difference.t() @ piece
+                _add_product_(weight_gradient, logits, piece)
+            elif needs_weight:
+                weight_gradient = logits.t() @ piece
         if hidden_gradient is not None and group_size(group) > 1:
             leave = reduce_scatter if sequence else all_reduce
             hidden_gradient = leave(hidden_gradient, group)
-        ctx.save_for_backward(hidden_gradient, weight_gradient, count)
+        ctx.save_for_backward(hidden_gradient, weight_gradient, rest)
         ctx.dtypes = hidden.dtype, weight.dtype
         return loss / count
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_gradient, weight_gradient, count = ctx.saved_tensors
-        # With no counted token the loss is 0/0 = nan and the gradient zero, as in torch.
-        scale = gradient.float() / count.masked_fill(count == 0, 1.0)
+        hidden_gradient, weight_gradient, rest = ctx.saved_tensors
+        scale = gradient.float() * rest
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
             _scaled(hidden_gradient, scale, hidden_dtype),

@@ -52,7 +52,7 @@ def vocab_parallel_token_scores(
     nll = torch.zeros(flat_labels.shape, dtype=torch.float32, device=hidden.device)
     greedy = torch.zeros(flat_labels.shape, dtype=torch.bool, device=hidden.device)
     positions = (flat_labels != ignore_index).any(1).nonzero().squeeze(1)
-    for chunk in positions.split(max(1, loss.CHUNK_ELEMENTS // rows)):
+    for chunk in positions.split(max(1, loss.BLOCK_ELEMENTS // rows)):
         if not len(chunk):
             continue
         wanted = flat_labels[chunk]
@@ -80,7 +80,8 @@ def scores_of_logits(
     row, alternative = (here & (own == best.unsqueeze(1))).nonzero(as_tuple=True)
     chosen = torch.zeros_like(own)
     chosen[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(own.dtype)
-    softmax = loss.exchange_softmax_(logits, best, torch.cat((own, chosen), 1).t(), group)
+    total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
+    softmax = loss.exchange_softmax(best, total, torch.cat((own, chosen), 1).t(), group)
     owns, choices = softmax.others.transpose(1, 2).chunk(2, 2)  # [t, n, k]
     # The first rank that has the greatest logit has the first token that has it.
     has_it = softmax.maxima == softmax.greatest

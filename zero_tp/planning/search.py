@@ -21,7 +21,7 @@ from zero_tp.constants import GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import read_json, write_atomically
-from zero_tp.parallel.loss import CHUNK_ELEMENTS
+from zero_tp.parallel.loss import BLOCK_ELEMENTS
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
 from zero_tp.planning.moments import Moment
@@ -220,7 +220,7 @@ def _estimate(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment
     kept = paper.layers_bytes() + paper.outside_bytes() - logits
     again = paper.layer_bytes(recomputes=False)
     gradient = 4 * model.spec.vocabulary * model.spec.hidden / workload.tensor
-    chunk = 2 * min(logits, 4.0 * CHUNK_ELEMENTS)
+    chunk = 2 * min(logits, 4.0 * BLOCK_ELEMENTS)
     stream = 4 * workload.element * paper.layer.residual
     most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
     total = float(zero.parameters.total)
