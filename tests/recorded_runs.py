@@ -100,7 +100,7 @@ def config(run: Run, corpus: Path) -> dict[str, Any]:
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
     adam = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
     if "offload_optimizer" not in deepspeed.get("zero_optimization", {}):
-        adam["torch_adam"] = True
+        adam |= {"torch_adam": True, "fused": False}
     base = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,

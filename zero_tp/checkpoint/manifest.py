@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
+from zero_tp.config.optimizer import IMPLEMENTATION
 from zero_tp.errors import ConfigError, UserError, shown
 from zero_tp.validation import Block, Count, Positive, validate
 
@@ -196,9 +197,6 @@ class Parallelism(NamedTuple):
 def fixed_of(config: RunConfig) -> dict[str, Any]:
     """Return what a run is: the keys that cannot change when it is resumed."""
     block = config.zero_tp
-    optimizer = config.deepspeed_config()["optimizer"]
-    # Which implementation steps may change, as offload may.
-    parameters = {key: value for key, value in optimizer.get("params", {}).items() if key != "torch_adam"}
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
@@ -207,8 +205,16 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
-        "optimizer": {**optimizer, "params": parameters},
+        "optimizer": _computed(config.deepspeed_config()["optimizer"]),
     }
+
+
+def _computed(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return what an `optimizer` block computes. Which implementation steps may change, as offload may."""
+    params = optimizer.get("params", {})
+    if not isinstance(params, dict):
+        return optimizer
+    return {**optimizer, "params": {key: value for key, value in params.items() if key not in IMPLEMENTATION}}
 
 
 def versions() -> dict[str, str]:
@@ -270,8 +276,10 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
             "with launch/convert.py to-hf, or give another --output-dir"
         )
+    fixed = {**UNSAID, **manifest.fixed}
+    if isinstance(fixed.get("optimizer"), dict):
+        fixed["optimizer"] = _computed(fixed["optimizer"])  # earlier versions kept more
     for key, value in fixed_of(config).items():
-        fixed = {**UNSAID, **manifest.fixed}
         if key not in fixed:
             raise UserError(f"{checkpoint}: its manifest does not say fixed.{key}; the checkpoint is damaged")
         before = fixed[key]

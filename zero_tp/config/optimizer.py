@@ -68,6 +68,9 @@ LEFT_OUT = {
 }
 """Arguments that can't be given, by the library that has the constructor."""
 
+IMPLEMENTATION = ("torch_adam", "fused", "foreach")
+"""Arguments that say by which code an Adam is computed, and not what."""
+
 BY_THE_ENGINE = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
 """Arguments that DeepSpeed gives itself."""
 
@@ -143,6 +146,23 @@ def check_optimizer(raw: Any, offload: bool) -> None:
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
         raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
+
+
+def choose_implementation(raw: dict[str, Any]) -> None:
+    """Write into the `optimizer` block what computes an Adam, where it leaves that open: torch's fused kernel.
+
+    It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
+    start. Offloaded states are updated by DeepSpeed's CPUAdam.
+    """
+    block, zero = raw.get("optimizer"), raw.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if isinstance(offload, dict) and offload.get("device", "none") != "none":
+        return
+    name, params = (block.get("type"), block.get("params")) if isinstance(block, dict) else (None, None)
+    if not isinstance(name, str) or name.lower() not in ("adam", "adamw") or not isinstance(params, dict):
+        return
+    if params.setdefault("torch_adam", True) is True and "foreach" not in params:
+        params.setdefault("fused", True)
 
 
 def check_scheduler(raw: Any) -> None:

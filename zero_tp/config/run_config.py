@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
+from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.refusals import check_refusals, without_effect
 from zero_tp.config.resolve import (
     BATCH_FIELDS,
@@ -85,6 +86,7 @@ class RunConfig:
         data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
         hf_config = check_model(zero_tp, saved_model)
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
+        choose_implementation(raw)
         check_values(raw)
         batch = resolve_batch(raw, data)
         _check_tokens(batch, zero_tp.data.sequence_length)

@@ -135,6 +135,10 @@ class Training(Block):
     timeout_minutes: Annotated[float, Field(gt=0)] | Timeouts = Field(
         default=30, description="Limit of one collective, in minutes; or of each phase without progress."
     )
+    keep_freed_memory: bool = Field(
+        default=True,
+        description="On CPUs, keep the memory that tensors free for the next ones: much faster, for some more memory.",
+    )
 
     @property
     def timeouts(self) -> Timeouts:

@@ -6,6 +6,7 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.report import PHASES
+from zero_tp.process.memory import can_keep_freed_memory
 from zero_tp.training.metrics import memory_gib, resident_gib
 
 
@@ -20,6 +21,7 @@ class MemoryForecast:
         self.host = 0.0 if cpu else point.host / GIB
         self.phase = PHASES[point.phase]
         self.before = resident_gib() if cpu else 0.0
+        self.keeps = config.zero_tp.training.keep_freed_memory and can_keep_freed_memory()
 
     def announcement(self) -> str:
         host = f", and {self.host:.2f} GiB of host memory" if self.host else ""
@@ -30,6 +32,6 @@ class MemoryForecast:
         if self.device_type == "cpu":
             return (
                 f"memory: {self.planned:.2f} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
-                f"{self.before:.2f} of them before the first step"
+                f"{self.before:.2f} of them before the first step" + (", and kept what was freed" if self.keeps else "")
             )
         return f"memory: {self.planned:.2f} GiB planned, {measured:.2f} GiB measured"

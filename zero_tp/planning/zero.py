@@ -69,7 +69,7 @@ class ZeroSettings:
 
     Attributes:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
-        torch_optimizer: torch's class, which makes temporaries, in place of DeepSpeed's fused one.
+        torch_optimizer: torch's class that is not fused, which makes temporaries.
     """
 
     stage: int
@@ -124,7 +124,7 @@ class ZeroSettings:
             offload_optimizer=(offload.get("device") or "none") != "none",
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
-            torch_optimizer=bool(block.get("params", {}).get("torch_adam")) or block.get("type") == "SGD",
+            torch_optimizer=_makes_temporaries(block),
             **given,
         )
 
@@ -136,6 +136,11 @@ class ZeroSettings:
         """
         overlap = stage == 3 if 3 in (stage, self.stage) else self.overlap
         return replace(self, stage=stage, overlap=overlap, **changes)
+
+
+def _makes_temporaries(optimizer: Mapping[str, Any]) -> bool:
+    params = optimizer.get("params", {})
+    return not params.get("fused") and (bool(params.get("torch_adam")) or optimizer.get("type") == "SGD")
 
 
 @dataclass(frozen=True)

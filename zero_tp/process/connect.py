@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.memory import keep_freed_memory
 from zero_tp.process.quiet import hushed
 from zero_tp.topology import Topology
 
@@ -81,6 +82,8 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     from zero_tp.config import check_accelerator
 
     accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
+        keep_freed_memory()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
     check_nvme(config.nvme_paths)
