@@ -1,7 +1,7 @@
 """Compiles DeepSpeed ops for the CPU and prints the paths of the libraries.
 
 python launch/compile_ops.py BUILDER…   such as CPUAdamBuilder (DeepSpeedCPUAdam, for offloaded optimizers) or
-FusedAdamBuilder (Adam where the config doesn't say `torch_adam`).
+FusedAdamBuilder (Adam where the config says `"torch_adam": false`).
 """
 
 from __future__ import annotations

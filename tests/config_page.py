@@ -90,7 +90,9 @@ def page() -> str:
             f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
             " `train_batch_size` = micro × accumulation × data, and data = world / `zero_tp.parallel.tensor`",
             f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}. `Adam` means AdamW unless"
-            " `adam_w_mode` is false. Weight decay skips biases and norms.",
+            " `adam_w_mode` is false. Weight decay skips biases and norms. Adam is torch's fused kernel where"
+            " `torch_adam`, `fused` and `foreach` are left out and nothing is offloaded; DeepSpeed's FusedAdam"
+            " (`torch_adam` false) needs a compiler. They may change when a run is resumed.",
             f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): {_listed(SCHEDULERS)}. DeepSpeed's"
             ' `warmup_type` is `"log"` unless the file says `"linear"`.',
             *(f"- {_block(name)}" for name in (*DEEPSPEED_BLOCKS, *OWN_BLOCKS)),

@@ -177,7 +177,7 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ('zero_tp.data.train={"a": 0}', "must be more than 0"),
         ("fp16.loss_scale=-1", "loss_scale must be >= 0"),
         ("zero_optimization.offload_optimizer.ratio=0.5", "Partial offloading only supported for ZeRO Stage 3"),
-        ("optimizer.params.bias_corection=true", 'did you mean "bias_correction"?'),
+        ("optimizer.params.maximise=true", 'did you mean "maximize"?'),
         ("optimizer.params.adam_w_mode=false", "is ignored by DeepSpeed"),
         ("optimizer.params.torch_adam=1", "expected true or false"),
         ("zero_tp.model.hidden_size=64", "is another name of n_embd"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,36 @@ def test_parameters_of_optimizers(name: str, torch_adam: bool, offload: bool, pa
     ours = optimizer.optimizer_params(name, torch_adam, offload).model_fields
     assert set(ours) == parameters
     assert ours["lr"].is_required()
+
+
+@pytest.mark.parametrize(
+    ("given", "offload", "added"),
+    [
+        ({"lr": 0.1}, "none", {"torch_adam": True, "fused": True}),
+        ({"lr": 0.1, "torch_adam": True}, "none", {"fused": True}),
+        ({"lr": 0.1, "torch_adam": True, "foreach": True}, "none", {}),
+        ({"lr": 0.1, "torch_adam": True, "fused": False}, "none", {}),
+        ({"lr": 0.1, "torch_adam": False}, "none", {}),
+        ({"lr": 0.1, "bias_correction": False}, "none", {}),
+        ({"lr": 0.1}, "cpu", {}),
+    ],
+)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_an_adam_needs_no_compiler(name: str, given: dict[str, Any], offload: str, added: dict[str, Any]) -> None:
+    raw = {
+        "optimizer": {"type": name, "params": dict(given)},
+        "zero_optimization": {"offload_optimizer": {"device": offload}},
+    }
+    optimizer.choose_implementation(raw)
+    assert raw["optimizer"]["params"] == given | added
+    optimizer.check_optimizer(raw["optimizer"], offload != "none")
+
+
+def test_other_optimizers_are_left_as_they_are() -> None:
+    for block in ({"type": "SGD", "params": {"lr": 0.1}}, {"type": "Lion", "params": {"lr": 0.1}}, {}, {"type": 5}, []):
+        raw = {"optimizer": copy.deepcopy(block)}
+        optimizer.choose_implementation(raw)
+        assert raw == {"optimizer": block}
 
 
 def test_every_preset_has_a_world_size_here() -> None:

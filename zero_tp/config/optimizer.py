@@ -152,7 +152,7 @@ def choose_implementation(raw: dict[str, Any]) -> None:
     """Write into the `optimizer` block what computes an Adam, where it leaves that open: torch's fused kernel.
 
     It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
-    start. Offloaded states are updated by DeepSpeed's CPUAdam.
+    start; it stays where an argument is given that it alone has. Offloaded states are updated by DeepSpeed's CPUAdam.
     """
     block, zero = raw.get("optimizer"), raw.get("zero_optimization")
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
@@ -160,6 +160,9 @@ def choose_implementation(raw: dict[str, Any]) -> None:
         return
     name, params = (block.get("type"), block.get("params")) if isinstance(block, dict) else (None, None)
     if not isinstance(name, str) or name.lower() not in ("adam", "adamw") or not isinstance(params, dict):
+        return
+    ours, theirs = (optimizer_params(name.lower(), torch, False).model_fields.keys() for torch in (True, False))
+    if params.keys() & (theirs - ours):
         return
     if params.setdefault("torch_adam", True) is True and "foreach" not in params:
         params.setdefault("fused", True)
