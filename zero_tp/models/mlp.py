@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from zero_tp.blocking import cache_rows
 from zero_tp.models.context import ForwardContext
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,12 +26,43 @@ class Activation(nn.Module):
         return self.function(wide)
 
 
+def _gated(wide: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    gate, up = wide.chunk(2, -1)
+    return function(gate) * up
+
+
+class _Gate(torch.autograd.Function):
+    """Compute activation(gate) · up; backward computes it again, piece by piece."""
+
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(wide)
+        ctx.function = function
+        rows = wide.reshape(-1, wide.shape[-1])
+        output = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+        for piece in cache_rows(rows):
+            output[piece] = _gated(rows[piece], function)
+        return output.view(*wide.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (wide,) = ctx.saved_tensors
+        rows, given = (each.reshape(-1, each.shape[-1]) for each in (wide, gradient))
+        output = torch.empty_like(rows)
+        for piece in cache_rows(rows):
+            with torch.enable_grad():
+                again = rows[piece].detach().requires_grad_()
+                (output[piece],) = torch.autograd.grad(_gated(again, ctx.function), again, given[piece])
+        return output.view(wide.shape), None
+
+
 class GatedActivation(Activation):
-    """A gated activation is activation(gate) · up of a tensor that holds both. [*, 2n] → [*, n]."""
+    """A gated activation is activation(gate) · up of a tensor that holds both, which is all that backward keeps.
+    [*, 2n] → [*, n]."""
 
     def forward(self, wide: Tensor) -> Tensor:
-        gate, up = wide.chunk(2, -1)
-        return self.function(gate) * up
+        output: Tensor = _Gate.apply(wide, self.function)
+        return output
 
 
 class MLP(nn.Module):

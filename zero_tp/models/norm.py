@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero_tp.blocking import cache_rows
 from zero_tp.parallel.gradients import GradientSum
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Constant, ParameterMaker
@@ -76,25 +77,37 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None) -> Tensor:
-        wide = tensor.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        normed, scale = torch.empty_like(rows), torch.empty_like(rows[:, :1], dtype=torch.float32)
+        for piece in cache_rows(rows):
+            wide = rows[piece].float()
+            scale[piece] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+            torch.mul(weight, (wide * scale[piece]).to(tensor.dtype), out=normed[piece])
         ctx.save_for_backward(tensor, weight, scale)
         ctx.total = total
-        return weight * (wide * scale).to(tensor.dtype)
+        return normed.view(tensor.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         tensor, weight, scale = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        normed = tensor.float() * scale
+        rows, given = (each.reshape(-1, each.shape[-1]) for each in (tensor, gradient))
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
-            weight_gradient = (gradient * normed.to(tensor.dtype)).flatten(0, -2).sum(0)
+            wide_gradient = torch.zeros_like(weight, dtype=torch.float32)
+            for piece in cache_rows(rows):
+                normed = (rows[piece].float() * scale[piece]).to(tensor.dtype)
+                wide_gradient += (given[piece] * normed).sum(0, dtype=torch.float32)
+            weight_gradient = wide_gradient.to(weight.dtype)
             reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
         if needs_input:
-            wide = (gradient * weight).float()
-            along = (wide * normed).mean(-1, keepdim=True)
-            input_gradient = ((wide - normed * along) * scale).to(tensor.dtype)
+            input_gradient = torch.empty_like(rows)
+            for piece in cache_rows(rows):
+                normed = rows[piece].float() * scale[piece]
+                wide = (given[piece] * weight).float()
+                along = (wide * normed).mean(-1, keepdim=True)
+                input_gradient[piece] = (wide - normed * along) * scale[piece]
+            input_gradient = input_gradient.view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
         return input_gradient, weight_gradient, None, None

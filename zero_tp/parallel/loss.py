@@ -18,16 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero_tp.blocking import cache_rows
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
 from zero_tp.parallel.layout import own_tokens
 
 BLOCK_ELEMENTS = 2**23
 """Logits of one block on one rank, at least: 32 MiB in fp32."""
-SLICE_ELEMENTS = {"cpu": 2**18}
-"""Logits that are in fp32 at a time, by device type: 1 MiB, which stays in a core's cache."""
-OTHER_SLICE_ELEMENTS = 2**24
-"""The same on accelerators, where a kernel needs work for all its cores: 64 MiB."""
+SLICE_ELEMENTS = 2**24
+"""Logits that are in fp32 at a time on accelerators, where a kernel needs work for all its cores: 64 MiB."""
 _COPIED_ROWS = 2**13
 
 
@@ -43,13 +42,6 @@ def _block_positions(sequence: int, batch: int, weight: Tensor) -> int:
         return sequence
     most = max(1, max(BLOCK_ELEMENTS // max(1, rows), columns) // batch)
     return math.ceil(sequence / math.ceil(sequence / most))
-
-
-def _slices(logits: Tensor) -> list[slice]:
-    """Return rows of `logits` [n, v/t] that fit a cache."""
-    elements = SLICE_ELEMENTS.get(logits.device.type, OTHER_SLICE_ELEMENTS)
-    step = max(1, elements // max(1, logits.shape[1]))
-    return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
@@ -103,7 +95,7 @@ def _log_probability(logits: Tensor, target: Tensor, valid: int, group: Group) -
     at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
     maximum = at_target.new_empty(len(at_target))
     total = torch.empty_like(maximum)
-    for rows in _slices(logits):
+    for rows in cache_rows(logits, SLICE_ELEMENTS):
         piece = _without_padding(logits[rows].float(), valid)
         torch.amax(piece, 1, out=maximum[rows])
         torch.sum((piece - maximum[rows].unsqueeze(1)).exp_(), 1, out=total[rows])
@@ -117,7 +109,7 @@ def _differences_(
 ) -> None:
     """Turn `logits` [n, v/t] into (probability - target) · unit in place, each rounded once; 0 in rows not to keep."""
     factor, ones = (factor * unit).unsqueeze(1), ((target >= 0) * -unit).unsqueeze(1)
-    for rows in _slices(logits):
+    for rows in cache_rows(logits, SLICE_ELEMENTS):
         piece = (_without_padding(logits[rows].float(), valid) - maximum[rows].unsqueeze(1)).exp_().mul_(factor[rows])
         piece.scatter_add_(1, target[rows].clamp(min=0).unsqueeze(1), ones[rows])
         logits[rows] = piece.masked_fill_(~keep[rows].unsqueeze(1), 0.0)

@@ -6,7 +6,7 @@ What differs between the stages is said here, so that training and checkpoints n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,9 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
 
-from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
+from zero_tp.zero.norms import clip_gradients, gradient_norm, measure_in_pieces
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
@@ -162,30 +161,6 @@ class ZeroEngine(ABC):
         """Bring the module's weights to the masters, as an optimizer step does. Collective over DP."""
 
 
-@torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Tensor:
-    """Return the 2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks.
-
-    Shards count on every rank, replicated parameters once. All-reduce of one number over TP.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in parameters:
-        total = total.to(parameter.device)
-        if parameter.grad is not None and (isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0):
-            total += parameter.grad.double().square().sum()
-    return all_reduce(total, topology.tensor_group).sqrt()
-
-
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (norm.item() + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
-    if factor < 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-
 class WithoutZero(ZeroEngine):
     """Under ZeRO-0 every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
 
@@ -297,6 +272,7 @@ class PartitionedStates(ZeroEngine):
 
     def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
+        measure_in_pieces(self.optimizer)
         if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 whose gradients are added in another dtype
             self._judge_first(self.optimizer)
             return
@@ -354,6 +330,7 @@ class PartitionedParameters(ZeroEngine):
 
     def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
+        measure_in_pieces(self.optimizer)
         measured = self.optimizer._get_norm_groups
 
         def judged() -> list[Any]:
