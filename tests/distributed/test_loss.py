@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compare import check_close, grid, leaf, piece_of
 from tests.pools import Pools
+from zero_tp import blocking
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Sharded
@@ -82,8 +83,8 @@ def cross_entropy(
         own = own.transpose(0, 1).contiguous().transpose(0, 1)
     given_hidden = own.clone().requires_grad_("hidden" not in frozen)
     given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in frozen)
-    before = module.BLOCK_ELEMENTS
-    module.BLOCK_ELEMENTS = chunk
+    before = module.BLOCK_ELEMENTS, blocking.CACHE_ELEMENTS
+    module.BLOCK_ELEMENTS = blocking.CACHE_ELEMENTS = chunk
     try:
         common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
         once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
@@ -94,7 +95,7 @@ def cross_entropy(
         alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
     finally:
-        module.BLOCK_ELEMENTS = before
+        module.BLOCK_ELEMENTS, blocking.CACHE_ELEMENTS = before
     assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
     assert torch.equal(found.isnan(), without.isnan()) and (found.isnan() or torch.equal(found, without))
     everyone = all_gather(found.detach().reshape(1), group)
@@ -191,15 +192,15 @@ def test_hidden_states_laid_out_batch_first(ranks: Pools, sequence: bool) -> Non
     assert found == [{"hidden", "weight"}] * 2
 
 
-def rounded(world: int, sequence: bool) -> set[str]:
+def rounded(world: int, sequence: bool, length: int, batch: int) -> set[str]:
     """bf16 against torch in fp32 on the same rounded values: rounding, and no bias."""
     topology = grid(world, sequence)
     torch.manual_seed(3)
-    length, batch, vocabulary = 24, 5, 33
+    vocabulary = 33
     hidden = torch.randn(length, batch, HIDDEN).bfloat16()
     weight = torch.randn(vocabulary, HIDDEN).bfloat16()
     labels = torch.randint(vocabulary, (length, batch))
-    labels[0, :] = -100  # 115 counted: 1/115 is not a power of two
+    labels[0, :] = -100  # 115 or 9 counted: 1/115 is not a power of two
     expected_hidden, expected_weight = leaf(hidden.float()), leaf(weight.float())
     logits = F.linear(expected_hidden, expected_weight).flatten(0, 1)
     F.cross_entropy(logits, labels.flatten()).backward()
@@ -225,8 +226,10 @@ def rounded(world: int, sequence: bool) -> set[str]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_bf16(ranks: Pools, sequence: bool) -> None:
-    assert ranks(2).run(rounded, 2, sequence) == [{"hidden", "weight"}] * 2
+@pytest.mark.parametrize(("length", "batch"), [(24, 5), (4, 3)])
+def test_bf16(ranks: Pools, sequence: bool, length: int, batch: int) -> None:
+    """In blocks, and in one, of which no fp32 gradient is made."""
+    assert ranks(2).run(rounded, 2, sequence, length, batch) == [{"hidden", "weight"}] * 2
 
 
 class Largest(TorchDispatchMode):

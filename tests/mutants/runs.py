@@ -102,9 +102,16 @@ MUTANTS: dict[str, Mutant] = {
     "upstream-gradient-ignored": Mutant(
         "The loss forms its gradient in forward and forgets the factor that accumulation and loss scaling bring.",
         "zero_tp/parallel/loss.py",
-        "scale = gradient.float() / count.masked_fill(count == 0, 1.0)",
-        "scale = 1.0 / count.masked_fill(count == 0, 1.0)",
+        "scale = gradient.float() * rest",
+        "scale = rest",
         (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
+    ),
+    "first-block-alone": Mutant(
+        "The weight's gradient is that of the last block of tokens.",
+        "zero_tp/parallel/loss.py",
+        "        total[rows] += first[:, rows].t() @ second",
+        "        total[rows] = first[:, rows].t() @ second",
+        (LOSS + "test_bf16[24-5-False]",),
     ),
     "last-micro-batch-for-all": Mutant(
         "The reported loss is that of the last micro-batch.",
@@ -152,14 +159,14 @@ MUTANTS: dict[str, Mutant] = {
     # ---- engine ----------------------------------------------------------------------------------------------------
     "norm-of-rank-zero": Mutant(
         "Without ZeRO the gradient norm counts the shards of TP rank 0 only, and clipping changes.",
-        "zero_tp/zero/stages.py",
+        "zero_tp/zero/norms.py",
         "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
         "topology.tensor_rank == 0",
         (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),
     ),
     "replicas-counted-on-every-rank": Mutant(
         "Without ZeRO the gradient norm counts replicated parameters t times.",
-        "zero_tp/zero/stages.py",
+        "zero_tp/zero/norms.py",
         "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
         "True",
         (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_tp.blocking import CACHE_ELEMENTS
+from zero_tp.blocking import cache_rows
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
@@ -20,9 +20,9 @@ _ELSEWHERE_ELEMENTS = 2**24
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    elements = CACHE_ELEMENTS if tensor.device.type == "cpu" else _ELSEWHERE_ELEMENTS
-    for piece in tensor.reshape(-1).split(elements):
-        total += piece.double().square_().sum()
+    column = tensor.reshape(-1, 1)
+    for piece in cache_rows(column, _ELSEWHERE_ELEMENTS):
+        total += column[piece].double().square_().sum()
     return total
 
 
