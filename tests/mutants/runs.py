@@ -102,8 +102,8 @@ MUTANTS: dict[str, Mutant] = {
     "upstream-gradient-ignored": Mutant(
         "The loss forms its gradient in forward and forgets the factor that accumulation and loss scaling bring.",
         "zero_tp/parallel/loss.py",
-        "scale = gradient.float() * rest",
-        "scale = rest",
+        "scale = gradient.float() / count.masked_fill(count == 0, 1.0)",
+        "scale = 1.0 / count.masked_fill(count == 0, 1.0)",
         (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
     ),
     "first-block-alone": Mutant(
@@ -111,7 +111,7 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/parallel/loss.py",
         "        total[rows] += first[:, rows].t() @ second",
         "        total[rows] = first[:, rows].t() @ second",
-        (LOSS + "test_bf16[24-5-False]",),
+        (LOSS + "test_bf16[24-5-10-False]",),
     ),
     "last-micro-batch-for-all": Mutant(
         "The reported loss is that of the last micro-batch.",

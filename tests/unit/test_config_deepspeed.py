@@ -178,7 +178,7 @@ def test_parameters_of_optimizers(name: str, torch_adam: bool, offload: bool, pa
 )
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_an_adam_needs_no_compiler(name: str, given: dict[str, Any], offload: str, added: dict[str, Any]) -> None:
-    raw = {
+    raw: dict[str, Any] = {
         "optimizer": {"type": name, "params": dict(given)},
         "zero_optimization": {"offload_optimizer": {"device": offload}},
     }
@@ -188,7 +188,13 @@ def test_an_adam_needs_no_compiler(name: str, given: dict[str, Any], offload: st
 
 
 def test_other_optimizers_are_left_as_they_are() -> None:
-    for block in ({"type": "SGD", "params": {"lr": 0.1}}, {"type": "Lion", "params": {"lr": 0.1}}, {}, {"type": 5}, []):
+    others: list[Any] = [
+        {"type": "SGD", "params": {"lr": 0.1}},
+        {"type": "Lion", "params": {"lr": 0.1}},
+        {"type": 5},
+        [],
+    ]
+    for block in others:
         raw = {"optimizer": copy.deepcopy(block)}
         optimizer.choose_implementation(raw)
         assert raw == {"optimizer": block}
