@@ -177,7 +177,7 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
     "overrides",
     [pytest.param(CONFIGS[1], id="fp32", marks=THOROUGH), pytest.param(CONFIGS[14], id="untied")],
 )
-def test_chunks_of_the_loss_that_differ_stand_for_all(
+def test_blocks_of_the_loss_that_differ_stand_for_all(
     overrides: list[str], rows: int, cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 256 positions, the last chunk shorter; to the byte."""
@@ -185,7 +185,7 @@ def test_chunks_of_the_loss_that_differ_stand_for_all(
     workload = workload_of(config, cpu=cpu)
     monkeypatch.setattr(loss, "BLOCK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
     found = dry_run(config.hf_config(), workload)
-    monkeypatch.setattr(dryrun, "chunks_that_differ", range)
+    monkeypatch.setattr(dryrun, "pieces_that_differ", range)
     every = dry_run(config.hf_config(), workload)
     assert list(dict.fromkeys(found)) == list(dict.fromkeys(every))
     assert len(found) < len(every) or rows == 100

@@ -30,18 +30,23 @@ SLICE_ELEMENTS = 2**24
 _COPIED_ROWS = 2**13
 
 
-def _block_positions(sequence: int, batch: int, weight: Tensor) -> int:
+def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Return the sequence positions of one block; at least one.
 
-    A block has as many tokens as `weight` [v/t, h] has columns, if that is more than `BLOCK_ELEMENTS`: its logits are
-    no larger then than the scaled gradient of the weight, which backward makes when they are gone. Twice as many are
-    one block in bf16, as the gradient of one block alone is not added up in fp32.
+    A block has as many tokens as the weight [rows, columns] has columns, if that is more than `BLOCK_ELEMENTS`: its
+    logits are no larger then than the scaled gradient of the weight, which backward makes when they are gone. Twice as
+    many are one block in bf16, as the gradient of one block alone is not added up in fp32.
     """
-    rows, columns = weight.shape
-    if weight.dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
+    if dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
         return sequence
     most = max(1, max(BLOCK_ELEMENTS // max(1, rows), columns) // batch)
     return math.ceil(sequence / math.ceil(sequence / most))
+
+
+def adds_up(sequence: int, positions: int, dtype: torch.dtype) -> bool:
+    """Tell whether the weight's gradient is added up in fp32: over several blocks, or in fp16, which holds no sums of
+    many tokens."""
+    return positions < sequence or dtype == torch.float16
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
@@ -162,8 +167,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         weight_gradient = None
-        step = _block_positions(length, batch, weight)
-        if needs_weight and (step < length or weight.dtype == torch.float16):  # fp16 holds no sums of many tokens
+        rows, columns = weight.shape
+        step = block_positions(length, batch, rows, columns, weight.dtype)
+        if needs_weight and adds_up(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, length, step):
             piece = hidden[start : start + step].flatten(0, 1)

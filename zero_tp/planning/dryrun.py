@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
+from zero_tp import blocking
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import DTYPES
@@ -51,7 +52,8 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(mock.patch.object(cross_entropy, "range", chunks_that_differ, create=True))
+        for module in (cross_entropy, blocking):
+            stack.enter_context(mock.patch.object(module, "range", pieces_that_differ, create=True))
         spec = architecture_of(config).spec(config)
         every = kinds(workload, spec.windows)
         measured, order = every, list(range(len(every)))
@@ -80,10 +82,10 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
     return joined(parts, order)
 
 
-def chunks_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
-    """Return the starts of the loss's first, second and last chunk.
+def pieces_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
+    """Return the starts of the first, second and last piece of what is computed in pieces.
 
-    Each later chunk finds what the second found, another whole chunk's tensors, and takes the same bytes.
+    Each later piece finds what the second found, another whole piece's tensors, and takes the same bytes.
     """
     starts = range(start, stop, step)
     return [*starts[:2], *starts[2:][-1:]]

@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
-from zero_tp.constants import GIB
+from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import read_json, write_atomically
-from zero_tp.parallel.loss import BLOCK_ELEMENTS
+from zero_tp.parallel.loss import adds_up, block_positions
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
 from zero_tp.planning.moments import Moment
@@ -212,21 +214,24 @@ class Search:
 def _estimate(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment]:
     """Return a few moments by the papers' formulas: the end of forward, and both ends of the layers' backward.
 
-    Beside what is kept, a layer that runs again has its activations whole, the output layer its gradient in fp32 (as
-    the loss of parallel/loss.py makes it), and an eager core its scores' gradients.
+    Beside what is kept, a layer that runs again has its activations whole, the output layer its gradient and a block of
+    logits (as the loss of parallel/loss.py makes them), and an eager core its scores' gradients.
     """
     paper, layers = PaperView(model, workload, zero.at.stage, zero.at.data), model.spec.layers
     logits = 4.0 * workload.length * workload.batch * model.spec.vocabulary / workload.tensor
     kept = paper.layers_bytes() + paper.outside_bytes() - logits
     again = paper.layer_bytes(recomputes=False)
-    gradient = 4 * model.spec.vocabulary * model.spec.hidden / workload.tensor
-    chunk = 2 * min(logits, 4.0 * BLOCK_ELEMENTS)
+    shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
+    positions = block_positions(workload.length, workload.batch, shard, model.spec.hidden, dtype)
+    wide = adds_up(workload.length, positions, dtype)
+    gradient = (4 if wide else workload.element) * shard * model.spec.hidden
+    block = workload.element * positions * workload.batch * shard
     stream = 4 * workload.element * paper.layer.residual
     most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
     total = float(zero.parameters.total)
     return [
-        Moment("forward", layers, kept + gradient, chunk, 0.0),
-        Moment("backward", layers - 1, kept, again + stream + gradient / 4 * workload.element, 0.0),
+        Moment("forward", layers, kept + gradient, block, 0.0),
+        Moment("backward", layers - 1, kept, again + stream + workload.element * shard * model.spec.hidden, 0.0),
         Moment("backward", min(max(most, 0), layers - 1), kept / 2, again + stream, total / 2),
         Moment("backward", 0, kept / layers, again + stream, total),
     ]
