@@ -65,9 +65,6 @@ end
 
 # Four ranks share the cores; more threads a rank only get in each other's way.
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
-# glibc maps and unmaps every large tensor afresh, and the page faults take up to half of a step. Keeping the memory gave
-# +69 % tokens/s on a plain Hugging Face model, for a quarter more memory.
-tunables=glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=268435456
 
 begin "Corpus and tokenizer"
 in_group python launch/prepare_data.py --input launch/corpus/sotu.jsonl.gz --tokenizer bpe:4096 --output "$data"
@@ -76,8 +73,7 @@ end
 begin "Pretraining on 4 ranks"
 # The launcher's own port is always the same: a second run on this machine could not start.
 port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
-in_group env GLIBC_TUNABLES="${GLIBC_TUNABLES:-$tunables}" \
-    deepspeed --num_accelerators 4 --master_port "$port" --log_level error launch/pretrain.py \
+in_group deepspeed --num_accelerators 4 --master_port "$port" --log_level error launch/pretrain.py \
     --deepspeed_config ds_configs/quickstart.json --output-dir "$run" "$@"
 end
 

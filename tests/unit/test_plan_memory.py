@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp import blocking
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
@@ -201,8 +202,13 @@ def test_few_layers_stand_for_many(layers: int) -> None:
     assert len(shortened(alternating)) <= min(layers, 13)
 
 
-def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch() -> None:
-    """Without attention's dropout, which sends the CPU's kernel down another path, and without collectives."""
+def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without attention's dropout, which sends the CPU's kernel down another path, without collectives, and with pieces
+    of one size."""
+    monkeypatch.setattr(blocking, "CACHE_ELEMENTS", 10**9)
+    monkeypatch.setattr(loss, "SLICE_ELEMENTS", 10**9)
     for recompute in ("none", "full"):
         config = load(
             ["zero_tp.parallel.tensor=1", "zero_tp.model.attn_pdrop=0.0", f"zero_tp.recompute={recompute}", *WIDE]

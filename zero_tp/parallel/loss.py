@@ -25,8 +25,8 @@ from zero_tp.parallel.layout import own_tokens
 
 BLOCK_ELEMENTS = 2**23
 """Logits of one block on one rank, at least: 32 MiB in fp32."""
-SLICE_ELEMENTS = 2**24
-"""Logits that are in fp32 at a time on accelerators, where a kernel needs work for all its cores: 64 MiB."""
+SLICE_ELEMENTS = 2**22
+"""Logits that are in fp32 at a time on accelerators, where a kernel needs work for all its cores: 16 MiB."""
 _COPIED_ROWS = 2**13
 
 
