@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from zero_tp.config.resolve import dtype_name
 from zero_tp.planning.gathered import most_gathered
 
 MOMENT_BYTES = {"adam": 8, "adamw": 8, "lion": 4, "adagrad": 4, "sgd": 4}
@@ -69,6 +70,7 @@ class ZeroSettings:
 
     Attributes:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
+        added_up: gradients are added up in another dtype.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
     """
 
@@ -88,6 +90,7 @@ class ZeroSettings:
     sub_group: int = 1_000_000_000
     moments: int = 8
     torch_optimizer: bool = False
+    added_up: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
@@ -125,8 +128,14 @@ class ZeroSettings:
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
             torch_optimizer=_makes_temporaries(block),
+            added_up=config.get("data_types", {}).get("grad_accum_dtype") not in (None, dtype_name(dict(config))),
             **given,
         )
+
+    @property
+    def alone(self) -> bool:
+        """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_alone`."""
+        return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.added_up
 
     def at_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.
@@ -235,7 +244,7 @@ class ZeroMemory:
         if at.stage == 3:
             return held._replace(gathered=held.gathered + self.gathered_at[phase, layer])
         accumulated = e * (total if micro else min(done, total))
-        if at.stage == 0:
+        if at.stage == 0 or at.alone:
             return held._replace(gradients=accumulated)
         if at.stage == 1 and not (at.overlap and micro == at.accumulation - 1):
             there = phase == "backward" or micro > 0
@@ -268,7 +277,7 @@ class ZeroMemory:
         """Return the bytes when the last buckets are reduced, without activations."""
         at, held, e = self.at, self.states, self.at.element
         total, bucket = self.parameters.total, e * at.reduce_bucket
-        if at.stage in (0, 3):
+        if at.stage in (0, 3) or at.alone:
             held = self.during("backward", total, -1, at.accumulation - 1)
             flattened = e * min(total, ALLREDUCE_BUCKET) if at.stage == 0 and at.data > 1 else 0
             return held._replace(buffers=held.buffers + flattened)

@@ -6,7 +6,7 @@ What differs between the stages is said here, so that training and checkpoints n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
 
+from zero_tp.config.resolve import dtype_name
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.norms import clip_gradients, gradient_norm, measure_in_pieces
@@ -268,11 +269,25 @@ class WithoutZero(ZeroEngine):
 
 
 class PartitionedStates(ZeroEngine):
-    """Under ZeRO-1 and ZeRO-2 masters and states are cut over DP, in flat groups of parameters."""
+    """Under ZeRO-1 and ZeRO-2 masters and states are cut over DP, in flat groups of parameters.
+
+    A single replica has nothing to reduce: its gradients stay where backward made them. DeepSpeed would copy each five
+    times to take their mean over one rank.
+    """
+
+    def __init__(self, settings: dict[str, Any], topology: Topology):
+        self._alone = is_alone(settings, topology.data)
+        if self._alone:
+            zero = {"contiguous_gradients": False, **settings["zero_optimization"]}
+            settings = {**settings, "zero_optimization": zero}
+        super().__init__(settings, topology)
 
     def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         measure_in_pieces(self.optimizer)
+        if self._alone:
+            for name in ("average_tensor", "buffered_reduce_fallback"):
+                setattr(self.optimizer, name, lambda *_, **__: None)
         if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 whose gradients are added in another dtype
             self._judge_first(self.optimizer)
             return
@@ -321,6 +336,17 @@ class PartitionedStates(ZeroEngine):
     @torch.no_grad()
     def fill_module(self) -> None:
         self.optimizer.update_lp_params()
+
+
+def is_alone(settings: Mapping[str, Any], data: int) -> bool:
+    """Tell whether gradients of ZeRO-1 or 2 stay where they are: none is reduced, offloaded, or added up elsewhere.
+
+    Args:
+        settings: DeepSpeed's config.
+    """
+    offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
+    added_up = settings.get("data_types", {}).get("grad_accum_dtype")
+    return data == 1 and offload.get("device", "none") == "none" and added_up in (None, dtype_name(dict(settings)))
 
 
 class PartitionedParameters(ZeroEngine):
