@@ -109,8 +109,8 @@ def _log_probability(logits: Tensor, target: Tensor, valid: int, group: Group) -
     return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total
 
 
-def _differences_(logits: Tensor, target: Tensor, keep: Tensor, valid: int, maximum: Tensor, factor: Tensor) -> None:
-    """Turn `logits` [n, v/t] into probability - target in place, each rounded once; 0 in rows not to keep.
+def _differences_(logits: Tensor, target: Tensor, valid: int, maximum: Tensor, factor: Tensor) -> None:
+    """Turn `logits` [n, v/t] into probability - target in place, each rounded once.
 
     Divided by the number of tokens here, every target would be rounded the same way: a bias of up to 0.4 % in bf16.
     """
@@ -118,7 +118,7 @@ def _differences_(logits: Tensor, target: Tensor, keep: Tensor, valid: int, maxi
     for rows in cache_rows(logits, SLICE_ELEMENTS):
         piece = (_without_padding(logits[rows].float(), valid) - maximum[rows].unsqueeze(1)).exp_().mul_(factor[rows])
         piece.scatter_add_(1, target[rows].clamp(min=0).unsqueeze(1), ones[rows])
-        logits[rows] = piece.masked_fill_(~keep[rows].unsqueeze(1), 0.0)
+        logits[rows] = piece
 
 
 def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
@@ -172,8 +172,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if needs_weight and adds_up(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, length, step):
-            piece = hidden[start : start + step].flatten(0, 1)
             keep = counted[start : start + step].flatten()
+            # What is ignored is 0 from here on, whatever it was.
+            piece = hidden[start : start + step].flatten(0, 1).masked_fill(~keep.unsqueeze(1), 0.0)
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
             logits = piece @ weight.t()
@@ -181,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if not (needs_hidden or needs_weight):
                 continue
-            _differences_(logits, target, keep, valid, maximum, factor)
+            _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0))
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
             if weight_gradient is not None:
