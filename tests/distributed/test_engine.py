@@ -14,7 +14,7 @@ from tests.distributed.test_model import SIZES, batch, reference_model
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.models.wrapper import shifted
-from zero_tp.zero.norms import clip_gradients, gradient_norm
+from zero_tp.parallel.gradients import clip_gradients, gradient_norm
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
 

@@ -159,14 +159,14 @@ MUTANTS: dict[str, Mutant] = {
     # ---- engine ----------------------------------------------------------------------------------------------------
     "norm-of-rank-zero": Mutant(
         "Without ZeRO the gradient norm counts the shards of TP rank 0 only, and clipping changes.",
-        "zero_tp/zero/norms.py",
+        "zero_tp/parallel/gradients.py",
         "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
         "topology.tensor_rank == 0",
         (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),
     ),
     "replicas-counted-on-every-rank": Mutant(
         "Without ZeRO the gradient norm counts replicated parameters t times.",
-        "zero_tp/zero/norms.py",
+        "zero_tp/parallel/gradients.py",
         "(isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0)",
         "True",
         (ENGINE + "test_norm_and_clipping_without_zero[0.1]",),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    *("constants", "errors", "validation", "files", "devices", "blocking", "topology"),
+    *("constants", "errors", "validation", "files", "devices", "topology"),
     *("parallel", "tensors", "architectures", "weights", "models", "activations"),
     *("config", "zero", "checkpoint", "data", "process", "training"),
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_tp.blocking import cache_rows
+from zero_tp.devices import cache_rows
 from zero_tp.models.context import ForwardContext
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_tp.blocking import cache_rows
+from zero_tp.devices import cache_rows
 from zero_tp.parallel.gradients import GradientSum
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Constant, ParameterMaker

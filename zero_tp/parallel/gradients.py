@@ -1,15 +1,22 @@
-"""Gradients of which each tensor-parallel rank computes a part are summed over TP while backward runs.
+"""Gradients of which each tensor-parallel rank computes a part are summed over TP while backward runs, and the norm of
+all gradients is taken over TP.
 
 DeepSpeed never sums them, and ZeRO-2 and 3 consume gradients during backward, so an all-reduce after it is too late.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
-from zero_tp.parallel.collectives import Group, Pending, start_all_reduce
-from zero_tp.parallel.layout import Replicated, layout_of
+from zero_tp.devices import cache_rows
+from zero_tp.parallel.collectives import Group, Pending, all_reduce, start_all_reduce
+from zero_tp.parallel.layout import Replicated, Sharded, layout_of
+from zero_tp.topology import Topology
+
+_ELSEWHERE_ELEMENTS = 2**24
 
 
 class GradientSum:
@@ -63,3 +70,37 @@ def _hooked(parameter: nn.Parameter, group: Group) -> GradientSum:
     made = GradientSum(group)
     parameter.register_hook(lambda gradient: made.start(gradient).wait()[0])
     return made
+
+
+@torch.no_grad()
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Return the sum of the squares of all elements, fp64 scalar."""
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    column = tensor.reshape(-1, 1)
+    for piece in cache_rows(column, _ELSEWHERE_ELEMENTS):
+        total += column[piece].double().square_().sum()
+    return total
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Tensor:
+    """Return the 2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks.
+
+    Shards count on every rank, replicated parameters once. All-reduce of one number over TP.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters:
+        total = total.to(parameter.device)
+        if parameter.grad is not None and (isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0):
+            total += sum_of_squares(parameter.grad)
+    return all_reduce(total, topology.tensor_group).sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
+    factor = limit / (norm.item() + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
+    if factor < 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)

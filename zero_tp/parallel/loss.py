@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero_tp.blocking import cache_rows
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.devices import cache_rows
 from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
 from zero_tp.parallel.layout import own_tokens
 

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from zero_tp import blocking
+from zero_tp import devices
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import DTYPES
@@ -52,7 +52,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
-        for module in (cross_entropy, blocking):
+        for module in (cross_entropy, devices):
             stack.enter_context(mock.patch.object(module, "range", pieces_that_differ, create=True))
         spec = architecture_of(config).spec(config)
         every = kinds(workload, spec.windows)

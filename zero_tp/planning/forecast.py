@@ -6,7 +6,7 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.report import PHASES
-from zero_tp.process.memory import can_keep_freed_memory
+from zero_tp.process.connect import can_keep_freed_memory
 from zero_tp.training.metrics import memory_gib, resident_gib
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.memory import keep_freed_memory
 from zero_tp.process.quiet import hushed
 from zero_tp.topology import Topology
 
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(minutes=30)
 OTHER_MACHINE_SECONDS = 15 * 60
 AFTER_THE_WATCH_SECONDS = 30
+
+# Parameters of mallopt(3), whose values are ints.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TOP_PAD_BYTES = 2**28
 
 
 def connect(
@@ -199,3 +203,23 @@ def _open_files() -> set[str]:
         with contextlib.suppress(psutil.Error):  # it ended, or it is another user's
             held.update(file.path for file in process.open_files())
     return held
+
+
+def can_keep_freed_memory() -> bool:
+    """Tell whether `keep_freed_memory` does anything here: it leaves what a person has set for glibc's allocator in the
+    environment, and other C libraries have no such call."""
+    told = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
+    )
+    return not told and hasattr(ctypes.CDLL(None), "mallopt")
+
+
+def keep_freed_memory() -> None:
+    """Keep freed memory in this process, where that can be.
+
+    glibc maps every large block afresh and gives it back when it is freed, and a training step makes and frees the same
+    blocks again: their page faults took 40 % of the CPU time of a step (benchmarks/tried.md).
+    """
+    if can_keep_freed_memory():
+        for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES)):
+            ctypes.CDLL(None).mallopt(name, value)

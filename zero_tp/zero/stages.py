@@ -6,7 +6,7 @@ What differs between the stages is said here, so that training and checkpoints n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of
 from torch import Tensor, nn
 
 from zero_tp.config.resolve import dtype_name
+from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
-from zero_tp.zero.norms import clip_gradients, gradient_norm, measure_in_pieces
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
@@ -160,6 +160,21 @@ class ZeroEngine(ABC):
     @abstractmethod
     def fill_module(self) -> None:
         """Bring the module's weights to the masters, as an optimizer step does. Collective over DP."""
+
+
+def measure_in_pieces(optimizer: Any) -> None:
+    """Give one of DeepSpeed's ZeRO optimizers the norm of each gradient, where it takes them of copies in fp64."""
+    direct = getattr(optimizer, "get_grad_norm_direct", None)
+    if direct is None:  # its BF16_Optimizer
+        return
+
+    def in_pieces(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
+        assert norm_type == 2, "only the 2-norm is taken"
+        own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        norm: Tensor = direct([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
+        return norm
+
+    optimizer.get_grad_norm_direct = in_pieces
 
 
 class WithoutZero(ZeroEngine):

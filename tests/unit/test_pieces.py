@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero_tp import blocking
+from zero_tp import devices
 from zero_tp.models.mlp import GatedActivation
 from zero_tp.models.norm import _RMSNorm
-from zero_tp.zero.norms import sum_of_squares
+from zero_tp.parallel.gradients import sum_of_squares
 
 PIECES = [1, 64, 10**6]
 
 
 @pytest.fixture(params=PIECES)
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(blocking, "CACHE_ELEMENTS", request.param)
+    monkeypatch.setattr(devices, "CACHE_ELEMENTS", request.param)
     return int(request.param)
 
 
@@ -27,7 +27,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_pieces_are_all_rows_once(pieces: int) -> None:
     matrix = torch.arange(7 * 24).view(7, 24)
-    found = [matrix[piece] for piece in blocking.cache_rows(matrix)]
+    found = [matrix[piece] for piece in devices.cache_rows(matrix)]
     assert torch.equal(torch.cat(found), matrix)
     assert max(each.numel() for each in found) <= max(24, pieces)
 
