@@ -1,12 +1,17 @@
-"""What ranks do before they connect: lock files of torch's extension builds that nobody holds go, devices are taken."""
+"""What ranks do before they connect: lock files of torch's extension builds that nobody holds go, devices
+are taken, freed memory is kept."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.launched import ROOT
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
@@ -69,3 +74,39 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
     second = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2, parent=None, job="")
     with pytest.raises(UserError, match="local rank 1 has no cuda device: this machine has 1"):
         connect.connect(second, "cuda")
+
+
+FAULTS = """
+import resource, sys, torch
+from zero_tp.process.connect import can_keep_freed_memory, keep_freed_memory
+print(can_keep_freed_memory())
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for turn in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24).add_(1)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "variables", "can", "kept"),
+    [
+        ("keep", {}, True, True),
+        ("leave", {}, True, False),
+        ("keep", {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
+        ("keep", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
+    ],
+)
+def test_freed_memory_is_kept_unless_the_environment_says_how(
+    word: str, variables: dict[str, str], can: bool, kept: bool
+) -> None:
+    """A tensor of 64 MiB, made and freed again and again, has 16,384 pages."""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, word], cwd=ROOT, env=bare | variables, capture_output=True, text=True, check=True
+    )
+    said, faults = done.stdout.split()
+    assert (said == "True") == can
+    assert (int(faults) < 1000) == kept

@@ -86,6 +86,13 @@ def dtype_name(config: dict[str, Any]) -> str:
     return next((name for name in ("bf16", "fp16") if look_up(config, f"{name}.enabled") is True), "fp32")
 
 
+def copies_gradients(config: dict[str, Any]) -> bool:
+    """Tell whether DeepSpeed's config asks for copies of gradients: contiguous, or added up in another dtype."""
+    added_up = config.get("data_types", {}).get("grad_accum_dtype")
+    contiguous = config.get("zero_optimization", {}).get("contiguous_gradients")
+    return contiguous is True or added_up not in (None, dtype_name(config))
+
+
 AUTO: dict[str, tuple[str, Callable[[Given], Any]]] = {
     "gradient_clipping": ("1.0", lambda given: 1.0),
     "fp16.enabled": ("false", lambda given: False),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from zero_tp.config.resolve import dtype_name
+from zero_tp.config.resolve import copies_gradients
 from zero_tp.planning.gathered import most_gathered
 
 MOMENT_BYTES = {"adam": 8, "adamw": 8, "lion": 4, "adagrad": 4, "sgd": 4}
@@ -70,7 +70,7 @@ class ZeroSettings:
 
     Attributes:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
-        added_up: gradients are added up in another dtype.
+        copies: see `copies_gradients`.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
     """
 
@@ -90,7 +90,7 @@ class ZeroSettings:
     sub_group: int = 1_000_000_000
     moments: int = 8
     torch_optimizer: bool = False
-    added_up: bool = False
+    copies: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
@@ -128,14 +128,14 @@ class ZeroSettings:
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
             torch_optimizer=_makes_temporaries(block),
-            added_up=config.get("data_types", {}).get("grad_accum_dtype") not in (None, dtype_name(dict(config))),
+            copies=copies_gradients(dict(config)),
             **given,
         )
 
     @property
     def alone(self) -> bool:
         """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_alone`."""
-        return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.added_up
+        return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
 
     def at_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.

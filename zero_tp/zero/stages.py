@@ -6,7 +6,7 @@ What differs between the stages is said here, so that training and checkpoints n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
 
-from zero_tp.config.resolve import dtype_name
+from zero_tp.config.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
@@ -353,15 +353,14 @@ class PartitionedStates(ZeroEngine):
         self.optimizer.update_lp_params()
 
 
-def is_alone(settings: Mapping[str, Any], data: int) -> bool:
-    """Tell whether gradients of ZeRO-1 or 2 stay where they are: none is reduced, offloaded, or added up elsewhere.
+def is_alone(settings: dict[str, Any], data: int) -> bool:
+    """Tell whether gradients of ZeRO-1 or 2 stay where they are: none is reduced, offloaded, or copied by the config.
 
     Args:
         settings: DeepSpeed's config.
     """
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
-    added_up = settings.get("data_types", {}).get("grad_accum_dtype")
-    return data == 1 and offload.get("device", "none") == "none" and added_up in (None, dtype_name(dict(settings)))
+    return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
 
 
 class PartitionedParameters(ZeroEngine):
