@@ -108,6 +108,7 @@ CONFIGS += [
     family(
         "qwen3", "zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager", model=WINDOWS
     ),
+    ["zero_optimization.stage=2", "zero_optimization.contiguous_gradients=true", "zero_tp.parallel.tensor=4", *WIDE],
 ]
 WORLD = 4
 NAMES = [
