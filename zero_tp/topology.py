@@ -8,6 +8,7 @@ DP rank r // t.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MOST_RANKS = 2**20
+MOST_NAMED = 4
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in words: `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509 more`."""
+    words = [str(rank) for rank in ranks]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    shown = words if len(words) <= MOST_NAMED else [*words[: MOST_NAMED - 1], f"{len(words) - MOST_NAMED + 1} more"]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def data_parallel_size(world: int, tensor: int) -> int:

@@ -18,8 +18,8 @@ from tests.distributed.families import FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.models.agreement import random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
+from zero_tp.parallel.agreement import random_numbers_of_first
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.distributed.test_guards import replica, rows
+from tests.distributed.replicas import replica, rows
 from tests.launched import environment, furnish, launch, said
 from tests.pools import Pools
 from tests.waits import patience, wait_until

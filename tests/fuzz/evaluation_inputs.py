@@ -41,6 +41,30 @@ TASK: dict[str, Any] = {
     "doc_to_target": " more",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
+CHOICES: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_choice": ["a", "b"], "doc_to_target": 0}
+GENERATES: dict[str, Any] = {
+    "output_type": "generate_until",
+    "generation_kwargs": {"until": ["."], "max_gen_toks": 4, "do_sample": False, "temperature": 0.0},
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "ignore_case": True}],
+    "filter_list": [
+        {"name": "first", "filter": [{"function": "regex", "regex_pattern": "(a)"}, {"function": "take_first"}]}
+    ],
+}
+ROLLING: dict[str, Any] = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity"}],
+}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_fewshot": 1},
+    {"include": "other.yaml"},
+    {"class": "x"},
+    CHOICES,
+    GENERATES,
+    ROLLING,
+)
 
 
 def evaluate(workplace: Path, *words: str) -> Ended:
@@ -215,9 +239,7 @@ def tasks(chance: random.Random, workplace: Path) -> str:
     what = "untouched"
     text = json.dumps(task)
     if chance.random() < 0.6:
-        task |= chance.choice(
-            ({}, {"num_fewshot": 1}, {"doc_to_choice": ["a", "b"]}, {"include": "other.yaml"}, {"class": "x"})
-        )
+        task |= chance.choice(CHANGES)
         what = edited(task, chance)
         text = json.dumps(task).replace('"!function code.text"', "!function code.text")
     elif chance.random() < 0.7:

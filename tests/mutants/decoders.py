@@ -83,7 +83,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "ranks-sample-by-themselves": Mutant(
         "Each TP rank samples with its own random numbers.",
-        "zero_tp/models/agreement.py",
+        "zero_tp/parallel/agreement.py",
         "generator.set_state(_from_first(state, group, device))",
         "_from_first(state, group, device)",
         (DRAW,),

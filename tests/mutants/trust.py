@@ -7,12 +7,13 @@ from tests.mutants.mutant import Mutant
 BRANCHES = "tests/distributed/test_branches.py::"
 DAMAGE = "tests/distributed/test_damage.py::"
 GUARDS = "tests/distributed/test_guards.py::"
+SPIKES = "tests/distributed/test_spikes.py::"
 MANIFEST = "tests/unit/test_manifest.py::"
 METRICS = "tests/unit/test_metrics.py::"
 RUN_DIRECTORY = "tests/unit/test_run_directory.py::"
 WATCH = "tests/unit/test_watch.py::"
 ONE_BIT = GUARDS + "test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one[1-fp32-weight]"
-SPIKE = GUARDS + "test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed"
+SPIKE = SPIKES + "test_a_spike_is_skipped_alike_on_a_run_and_one_that_was_resumed"
 
 MUTANTS: dict[str, Mutant] = {
     "what-was-saved-is-pruned": Mutant(
@@ -31,10 +32,17 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "ranks-resume-what-each-sees": Mutant(
         "Ranks train on with the masters of different steps.",
-        "zero_tp/checkpoint/resume.py",
+        "zero_tp/parallel/agreement.py",
         "        if len(holders) > 1:",
         "        if len(holders) > len(ranks):",
         (BRANCHES + "test_ranks_agree_on_what_they_resume", BRANCHES + "test_ranks_agree_on_what_they_read"),
+    ),
+    "looking-at-a-rank-collects-garbage": Mutant(
+        "A rank's own watch hangs it for ever, under Python 3.11.",
+        "zero_tp/process/watch.py",
+        "    gc.disable()",
+        "    pass",
+        ("tests/unit/test_watch.py::test_looking_starts_no_collection",),
     ),
     "damage-is-not-compared": Mutant(
         "A file of a checkpoint is read whatever its SHA-256 is.",
@@ -199,6 +207,6 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/training/guards.py",
         "        _, what, rank, host = min(there,",
         "        _, what, rank, host = max(there,",
-        (GUARDS + "test_what_is_not_finite_is_traced_to_its_layer_and_rank[3]",),
+        (SPIKES + "test_what_is_not_finite_is_traced_to_its_layer_and_rank[3]",),
     ),
 }

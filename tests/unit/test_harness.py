@@ -19,7 +19,7 @@ from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.harness import shared
 from zero_tp.evaluation.registry import make_tasks
-from zero_tp.evaluation.subject import Row
+from zero_tp.evaluation.subject import Row, Subject
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology
@@ -123,7 +123,7 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     refuses("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
 
 
-def test_task_files_run_no_python(model: Path, tmp_path: Path) -> None:
+def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, directory = tmp_path / "x.jsonl", tmp_path / "tasks"
     file.write_text("".join(f'{{"text": "one", "answer": "two", "number": {number}}}\n' for number in (1, 2)))
     directory.mkdir()
@@ -154,6 +154,14 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path) -> None:
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
     refuses("mine: its data can't be read .UndefinedError", doc_to_text="{{ nothing }}")
     refuses("mine: document 2 of its data doesn't fit its task file", doc_to_text="{{ 1 // (number - 2) }}")
+    refuses("mine: document 1 of its data .*doc_to_target is true, not text", doc_to_target=True)
+    exact = {"output_type": "generate_until", "doc_to_target": 1, "generation_kwargs": {"max_gen_toks": 2}}
+    exact["metric_list"] = [{"metric": "exact_match", "regexes_to_ignore": ["("]}]
+    with pytest.raises(UserError, match=r"mine: lm-eval can't evaluate it .*its task file"):
+        task(**exact).run(subject)  # type: ignore[arg-type]
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # no fault of the task file
+        patched.setattr(Subject, "score", lambda *_: 1 // 0)
+        task().run(subject)
     os.mkfifo(directory / "pipe.yaml")
     refuses("not a regular file")
     (directory / "pipe.yaml").unlink()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from dataclasses import replace
 
+from tests.launched import ROOT, run
 from tests.waits import patience
 from zero_tp.process.watch import Position, Watch, report, stragglers
 
@@ -78,3 +80,28 @@ def test_only_a_phase_without_marks_reaches_its_limit() -> None:
     assert told[0].splitlines()[-1].startswith("error: no progress in step 7 for 0.00667 minutes")
     assert ", forward for 0 s, at wait, called by " not in told[0] and "step 7, forward for" in told[0]
     watch.leave()
+
+
+COLLECTING = """
+import gc, threading
+from zero_tp.process.watch import _frames
+
+def garbage(count):
+    for _ in range(count):
+        ring = [threading.local()]
+        ring.append(ring)
+
+for _ in range(100):
+    gc.disable()
+    garbage(1000)
+    spare = [{} for _ in range(99)]  # what is listed takes one of these
+    del spare
+    gc.enable()  # what allocates next starts a collection
+    assert threading.get_ident() in _frames() and gc.isenabled()
+"""
+
+
+def test_looking_starts_no_collection() -> None:
+    """Python before 3.12 hangs in a collection that begins while frames are listed."""
+    done = run([sys.executable, "-c", COLLECTING], ROOT, limit=30)
+    assert done.returncode == 0, done.stderr

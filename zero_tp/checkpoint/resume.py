@@ -7,9 +7,6 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 
 from __future__ import annotations
 
-import hashlib
-import json
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -30,6 +27,7 @@ from zero_tp.checkpoint.manifest import Manifest, ManifestFile, Parallelism, che
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import by_the_first, from_all, require_alike
 from zero_tp.tensors.files import Destination, read_hashed
 from zero_tp.topology import Topology
 from zero_tp.zero.stages import ZeroEngine
@@ -130,46 +128,15 @@ def agree(found: Found, run: Path, read: Mapping[str, str] | None = None) -> Fou
     Raises:
         UserError: what they found or read differs, or cannot be resumed.
     """
-    told = {f"{run}: the ranks do not see the same checkpoint": found.describe()}
-    told |= {f"the ranks do not read the same {what}": content for what, content in (read or {}).items()}
-    if _equal_on_all(told):
-        return _unless_refused(found)
-    ranks: list[tuple[dict[str, str], str]] = [(told, "")] * dist.get_world_size()
-    dist.all_gather_object(ranks, (told, socket.gethostname()))
-    for problem in {key: None for seen, _ in ranks for key in seen}:
-        holders: dict[str, list[int]] = {}
-        for rank, (seen, _) in enumerate(ranks):
-            holders.setdefault(seen.get(problem, "nothing"), []).append(rank)
-        if len(holders) > 1:
-            each = "; ".join(
-                f"{what} on {_named(held)} ({', '.join(sorted({ranks[rank][1] for rank in held})[:3])})"
-                for what, held in list(holders.items())[:4]
-            )
-            raise UserError(
-                f"{problem}: {each}; put it on storage that all nodes share, or wait until it shows all of them the "
-                "same"
-            )
-    return _unless_refused(found)
-
-
-def _equal_on_all(told: dict[str, str]) -> bool:
-    """Tell whether all ranks have the same, by 32 bytes of each. Collective."""
-    own = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()
-    every = [own] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return len(set(every)) == 1
-
-
-def _unless_refused(found: Found) -> Found:
+    require_alike(
+        {
+            f"{run}: the ranks do not see the same checkpoint": found.describe(),
+            **{f"the ranks do not read the same {what}": content for what, content in (read or {}).items()},
+        }
+    )
     if found.refusal is not None:
         raise found.refusal
     return found
-
-
-def _named(ranks: list[int]) -> str:
-    """Write ranks as `rank 3`, `ranks 0, 2` or, where there are many, `ranks 0, 1, 2 and 509 more`."""
-    shown = ", ".join(map(str, ranks[:3])) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def offer(error: Damaged, run: Path) -> str:
@@ -207,41 +174,15 @@ def take_whole(
             return checkpoint, notes
         except Damaged as error:
             stop = given is not None or config.zero_tp.checkpoint.on_corrupt == "stop"
-            if _any_rank(stop or not _steps_before(error, run)):  # which has read the directory as it was
+            if any(from_all(stop or not _steps_before(error, run))):  # each has read the directory as it was
                 raise UserError(offer(error, run)) from error
-            aside = _by_the_first(partial(directory.set_aside, checkpoint))
+            aside = by_the_first(partial(directory.set_aside, checkpoint))
             notes.append(f"{error.file}: {error.problem}; set aside as {aside}, going back to the checkpoint before")
             before = agree(look(run, config), run)
             if before.checkpoint is None:
                 raise UserError(f"{run}: the checkpoints before {checkpoint} are gone; start again") from error
             checkpoint = before.checkpoint
             notes += before.notes
-
-
-def _any_rank(yes: bool) -> bool:
-    """Tell whether any rank says yes. Collective."""
-    answers = [yes] * dist.get_world_size()
-    dist.all_gather_object(answers, yes)
-    return any(answers)
-
-
-def _by_the_first(work: Callable[[], Path]) -> str:
-    """Return on every rank, as text, what `work` gives on the first. Collective.
-
-    Raises:
-        UserError: on every rank; it could not write.
-    """
-    told: list[tuple[str, str]] = [("", "")]
-    if dist.get_rank() == 0:
-        try:
-            told = [(str(work()), "")]
-        except OSError as error:
-            told = [("", f"{error.filename}: {error.strerror}")]
-    dist.broadcast_object_list(told)
-    done, problem = told[0]
-    if problem:
-        raise UserError(f"{problem}; make the run directory writable")
-    return done
 
 
 class Verification(AbstractContextManager["Verification"]):
@@ -287,8 +228,7 @@ class Verification(AbstractContextManager["Verification"]):
         """
         damage = (failure.file.name, failure.problem) if isinstance(failure, Damaged) else None
         told = (self._damage() or damage, None if failure is None else str(failure))
-        ranks: list[tuple[tuple[str, str] | None, str | None]] = [told] * dist.get_world_size()
-        dist.all_gather_object(ranks, told)
+        ranks = from_all(told)
         for damage, _ in ranks:
             if damage is not None:
                 raise Damaged(self.checkpoint / damage[0], damage[1])

@@ -22,18 +22,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.evaluation.subject import Report, Row, Subject, continuation_rows
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, digest_of
+from zero_tp.parallel.agreement import from_all
 from zero_tp.process.quiet import hushed
 from zero_tp.weights.files import is_regular
 
 try:
     import lm_eval.api.task
     import lm_eval.utils
-    from jinja2 import StrictUndefined, TemplateError
+    from jinja2 import StrictUndefined
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import evaluator
     from lm_eval.api.registry import metric_registry
@@ -244,8 +244,10 @@ def _fill_in(task: Any, limit: int | None) -> None:
     """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
-            task.doc_to_text(document)
-            task.doc_to_target(document)
+            scored = {"doc_to_text": task.doc_to_text(document), "doc_to_target": task.doc_to_target(document)}
+            for key, value in scored.items():
+                if task.OUTPUT_TYPE.startswith("loglikelihood") and not isinstance(value, str):
+                    raise TypeError(f"{key} is {shown(value)}, not text")
             if task.OUTPUT_TYPE == "multiple_choice":
                 task.doc_to_choice(document)
         except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
@@ -279,8 +281,15 @@ class HarnessTask(Task):
                     bootstrap_iters=0 if subject.quiet or subject.topology.rank else BOOTSTRAP,
                     log_samples=False,
                 )
-            except TemplateError as error:
-                raise UserError(f"{self.name}: its task file doesn't fit a document: {first_line(error)}") from error
+            except UserError:
+                raise
+            except Exception as error:  # its own use of the values: jinja, metrics, filters, a task's own code
+                if lm.computing:
+                    raise
+                raise UserError(
+                    f"{self.name}: lm-eval can't evaluate it ({type(error).__name__}: {first_line(error)}); look at "
+                    "what its task file asks for and at its data"
+                ) from error
         whole = {key: results[key] for key in IN_REPORT if key in results}
         metrics = whole["results"].get(self.name) or whole.get("groups", {}).get(self.name) or {}
         return {
@@ -315,7 +324,10 @@ class Harness(HFLM):
     Attributes:
         tokens: scored or generated so far; tokens_computed: read by the model.
         truncated: requests whose context was longer than the model's positions.
+        computing: the model scores; it stays so where that failed.
     """
+
+    computing = False
 
     def __init__(self, subject: Subject, report: Report):
         # A stand-in, because lm-eval would tie the weights of a live model again.
@@ -338,7 +350,9 @@ class Harness(HFLM):
         rows, truncated = continuation_rows([asked[1:] for asked in requests], self.max_length)
         rows, answered_by = shared(rows)
         self._agree([(row.tokens.tolist(), row.scored, row.alternatives) for row in rows])
+        self.computing = True
         found = self.subject.score(rows, self.report)
+        self.computing = False
         self.tokens += sum(len(continuation) for _, _, continuation in requests)
         self.tokens_computed += sum(map(len, rows))
         self.truncated += truncated
@@ -422,12 +436,7 @@ class Harness(HFLM):
 
     def _agree(self, asked: Any) -> None:
         """Raise a RuntimeError if ranks have built different requests: what they compute would not belong together."""
-        topology = self.subject.topology
-        if topology.world == 1:
-            return
-        digests: list[Any] = [None] * topology.world
-        dist.all_gather_object(digests, hashlib.sha256(repr(asked).encode()).hexdigest())
-        if len(set(digests)) > 1:
+        if self.subject.topology.world > 1 and len(set(from_all(hashlib.sha256(repr(asked).encode()).digest()))) > 1:
             raise RuntimeError("ranks have built different requests for a task: is its data the same on all machines?")
 
 

@@ -19,13 +19,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.engines import refuse_data_parallel_wrapper, refuse_engine_without_topology
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
+from zero_tp.parallel.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource

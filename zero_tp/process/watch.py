@@ -8,6 +8,7 @@ is involved, and nothing here waits without end.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.files import parse_json
+from zero_tp.topology import name_ranks
 
 SAMPLE_SECONDS = 0.05
 TELL_SECONDS = 5.0
@@ -210,7 +212,7 @@ def report(everyone: Mapping[int, Position], world: int, position: Position, lim
         behind = lost or [rank for rank in behind if not everyone[rank].waiting] or behind
     waiting = sorted(set(range(world)) - set(behind))
     if waiting:
-        who = f"{_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for {_named(sorted(behind))}"
+        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(sorted(behind))}"
     else:
         who = "no rank is behind another"
     where = f"{position.phase}{f' {position.step}' if position.step else ''}"
@@ -239,14 +241,9 @@ def stragglers(before: Mapping[int, Position], now: Mapping[int, Position], seco
     return found
 
 
-def _named(ranks: list[int]) -> str:
-    words = [str(rank) for rank in ranks]
-    return f"rank {words[0]}" if len(words) == 1 else f"ranks {', '.join(words[:-1])} and {words[-1]}"
-
-
 def _place(thread: int | None) -> tuple[str, bool]:
     """Return (the function that a thread is in, with this library's that called it; whether it waits for ranks)."""
-    frame = sys._current_frames().get(thread or 0)
+    frame = _frames().get(thread or 0)
     if frame is None:
         return "its end", False
     name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -258,6 +255,21 @@ def _place(thread: int | None) -> tuple[str, bool]:
     at = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
     caller = frame.f_code.co_name
     return f"{name} ({at})" if name == caller else f"{name}, called by {caller} ({at})", waiting
+
+
+def _frames() -> dict[int, Any]:
+    """Return each thread's innermost frame, without a garbage collection meanwhile.
+
+    Python 3.11 makes frame objects under a lock, and a collection that one starts there waits for that lock, for ever,
+    where the garbage has a `threading.local` (CPython's issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _own_store() -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import socket
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from zero_tp.config.schema import Spike
 from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import from_all
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
-from zero_tp.topology import Topology
+from zero_tp.topology import Topology, name_ranks
 from zero_tp.zero.stages import ZeroEngine
 from zero_tp.zero.states import partition_of
 
@@ -108,7 +109,7 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
             if odd:
                 who = "differs between" if len(odd) == len(members) else "is not what the others hold on"
                 raise UserError(
-                    f"before the update of step {step} parameter {held[index][0]} {who} {_ranks(odd)}, and "
+                    f"before the update of step {step} parameter {held[index][0]} {who} {name_ranks(odd)}, and "
                     "data-parallel ranks hold it alike: memory or a message was corrupted; go on from a checkpoint "
                     "before that, and look at the hardware of these ranks"
                 )
@@ -144,8 +145,8 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
     if odd:
         raise UserError(
             f"before step {step} the gradient of {named[of_ranks[odd[0]]][0]} differs between two runs of one "
-            f"micro-batch on {_ranks(odd)}, and others may: a fault of its hardware, or a kernel that adds in no fixed "
-            "order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
+            f"micro-batch on {name_ranks(odd)}, and others may: a fault of its hardware, or a kernel that adds in no "
+            "fixed order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
         )
 
 
@@ -169,11 +170,6 @@ def _odd_ones(digests: dict[int, int]) -> list[int]:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
     return [rank for rank, held in digests.items() if 2 * count <= len(digests) or held != usual]
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    named = [str(rank) for rank in ranks]
-    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named[:-1])} and {named[-1]}"
 
 
 # --- spikes -----------------------------------------------------------------------------------------------------------
@@ -258,11 +254,8 @@ class NonfiniteTrace:
 
     def told(self) -> str:
         """Return the first finding of the step over all ranks, in words. Collective over all ranks."""
-        found: list[Any] = [(self.found, socket.gethostname())]
-        if dist.is_initialized():
-            found = [None] * dist.get_world_size()
-            dist.all_gather_object(found, (self.found, socket.gethostname()))
-        there = [(*text.split(" ", 1), rank, host) for rank, (text, host) in enumerate(found) if text]
+        found = from_all((self.found, socket.gethostname()))
+        there = [(*text.partition(" ")[::2], rank, host) for rank, (text, host) in enumerate(found) if text]
         if not there:
             return "every output and every local gradient is finite: a sum over ranks is not"
         _, what, rank, host = min(there, key=lambda each: int(each[0]))

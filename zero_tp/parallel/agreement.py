@@ -1,0 +1,114 @@
+"""Ranks agree: all of them on what they read and decide, those that generate together on tokens and random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_tp.errors import UserError
+from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
+from zero_tp.topology import name_ranks
+
+T = TypeVar("T")
+
+
+def from_all(value: T) -> list[T]:
+    """Return what each rank of the job gives, by rank; `[value]` where there is no process group. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_alike(read: Mapping[str, str]) -> None:
+    """Check that all ranks have read the same. Collective. They exchange 32 bytes each where they have.
+
+    Args:
+        read: what this rank has read, by the problem that it is where another rank has read something else.
+
+    Raises:
+        UserError: on every rank, naming the ranks and their hosts.
+    """
+    told = dict(read)
+    if len(set(from_all(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()))) == 1:
+        return
+    ranks = from_all((told, socket.gethostname()))
+    for problem in {key: None for seen, _ in ranks for key in seen}:
+        holders: dict[str, list[int]] = {}
+        for rank, (seen, _) in enumerate(ranks):
+            holders.setdefault(seen.get(problem, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            each = "; ".join(
+                f"{what} on {name_ranks(held)} ({', '.join(sorted({ranks[rank][1] for rank in held})[:3])})"
+                for what, held in list(holders.items())[:4]
+            )
+            raise UserError(
+                f"{problem}: {each}; put it on storage that all nodes share, or wait until it shows all of them the "
+                "same"
+            )
+
+
+def by_the_first(work: Callable[[], T]) -> T:
+    """Return on every rank what `work` gives on the first. Collective.
+
+    Raises:
+        UserError: on every rank; it could not read or write.
+    """
+    told: list[tuple[T | None, str]] = [(None, "")]
+    if dist.get_rank() == 0:
+        try:
+            told = [(work(), "")]
+        except OSError as error:
+            told = [(None, f"{error.filename}: {error.strerror}")]
+    dist.broadcast_object_list(told)
+    done, problem = told[0]
+    if problem:
+        raise UserError(f"{problem}; make the directory writable")
+    return done  # type: ignore[return-value]
+
+
+def agree_on_tokens(tokens: Tensor, group: Group) -> bool:
+    """Return whether all ranks of the group hold the same tokens. All-gather of one number."""
+    if group_size(group) == 1:
+        return True
+    digest = hashlib.sha256(repr(tuple(tokens.shape)).encode() + tokens.detach().cpu().contiguous().numpy().tobytes())
+    number = torch.tensor([int.from_bytes(digest.digest()[:7], "little")], device=tokens.device)
+    return bool((all_gather(number, group) == number).all())
+
+
+def _from_first(state: Tensor, group: Group, device: torch.device) -> Tensor:
+    shared = state.to(device, copy=True)  # the broadcast writes into it
+    dist.broadcast(shared, group_src=0, group=group)
+    return shared.cpu()
+
+
+@contextmanager
+def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
+    """Let torch's default generators draw on every rank what they would on the group's first rank.
+
+    Afterwards those of the first rank have gone on, the others' are as they were. Broadcast of the generators' states.
+    """
+    if group_size(group) == 1:
+        yield
+        return
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    before = [generator.get_state() for generator in generators]
+    for generator, state in zip(generators, before, strict=True):
+        generator.set_state(_from_first(state, group, device))
+    try:
+        yield
+    finally:
+        if group_rank(group) > 0:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
