@@ -83,8 +83,10 @@ def test_only_a_phase_without_marks_reaches_its_limit() -> None:
 
 
 COLLECTING = """
-import gc, threading
+import faulthandler, gc, threading
 from zero_tp.process.watch import _frames
+
+faulthandler.dump_traceback_later(20, exit=True)  # needs no lock
 
 def garbage(count):
     for _ in range(count):
@@ -103,5 +105,5 @@ for _ in range(100):
 
 def test_looking_starts_no_collection() -> None:
     """Python before 3.12 hangs in a collection that begins while frames are listed."""
-    done = run([sys.executable, "-c", COLLECTING], ROOT, limit=30)
+    done = run([sys.executable, "-c", COLLECTING], ROOT, limit=60)
     assert done.returncode == 0, done.stderr
