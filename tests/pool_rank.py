@@ -76,11 +76,13 @@ def _serve(connection: Connection, rank: int, world: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
 
+    from zero_tp.process.connect import without_shared_memory_collectives
+
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
     )
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see zero_tp/process/connect.py
+    without_shared_memory_collectives()
     deepspeed.init_distributed("gloo", verbose=False)  # finds the group and puts deepspeed.comm on it
     state = _State()
     gc.collect()

@@ -32,14 +32,24 @@ for folder in zero_tp launch eval benchmarks tests; do
     if [ -n "$(find "$folder" -name '*.py' -print -quit 2>/dev/null)" ]; then folders+=("$folder"); fi
 done
 
+types=
 if [ -z "$tests_only" ]; then
     check ruff check .
-    check mypy "${folders[@]}"
+    # Beside the tests, whose ranks leave a core idle now and then.
+    log=$(mktemp)
+    nice mypy "${folders[@]}" >"$log" 2>&1 &
+    types=$!
+    trap 'kill $types 2>/dev/null || :; rm -f "$log"' EXIT
 fi
 # Two files at a time, the long ones first: ranks wait for each other a fifth of the time, and one process leaves a core
 # idle.
 check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
 
+if [ -n "$types" ]; then
+    wait $types || failed+=(mypy)
+    echo "== mypy ${folders[*]}"
+    cat "$log"
+fi
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}" >&2
     exit 1
