@@ -169,15 +169,17 @@ class CheckpointReader:
     """
 
     def __init__(self, directory: Path, manifest: Manifest, *, compared: bool = True):
-        """Open the checkpoint's files.
+        """Open a checkpoint; a file is opened when something of its TP rank is read first.
 
         Args:
             compared: what is read is compared with its hash; False beside a `Verification`, which reads all files.
 
         Raises:
-            Damaged: a file is missing, not readable or not as it was written.
+            Damaged: the manifest describes parameters that cannot be; from every other method: a file is missing, not
+                readable or not as it was written.
         """
-        self.directory = directory
+        self.directory, self._compared = directory, compared
+        self._manifested = manifest.files
         self.tensor, self.data = manifest.tensor, manifest.data
         self.parameters = {name: Described.from_manifest(entry) for name, entry in manifest.parameters.items()}
         for name, saved in self.parameters.items():
@@ -187,13 +189,16 @@ class CheckpointReader:
                 raise Damaged(directory / MANIFEST, f"parameters.{name}: {error}") from error
         # Memory that was never touched costs more to get than to fill.
         self._scratch = [torch.empty(0) for _ in range(self.tensor)]
-        self._files = [
-            [
-                StatesFile(directory / name, manifest.files[name] if compared else None)
-                for name in (states_file(tensor_rank, data_rank) for data_rank in range(self.data))
+        self._opened: dict[int, list[StatesFile]] = {}
+
+    def _files(self, tensor_rank: int) -> list[StatesFile]:
+        """Return the files of a TP rank's data-parallel ranks. At a thousand ranks a rank can't open those of all."""
+        if tensor_rank not in self._opened:
+            names = [states_file(tensor_rank, data_rank) for data_rank in range(self.data)]
+            self._opened[tensor_rank] = [
+                StatesFile(self.directory / name, self._manifested[name] if self._compared else None) for name in names
             ]
-            for tensor_rank in range(self.tensor)
-        ]
+        return self._opened[tensor_rank]
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -252,7 +257,7 @@ class CheckpointReader:
         default in new memory.
         """
         pieces, stop, at = [], start + numel, start
-        holders = [(file.starts[name], file) for file in self._files[tensor_rank] if name in file.starts]
+        holders = [(file.starts[name], file) for file in self._files(tensor_rank) if name in file.starts]
         for first, file in sorted(holders, key=lambda holder: holder[0]):
             last = first + file.length(tensor_name(name, kind))
             if first <= at < min(last, stop):

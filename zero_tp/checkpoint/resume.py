@@ -47,12 +47,13 @@ def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> P
     return _find(run, config, given)[0]
 
 
-def _find(run: Path, config: RunConfig, given: Path | None) -> tuple[Path | None, list[Damaged]]:
-    """Return what `find_resumable` does, and what is wrong with the newer ones that it has passed over."""
+def _find(run: Path, config: RunConfig, given: Path | None) -> tuple[Path | None, Manifest | None, list[Damaged]]:
+    """Return what `find_resumable` does, its manifest, and what is wrong with the newer ones that were passed over."""
     if given is not None:
         checkpoint = directory.find_checkpoint(given)
-        check_same_run(checkpoint, read_manifest(checkpoint), config)
-        return checkpoint, []
+        manifest = read_manifest(checkpoint)
+        check_same_run(checkpoint, manifest, config)
+        return checkpoint, manifest, []
     passed: list[Damaged] = []
     steps = directory.complete_steps(run)
     while steps:
@@ -65,8 +66,8 @@ def _find(run: Path, config: RunConfig, given: Path | None) -> tuple[Path | None
             passed.append(error)
             continue
         check_same_run(checkpoint, manifest, config)
-        return checkpoint, passed
-    return None, passed
+        return checkpoint, manifest, passed
+    return None, None, passed
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ def look(
         check: raises UserError where the checkpoint does not fit what else the run reads.
     """
     try:
-        checkpoint, passed = _find(run, config, given)
-        manifest = None if checkpoint is None else read_manifest(checkpoint)
+        checkpoint, manifest, passed = _find(run, config, given)
         if checkpoint is not None and manifest is not None:
             check(checkpoint, manifest)
         lost = [] if given is not None else directory.incomplete_since(run, manifest.step if manifest else 0)

@@ -44,7 +44,7 @@ class OutputLayer(nn.Module):
         *,
         sequence: bool,
         each_token: bool = False,
-        divisor: float | None = None,
+        divisor: Tensor | float | None = None,
         keep: int | Tensor = 0,
     ) -> Tensor | TokenScores:
         """Return the loss, scores or logits of [s, b, h], a shard when `sequence`.

@@ -41,8 +41,8 @@ def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype)
         length: of the sequence so far, positions that are cached included.
         dtype: of the activations.
     """
-    frequencies, scale = rotary.frequencies(length)
-    angles = positions[:, None, :, None].float() * frequencies.to(positions.device)
+    frequencies, scale = rotary.frequencies(length, positions.device)
+    angles = positions[:, None, :, None].float() * frequencies
     angles = torch.cat((angles, angles), -1)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from zero_tp.errors import ConfigError
@@ -25,12 +26,13 @@ class Rotary:
     """Rotary positions turn queries and keys (RoFormer, arXiv 2104.09864, section 3.4).
 
     Attributes:
-        frequencies: length of the sequence so far → (angles a position, fp32 [size / 2], factor on cosine and sine).
+        frequencies: (length of the sequence so far, device) → (angles a position, fp32 [size / 2], factor on cosine
+            and sine).
         size: features of a head that turn, from the first; the others stay.
         by_length: the frequencies depend on the length (dynamic scaling).
     """
 
-    frequencies: Callable[[int], tuple[Tensor, float]]
+    frequencies: Callable[[int, torch.device], tuple[Tensor, float]]
     size: int
     by_length: bool = False
 

@@ -186,7 +186,7 @@ class ZeroTPForCausalLM(PreTrainedModel, GenerationMixin):
         return_logits: bool | None = None,
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        num_items_in_batch: float | None = None,
+        num_items_in_batch: Tensor | float | None = None,
     ) -> ScoredOutput:
         """Return the loss and, when asked or when there are no labels, logits.
 

@@ -153,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore: int,
         group: Group,
         sequence: bool,
-        divisor: float | None,
+        divisor: Tensor | float | None,
         differentiate: bool,
     ) -> Tensor:
         if sequence:
@@ -162,7 +162,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
         needs_hidden, needs_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
         counted = labels != ignore
-        count = counted.sum().float() if divisor is None else hidden.new_full((), divisor, dtype=torch.float32)
+        if not isinstance(divisor, Tensor):
+            divisor = counted.sum() if divisor is None else hidden.new_full((), divisor, dtype=torch.float32)
+        count = divisor.to(hidden.device, torch.float32)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
@@ -218,7 +220,7 @@ def vocab_parallel_cross_entropy(
     group: Group,
     sequence: bool = False,
     ignore_index: int = IGNORE_INDEX,
-    divisor: float | None = None,
+    divisor: Tensor | float | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of `hidden` Wᵀ against `labels`, over the tokens that are not ignored.
 
@@ -230,7 +232,8 @@ def vocab_parallel_cross_entropy(
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
         labels: whole [s, b], each the token that its position predicts, or `ignore_index`.
         vocabulary: v; rows past it get no probability and no gradient.
-        divisor: of the sum of the losses, instead of the number of labels that are not ignored.
+        divisor: of the sum of the losses, instead of the number of labels that are not ignored; a tensor of no
+            dimension keeps the host from waiting for it.
 
     Returns:
         fp32 scalar, equal on all TP ranks; nan when every label is ignored, as torch's cross entropy gives, but 0 with

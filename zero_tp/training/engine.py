@@ -146,7 +146,7 @@ class TrainingEngine:
         batches = [Batch(*micro_batch) for micro_batch in micro_batches]
         # DeepSpeed takes the mean over micro-batches and DP ranks. Dividing each one's sum of losses by the mean number
         # of labels makes it the mean over all labels.
-        share = self._labels(batches) / (len(batches) * self.topology.data)
+        share = self._labels(batches).double() / (len(batches) * self.topology.data)
         if guarded is not None and guard_gradients:
             self._repeat(batches[0], share, guarded)
         if self.trace is not None:
@@ -165,14 +165,14 @@ class TrainingEngine:
             check_hooks(self.model.gradient_hooks)
             self._hooks_checked = True
         self.mark("update")
-        mean = all_reduce(total / len(batches), self.topology.data_group).item() / self.topology.data
+        mean = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
         if guarded is not None:
             check_duplicates(self.zero, guarded)
         bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
-        self.zero.step(partial(self._exceeds, bound, mean) if bound is not None else None)
+        self.zero.step(partial(self._exceeds, bound, mean.item()) if bound is not None else None)
         self.gradient_norm, self.skipped = self.zero.outcome()
         self.spike = bound.told if bound is not None and self.zero.vetoed is not None else ""
-        return float(mean)
+        return mean.item()  # now that the device has all of the step to do
 
     def _exceeds(self, bound: SpikeBound, loss: float, norm: float) -> bool:
         """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers.
@@ -185,7 +185,7 @@ class TrainingEngine:
         loss, norm = numbers.tolist()
         return math.isfinite(loss) and math.isfinite(norm) and norm >= 0 and bound.exceeded(loss, norm)
 
-    def _repeat(self, batch: Batch, share: float, step: int) -> None:
+    def _repeat(self, batch: Batch, share: Tensor, step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
         self.activations.begin_micro_batch(-1)  # keeps everything: recomputation needs a whole backward
@@ -206,10 +206,13 @@ class TrainingEngine:
         ).loss
         return loss
 
-    def _labels(self, batches: Sequence[Batch]) -> int:
-        """Count the labels of all DP ranks' batches that are not ignored. One all-reduce of one number over DP."""
+    def _labels(self, batches: Sequence[Batch]) -> Tensor:
+        """Count the labels of all DP ranks' batches that are not ignored. One all-reduce of one number over DP.
+
+        The host does not wait for the number.
+        """
         counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
-        return int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())
+        return all_reduce(torch.stack(counts).sum(), self.topology.data_group)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:

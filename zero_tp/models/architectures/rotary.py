@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,17 +96,22 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
     if turning % 2 and turning == head_size:
         raise _refused("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
 
-    def frequencies(length: int) -> tuple[Tensor, float]:
+    @functools.lru_cache(8)
+    def computed(longer: int | None, device: torch.device) -> tuple[Tensor, float]:
+        """Compute on the host, whose rounding is the same everywhere; a device keeps its copy."""
         if kind == "default":
             base = parameters["rope_theta"]
-            return 1.0 / (base ** (torch.arange(0, turning, 2, dtype=torch.float) / turning)), 1.0
+            return (1.0 / (base ** (torch.arange(0, turning, 2, dtype=torch.float) / turning))).to(device), 1.0
         # A tensor, as transformers gives it: the same rounding.
-        longer = torch.tensor(length) if length > config.max_position_embeddings else None
-        found, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=longer)
-        return found, float(scale)
+        seq_len = None if longer is None else torch.tensor(longer)
+        found, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+        return found.to(device), float(scale)
+
+    def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
+        return computed(length if length > config.max_position_embeddings else None, device)
 
     try:
-        frequencies(1)
+        frequencies(1, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
         raise _refused("", f"{kind!r} has no frequencies with these values ({error})") from error
     return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")

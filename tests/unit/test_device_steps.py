@@ -1,0 +1,197 @@
+"""A micro-batch on an accelerator asks nothing of the host, and gives its process group what NCCL takes.
+
+Forward and backward run on fake tensors of a simulated accelerator (zero_tp/planning/accelerator.py), where mixing
+devices fails by itself; this looks at every operation for what would make the device and the host wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+from tests.decoders import MODEL_TYPES
+from tests.tiers import in_tiers
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.data.batch import Batch
+from zero_tp.models import position, transformer
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel import collectives
+from zero_tp.planning import dryrun
+from zero_tp.planning.moments import Part, measure
+from zero_tp.planning.workload import Workload
+
+READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
+"""Operations that give the host a value of the device."""
+SHAPES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
+"""Operations whose result's shape the host has to learn from the device."""
+
+
+class Watching(TorchDispatchMode):
+    """Notes every operation that waits for the other side, or that NCCL refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations, self.collectives = 0, 0
+        self.found: dict[str, None] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.operations += 1
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
+        there = [each for each in tensors if each.device.type != "cpu"]
+        space, name = function.namespace, function._schema.name.split("::")[1]
+        if space == "c10d":
+            self.collectives += 1
+            if len(there) < len(tensors):
+                self.found[f"{name} of a tensor on the host"] = None
+            if not all(each.is_contiguous() for each in tensors):
+                self.found[f"{name} of a tensor that is not contiguous"] = None
+            if len({each.dtype for each in tensors}) > 1:
+                self.found[f"{name} of two dtypes"] = None
+        elif there and name in READS:
+            self.found[f"{name} reads a value"] = None
+        elif there and name in SHAPES:
+            self.found[f"{name} waits for a shape"] = None
+        elif (
+            there
+            and name in ("index", "index_put_")
+            and any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        ):
+            self.found[f"{name} by a mask waits for a shape"] = None
+        elif len(there) < len(tensors) and there and self._moves(name, tensors, args, kwargs or {}):
+            self.found[f"{name} between host and device, for which both wait"] = None
+        return result
+
+    def _moves(self, name: str, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> bool:
+        if name in ("_to_copy", "copy_"):
+            waits = not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+            return waits
+        return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)  # numbers go with the launch
+
+
+def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
+    """What is seen of one micro-batch of a model with two layers."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 96}
+    sizes |= {"max_position_embeddings": 64}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    if model_type != "gpt2":
+        sizes["intermediate_size"] = 128
+    if model_type not in ("gpt2", "gpt_neox"):
+        sizes["num_key_value_heads"] = 4
+    if model_type == "qwen3":
+        sizes["head_dim"] = 8
+    config = AutoConfig.for_model(model_type, **sizes, **fields)
+    seen = Watching()
+
+    def looking(model: ZeroTPForCausalLM, batch: Batch) -> list[Part]:
+        with torch.no_grad():
+            model(batch.input_ids)  # the device keeps its copies of what never changes
+        with seen:
+            return measure(model, batch)
+
+    with mock.patch.object(dryrun, "measure", looking):
+        dryrun.dry_run(config, workload, whole=True)
+    return seen
+
+
+WORKLOAD = Workload(length=32, batch=2, tensor=2)
+GRIDS: dict[str, dict[str, Any]] = {"TP 1": {"tensor": 1}, "TP 2": {}, "SP": {"sequence": True}}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "selective": {"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]},
+    "full": {"mode": "full"},
+}
+CASES = [
+    (model_type, grid, recomputed, documents)
+    for model_type in MODEL_TYPES
+    for grid in GRIDS
+    for recomputed in RECOMPUTED
+    for documents in (False, True)
+]
+FIRST = [
+    ("gpt2", "SP", "selective", False),
+    ("llama", "SP", "full", True),
+    ("gpt_neox", "TP 2", "none", False),
+    ("qwen3", "TP 1", "none", True),
+]
+
+
+@pytest.mark.parametrize(("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST))
+def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed: str, documents: bool) -> None:
+    policy = RecomputePolicy(**RECOMPUTED[recomputed])
+    seen = watched(model_type, replace(WORKLOAD, **GRIDS[grid], policy=policy, documents=documents))
+    assert not seen.found, list(seen.found)
+    assert seen.operations > 200 and (seen.collectives > 8) == (grid != "TP 1")
+
+
+@pytest.mark.parametrize("checkpointing", [{"cpu_checkpointing": True}, {"partition_activations": True}])
+def test_checkpoints_elsewhere_wait_for_nothing(checkpointing: dict[str, bool]) -> None:
+    seen = watched("llama", replace(WORKLOAD, policy=RecomputePolicy(mode="full"), checkpointing=checkpointing))
+    assert not seen.found, list(seen.found)
+
+
+@contextmanager
+def planted(kind: str) -> Iterator[None]:
+    """A mistake in the model's code."""
+    rotate, gather = position.rotation, collectives.start_all_reduce
+
+    def before(positions: Tensor) -> Tensor:
+        if kind == "value":
+            assert positions[0, 0] >= 0
+        elif kind == "copy":
+            positions = positions.cpu().to(positions.device)
+        elif kind == "table":
+            positions = positions + torch.zeros(1, dtype=torch.long).to(positions.device)
+        elif kind == "shape":
+            positions[positions >= 0]
+        return positions
+
+    def reduced(tensor: Tensor, group: Any) -> Any:
+        if kind == "strided":
+            dist.all_reduce(tensor.new_empty(4, 3).t(), group=group)
+        elif kind == "host":
+            dist.all_reduce(torch.empty(4), group=group)
+        return gather(tensor, group)
+
+    def turned(rotary: Any, positions: Tensor, *others: Any) -> Any:
+        return rotate(rotary, before(positions), *others)
+
+    with (
+        mock.patch.object(transformer, "rotation", turned),
+        mock.patch.object(collectives, "start_all_reduce", reduced),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("value", "reads a value"),
+        ("copy", "between host and device"),
+        ("table", "between host and device"),
+        ("shape", "waits for a shape"),
+        ("strided", "not contiguous"),
+        ("host", "of a tensor on the host"),
+    ],
+)
+def test_what_waits_is_seen(kind: str, words: str) -> None:
+    found = list[str]()
+    try:
+        with planted(kind):
+            found += watched("llama", WORKLOAD).found
+    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        found.append(f"{error}: reads a value")
+    except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
+        found.append(f"{error}: waits for a shape")
+    assert any(words in one for one in found), found
