@@ -103,7 +103,7 @@ def apart(run_seed: int, tmp_path_factory: pytest.TempPathFactory) -> Apart:
         pytest.param(1, ("TP 2", "SP", "ZeRO-1", "full"), marks=THOROUGH),
         (2, ("TP 2", "SP", "ZeRO-3", "selective")),
         pytest.param(4, ("TP 2", "no SP", "ZeRO-2", "full, P_a, cpu"), marks=THOROUGH),
-        (6, ("TP 1", "no SP", "ZeRO-0", "none")),
+        pytest.param(6, ("TP 1", "no SP", "ZeRO-0", "none"), marks=THOROUGH),
     ],
     ids=[1, 2, 4, 6],
 )

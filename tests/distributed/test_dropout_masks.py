@@ -202,7 +202,7 @@ def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     return masks.take()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", in_tiers([0, 3], [3]))
 def test_no_layer_micro_batch_or_step_draws_a_mask_of_another(ranks: Pools, stage: int) -> None:
     plain = ranks(2).run(masks_of_steps, stage, "none")
     everyone = [mask for masks in plain for mask in masks]

@@ -132,6 +132,7 @@ def test_success_ends_with_status_0_and_says_nothing(launch: Callable[..., Launc
     assert own_lines(output) == ["looping"]
 
 
+@THOROUGH
 def test_a_failing_rank_has_the_last_word(launch: Callable[..., Launch]) -> None:
     job = launch("exception")
     job.wait_for("rank 1 failed")

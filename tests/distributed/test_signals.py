@@ -1,10 +1,12 @@
-"""Signals to a run: save and go on, save and stop, whoever is told. Each case is a real launch of two ranks."""
+"""Signals to a run: save and go on, save and stop, whoever is told. Each case is a run of its own, of one process or a
+launch of two ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launched import environment, launch, metrics_of, pretrain, said
-from tests.tiers import THOROUGH
+from tests.launched import ROOT, environment, launch, metrics_of, pretrain, said
+from tests.tiers import THOROUGH, in_tiers
 from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import PROCESS, complete_steps, read_manifest, step_directory
 
@@ -26,17 +28,20 @@ def wait_for(what: str, test: Callable[[], bool]) -> None:
 
 
 class Running:
-    """A launched run in `directory`/runs/NAME, long enough to be told something."""
+    """A run in `directory`/runs/NAME, long enough to be told something: launched, or without a launcher."""
 
-    def __init__(self, workplace: Path, name: str, launcher: str):
+    def __init__(self, workplace: Path, name: str, launcher: str | None):
         self.run = workplace / "runs" / name
         self.log = workplace / f"{name}.log"
         words = ["--deepspeed_config", "small.json", "--output-dir", str(self.run)]
         words += ["--set", "zero_tp.training.steps=100000", "--set", "zero_tp.checkpoint.interval=null"]
         words += ["--set", "scheduler.params.total_num_steps=1000", "--set", "zero_tp.evaluation.interval=null"]
+        start = [sys.executable, str(ROOT / "launch/pretrain.py")] if launcher is None else launch(2, launcher)
+        if launcher is None:
+            words += ["--set", "zero_tp.parallel.tensor=1"]
         with self.log.open("w") as stream:
             self.launcher = subprocess.Popen(
-                [*launch(2, launcher), *words], cwd=workplace, env=environment(), stdout=stream, stderr=stream
+                [*start, *words], cwd=workplace, env=environment(), stdout=stream, stderr=stream
             )
 
     def steps(self) -> int:
@@ -58,8 +63,8 @@ class Running:
 
 
 @contextmanager
-def running(workplace: Path, name: str, launcher: str = "deepspeed") -> Iterator[Running]:
-    run, processes = Running(workplace, name, launcher), list[psutil.Process]()
+def running(workplace: Path, name: str, launcher: str | None = "deepspeed") -> Iterator[Running]:
+    run, processes = Running(workplace, name, launcher), None
     try:
         wait_for("the first steps", lambda: run.steps() >= 2)
         processes = run.processes()
@@ -68,7 +73,7 @@ def running(workplace: Path, name: str, launcher: str = "deepspeed") -> Iterator
         _, alive = psutil.wait_procs(processes, timeout=patience(10))
         assert not alive, f"left behind: {alive}"
     finally:
-        for process in processes or run.processes():
+        for process in run.processes() if processes is None else processes:
             if process.is_running():
                 process.kill()
         run.launcher.kill()
@@ -85,13 +90,17 @@ def stopped_after(run: Running) -> int:
     return step
 
 
-def test_one_rank_is_told_to_save_and_another_to_stop(workplace: Path) -> None:
-    with running(workplace, "told") as run:
+@pytest.mark.parametrize("launcher", in_tiers([None, "deepspeed"], [None]))
+def test_one_rank_is_told_to_save_and_another_to_stop(workplace: Path, launcher: str | None) -> None:
+    with running(workplace, "told", launcher) as run:
         os.kill(int((run.run / PROCESS).read_text()), signal.SIGUSR1)
         wait_for("the checkpoint", lambda: len(complete_steps(run.run)) == 1)
         before = run.steps()
         wait_for("training to go on", lambda: run.steps() > before + 1)
-        run.rank(1).send_signal(signal.SIGTERM)
+        if launcher is None:
+            run.launcher.terminate()
+        else:
+            run.rank(1).send_signal(signal.SIGTERM)
     assert run.launcher.returncode == 0, run.output()
     assert stopped_after(run) and len(complete_steps(run.run)) == 2
 

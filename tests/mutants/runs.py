@@ -95,8 +95,8 @@ MUTANTS: dict[str, Mutant] = {
     "ignored-labels-counted": Mutant(
         "The mean is over all labels, ignored ones too.",
         "zero_tp/parallel/loss.py",
-        "count = counted.sum().float()",
-        "count = torch.tensor(float(labels.numel()))",
+        "divisor = counted.sum() if divisor is None",
+        "divisor = torch.tensor(labels.numel()) if divisor is None",
         (LOSS + "test_frozen_weight_or_hidden_states[hidden-True]",),
     ),
     "upstream-gradient-ignored": Mutant(
@@ -152,8 +152,8 @@ MUTANTS: dict[str, Mutant] = {
     "labels-of-one-data-rank": Mutant(
         "Each DP rank divides by its own number of labels.",
         "zero_tp/training/engine.py",
-        "int(all_reduce(torch.stack(counts).sum(), self.topology.data_group).item())",
-        "int(torch.stack(counts).sum().item()) * self.topology.data",
+        "return all_reduce(torch.stack(counts).sum(), self.topology.data_group)",
+        "return torch.stack(counts).sum() * self.topology.data",
         (DOCUMENTS_RUN + "[4]",),
     ),
     # ---- engine ----------------------------------------------------------------------------------------------------

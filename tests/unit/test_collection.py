@@ -10,11 +10,13 @@ import sys
 import pytest
 
 from tests.conftest import COLLECTED, REPOSITORY
+from tests.tiers import THOROUGH
 
 # An address, a time of day, control characters (of bytes).
 PASSING = re.compile(r"0x[0-9a-f]{6}|\d\d:\d\d:\d\d|\\x[01][0-9a-f]|[\x00-\x1f]")
 
 
+@THOROUGH
 def test_another_process_later_collects_the_same(request: pytest.FixtureRequest) -> None:
     """It starts seconds after this one collected, and orders sets otherwise."""
     config = request.config

@@ -15,6 +15,7 @@ import torch
 
 from tests.harness import assert_same, native_subject, ours, parallel_subject, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
+from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.harness import shared
@@ -96,6 +97,7 @@ def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:
     assert first["lm_eval"]["n-shot"] == {"copa_local": 2}
 
 
+@THOROUGH
 def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "piqa.jsonl"
     line = '{"goal": "To boil an egg", "sol1": "put it in water", "sol2": "put it in sand", "label": 0}\n'

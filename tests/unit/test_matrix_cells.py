@@ -69,6 +69,7 @@ def test_no_cell_is_neither_refused_nor_proved() -> None:
             assert acting_pairs_of(cell) <= covered_acting, cell
 
 
+@THOROUGH
 def test_the_refusals_are_these_and_no_cell_else_is_refused() -> None:
     accepted, refused = judged()
     seen = set()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.papers import gpt_parameters, model_flops
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
@@ -166,6 +166,7 @@ def test_search_runs_the_nearest_dry_before_it_says_that_none_fits() -> None:
     assert 0 < len(shown) <= NEAREST and all(one.short <= 0 for one in shown)
 
 
+@THOROUGH
 def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     made = plan(RunConfig.load(GPT2, (), 8), device("h100"))
     search = Search(made.config, made.device)
@@ -252,7 +253,8 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), in_tiers(MISTAKES, MISTAKES[-1:]))
+@THOROUGH
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES)
 def test_mistakes_are_one_line(arguments: list[str], said: str) -> None:
     done = command("ds_configs/gpt2_355m.json", "--set", "zero_tp.parallel.tensor=2", *arguments)
     assert done.returncode == 2 and done.stdout == ""

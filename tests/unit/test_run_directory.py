@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.tiers import in_tiers
 from zero_tp import files
 from zero_tp.checkpoint.convert import tokenizer_of
 from zero_tp.checkpoint.directory import (
@@ -130,7 +131,9 @@ def test_an_export_replaces_only_a_model(tmp_path: Path) -> None:
     export(tmp_path / "empty", overwrite=True)
 
 
-@pytest.mark.parametrize(("mask", "directories", "files"), [(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)])
+@pytest.mark.parametrize(
+    ("mask", "directories", "files"), in_tiers([(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)], [(0o077, 0o700, 0o600)])
+)
 def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
     tmp_path: Path, mask: int, directories: int, files: int
 ) -> None:
