@@ -1,6 +1,7 @@
 """The indexed corpus: our writer, Megatron's layout byte by byte, damaged files."""
 
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,34 @@ def test_what_is_written_is_read(tmp_path: Path, vocabulary_size: int, dtype: st
         corpus.read(9, 3)
     with pytest.raises(IndexError):
         corpus.document(4)
+
+
+def test_a_large_index_stays_in_its_file(tmp_path: Path, seed: int) -> None:
+    """2 million documents, some of them empty, some of several sequences: 44 MB of index, of which 20 would be kept."""
+    chance, sequences = np.random.default_rng(seed), 2_000_000
+    sizes = chance.integers(0, 4, sequences).astype("<i4")
+    begins = np.concatenate([[0], np.cumsum(sizes)])
+    bounds = np.unique(np.concatenate([[0, sequences], chance.integers(0, sequences, sequences // 2)])).astype("<i8")
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, len(bounds))
+    (tmp_path / "c.idx").write_bytes(
+        header + sizes.tobytes() + (begins[:-1] * 2).astype("<i8").tobytes() + bounds.tobytes()
+    )
+    with (tmp_path / "c.bin").open("wb") as file:
+        file.truncate(2 * int(begins[-1]))
+    firsts = begins[bounds]
+    longest = np.diff(firsts).max()
+    tracemalloc.start()
+    try:
+        corpus = IndexedCorpus(tmp_path / "c")
+        for start in (0, corpus.tokens - 100, *chance.integers(0, corpus.tokens - 100, 50).tolist()):
+            found = corpus.documents(start, 100)
+            expected = np.searchsorted(firsts, np.arange(start, start + 100), side="right") - 1
+            assert np.array_equal(found, expected), start
+        assert corpus.longest_document(10**9) == longest and corpus.longest_document(2) >= 2
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1e6 and peak < 20e6, (held, peak)
 
 
 def test_the_bytes_are_megatrons(tmp_path: Path) -> None:

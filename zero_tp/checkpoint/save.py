@@ -30,6 +30,7 @@ from zero_tp.zero.stages import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
 
 POLL_SECONDS = 0.02
+LONGEST_POLL_SECONDS = 0.5
 
 
 class Saver:
@@ -154,13 +155,14 @@ class Saver:
         Raises:
             UserError: it is not there by the deadline.
         """
-        key = f"{self._count}/{what}"
+        key, begun = f"{self._count}/{what}", time.monotonic()
         while not self._store.check([key]):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if begun + waited > deadline:
                 raise self._late(
                     f"rank {what} has not written" if what.isdigit() else f"rank 0 has not said its {what}"
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks ask one store
         value: bytes = self._store.get(key)
         return value.decode()
 

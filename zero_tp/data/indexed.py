@@ -19,6 +19,7 @@ it is read again once they differ. It may be deleted.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import hashlib
@@ -27,6 +28,7 @@ import os
 import struct
 import time
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +50,7 @@ DTYPES: dict[int, np.dtype] = {
 }
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
 _PART = 2**24  # bytes that are hashed while the ids in them are compared
+_INDEX_BLOCK = 2**18  # entries
 _CLOCK_TICK = 0.01  # seconds: a file system's times can be as coarse
 _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 
@@ -146,27 +149,33 @@ class IndexedCorpus:
         at = _HEADER.size
         self._sizes = whole[at : at + 4 * sequences].view("<i4")
         at += 4 * sequences
-        pointers = whole[at : at + 8 * sequences].view("<i8")
+        self._pointers = whole[at : at + 8 * sequences].view("<i8")
         at += 8 * sequences
         self._documents = whole[at : at + 8 * boundaries].view("<i8")
-        self._starts = np.zeros(sequences + 1, np.int64)
-        np.cumsum(self._sizes, out=self._starts[1:])
-        self.tokens = int(self._starts[-1])
-        self._check(index, data, pointers)
+        self.tokens = int(self._sizes.sum(dtype=np.int64))
+        self._check(index, data)
         self._data: npt.NDArray = (
             np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
         )
 
-    def _check(self, index: Path, data: Path, pointers: npt.NDArray) -> None:
+    def _check(self, index: Path, data: Path) -> None:
         needed, found = self.tokens * self.dtype.itemsize, data.stat().st_size
         if needed != found:
             raise UserError(
                 f"{data}: {needed:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {found:,}"
             )
-        if (self._sizes < 0).any() or (pointers != self._starts[:-1] * self.dtype.itemsize).any():
-            raise UserError(f"{index}: sequences don't follow each other without gaps in {data.name}: write it again")
-        ends = self._documents
-        if len(ends) == 0 or ends[0] != 0 or ends[-1] != len(self._sizes) or (np.diff(ends) < 0).any():
+        end = 0
+        for block in _blocks(len(self._sizes)):
+            sizes = self._sizes[block].astype(np.int64)
+            ends = end + np.cumsum(sizes)
+            if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
+                raise UserError(
+                    f"{index}: sequences don't follow each other without gaps in {data.name}: write it again"
+                )
+            end = int(ends[-1])
+        bounds = self._documents
+        whole = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
+        if not whole or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in _blocks(len(self))):
             raise UserError(f"{index}: document boundaries don't run from 0 to {len(self._sizes):,} sequences")
 
     def __len__(self) -> int:
@@ -245,17 +254,37 @@ class IndexedCorpus:
         """Return the token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
-        start, end = self._starts[self._documents[i]], self._starts[self._documents[i + 1]]
+        start, end = self._first_tokens(i, i + 2)
         return self.read(int(start), int(end - start))
 
-    @cached_property
-    def first_tokens(self) -> npt.NDArray[np.int64]:
-        """Return where in the flat stream each document begins, and the last one's end, int64 [documents + 1]."""
-        return self._starts[self._documents]
+    def _first_tokens(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return where in the flat stream the documents `first` … `last` - 1 begin, int64 [last - first].
+
+        Document `len` begins at the end. It is read from the mapped file: in memory a billion documents take 8 GB.
+        """
+        sequences = np.minimum(self._documents[first:last], len(self._sizes))
+        found = np.full(len(sequences), self.tokens, np.int64)
+        begun = sequences < len(self._sizes)
+        found[begun] = self._pointers[sequences[begun]] // self.dtype.itemsize
+        return found
+
+    def longest_document(self, enough: int) -> int:
+        """Return the tokens of the longest document, or of one that has `enough`."""
+        longest = 0
+        for block in _blocks(len(self)):
+            if longest < enough:
+                longest = max(longest, int(np.diff(self._first_tokens(block.start, block.stop + 1)).max()))
+        return longest
 
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return the number of the document of each token that `read` gives, int64 [count]; an empty one has none."""
-        return np.searchsorted(self.first_tokens, np.arange(start, start + count), side="right") - 1
+        numbers = range(len(self) + 1)
+        first, last = (
+            bisect.bisect_right(numbers, token, key=lambda number: int(self._first_tokens(number, number + 1)[0]))
+            for token in (start, start + count - 1)
+        )
+        begins = self._first_tokens(first - 1, last)
+        return np.searchsorted(begins, np.arange(start, start + count), side="right") + (first - 2)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count].
@@ -266,6 +295,12 @@ class IndexedCorpus:
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    """Yield slices of `count` entries of an index: what is looked at of one is in memory, never of all."""
+    for start in range(0, count, _INDEX_BLOCK):
+        yield slice(start, min(start + _INDEX_BLOCK, count))
 
 
 def _read_header(index: Path) -> tuple[np.dtype, int, int]:

@@ -129,7 +129,7 @@ class PackedSamples:
 def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
     corpora = [IndexedCorpus(prefix) for prefix in prefixes]
     for corpus in corpora if separate else ():
-        if np.diff(corpus.first_tokens).max(initial=0) < 2:
+        if corpus.longest_document(2) < 2:
             raise UserError(
                 f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
                 'set zero_tp.data.document_attention to "continue"'
