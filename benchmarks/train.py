@@ -108,6 +108,11 @@ def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     return lambda tokens: engine.train_step([(tokens[rows, :-1], tokens[rows, 1:])])
 
 
+def loss_of(model: Any, tokens: Any) -> Any:
+    labels = tokens[:, 1:].contiguous()
+    return model(input_ids=tokens[:, :-1], shift_labels=labels, labels=labels).loss
+
+
 def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     import torch
     from transformers import AutoModelForCausalLM
@@ -118,7 +123,7 @@ def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     optimizer = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0, fused=True)
 
     def step(tokens: Any) -> float:
-        loss = model(input_ids=tokens[:, :-1], shift_labels=tokens[:, 1:], labels=tokens[:, 1:]).loss
+        loss = loss_of(model, tokens)
         loss.backward()
         if bf16:
             for master, parameter in zip(masters, parameters, strict=True):
@@ -153,8 +158,7 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     rows = slice(rank * micro, (rank + 1) * micro)
 
     def step(tokens: Any) -> float:
-        own = tokens[rows]
-        loss = engine(input_ids=own[:, :-1], shift_labels=own[:, 1:], labels=own[:, 1:]).loss
+        loss = loss_of(engine, tokens[rows])
         engine.backward(loss)
         engine.step()
         total = loss.detach().float().clone()
@@ -222,11 +226,13 @@ def write_model(directory: Path, shape: Shape) -> float:
     """Write a Llama with random weights → the FLOPs of one of its steps."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     from zero_tp.models.architectures import architecture_of
     from zero_tp.models.flops import model_flops
 
     torch.manual_seed(1)
+    logging.disable_progress_bar()
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
