@@ -161,3 +161,31 @@ def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:
         assert not steps
         for master, weight in zip(masters, weights, strict=True):
             assert master.dtype == torch.float32 and torch.equal(master, weight.float())
+
+
+def frequencies_of_an_engine() -> list[Tensor]:
+    """Of a bf16 ZeRO-3 engine's model, and of its config alone: `zero.Init` rounds the tensors that are made in it."""
+    from transformers import LlamaConfig
+
+    from zero_tp.models.architectures import architecture_of
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=48
+    )
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+    }
+    engine = TrainingEngine(config, Topology(), settings, seed=0)
+    engine.train_step([(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))])
+    specs: tuple[Any, ...] = (engine.model.spec, architecture_of(config).spec(config))
+    return [spec.rotary.frequencies(4, torch.device("cpu"))[0] for spec in specs]
+
+
+def test_rotary_frequencies_are_not_rounded_to_the_models_dtype(ranks: Pools) -> None:
+    for ours, expected in ranks(1).run(frequencies_of_an_engine):
+        assert ours.dtype == torch.float32 and torch.equal(ours, expected)

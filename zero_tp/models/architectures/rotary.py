@@ -111,7 +111,8 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
         return computed(length if length > config.max_position_embeddings else None, device)
 
     try:
-        frequencies(1, torch.device("cpu"))
+        # Not kept: models are made inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
+        computed.__wrapped__(None, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
         raise _refused("", f"{kind!r} has no frequencies with these values ({error})") from error
     return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")
