@@ -146,6 +146,9 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
+    from zero_tp.process.connect import without_shared_memory_collectives
+
+    without_shared_memory_collectives()  # which its inference alone uses
     deepspeed.init_distributed("gloo", verbose=False)
     tensor = options.get("tensor", 1)
     data = dist.get_world_size() // tensor
