@@ -173,6 +173,20 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
     assert task().run(subject)["examples"] == 2, "a document is no template"
 
 
+@pytest.mark.parametrize(("world", "expected"), [(1, UserError), (2, RuntimeError)])
+def test_a_lost_peer_is_no_fault_of_the_task(
+    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, world: int, expected: type[Exception]
+) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
+    monkeypatch.setattr(Subject, "map", lost)
+    with pytest.raises(expected, match="Connection closed by peer") as raised:
+        task.run(replace(native_subject(model), topology=Topology(world=world)))
+    assert raised.type is expected
+
+
 def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
     subject = native_subject(model)

@@ -284,7 +284,8 @@ class HarnessTask(Task):
             except UserError:
                 raise
             except Exception as error:  # its own use of the values: jinja, metrics, filters, a task's own code
-                if lm.computing:
+                # A RuntimeError may be a peer that is lost, which is told by the rank that failed.
+                if lm.computing or (subject.topology.world > 1 and isinstance(error, RuntimeError)):
                     raise
                 raise UserError(
                     f"{self.name}: lm-eval can't evaluate it ({type(error).__name__}: {first_line(error)}); look at "
