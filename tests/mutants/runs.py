@@ -16,6 +16,8 @@ RESUME = "tests/distributed/test_checkpoint.py::test_a_resumed_run_is_the_run_th
 DOCUMENTS = "tests/distributed/test_documents.py::test_packed_documents_equal_documents_apart"
 DOCUMENTS_RUN = "tests/distributed/test_documents_run.py::test_a_run_on_packed_documents_trains_the_plain_model"
 FP16 = "tests/distributed/test_fp16.py::test_a_run_in_fp16_is_that_of_torchs_scaler"
+STORES = "tests/distributed/test_stores.py::"
+PLACES = "tests/unit/test_stores.py::test_checkpoints_are_where_the_config_says"
 STEP = ENGINE + "test_loss_and_gradient_norm_of_a_step"
 
 MUTANTS: dict[str, Mutant] = {
@@ -83,6 +85,94 @@ MUTANTS: dict[str, Mutant] = {
         "_Slot(self._free.pop(), tensor.shape)",
         "_Slot(self._free[-1], tensor.shape)",
         (RECOMPUTE_TP,),
+    ),
+    # ---- checkpoints on their way to the host and back ---------------------------------------------------------------
+    "copied-out-before-computed": Mutant(
+        "A checkpoint leaves the device while the layer before is still computing it.",
+        "zero_tp/activations/stores.py",
+        "out.wait_stream(runtime.current_stream(device))",
+        "out.record_event()",
+        (STORES + "test_tensors_come_back[early]",),
+    ),
+    "freed-while-it-leaves": Mutant(
+        "A checkpoint's memory on the device is used again before its copy to the host has run.",
+        "zero_tp/activations/stores.py",
+        "tensor.record_stream(out)",
+        "assert out",
+        (STORES + "test_tensors_come_back[late]",),
+    ),
+    "copied-back-before-out": Mutant(
+        "A checkpoint comes back from host memory that it has not reached.",
+        "zero_tp/activations/stores.py",
+        "back.wait_event(token.left)",
+        "assert token.left",
+        (STORES + "test_tensors_come_back[late]",),
+    ),
+    "used-before-it-is-back": Mutant(
+        "A layer runs again from a checkpoint that is still on its way.",
+        "zero_tp/activations/stores.py",
+        "current.wait_event(token.returned)",
+        "assert token.returned",
+        (STORES + "test_tensors_come_back[late]",),
+    ),
+    "freed-while-it-is-used": Mutant(
+        "A checkpoint that is back gives its memory to the next one while a layer still runs from it.",
+        "zero_tp/activations/stores.py",
+        "tensor.record_stream(current)",
+        "assert current",
+        (STORES + "test_tensors_come_back[early]",),
+    ),
+    "slot-freed-at-once": Mutant(
+        "A checkpoint in the host's buffer does not hold its slot, and the next one overwrites it.",
+        "zero_tp/activations/stores.py",
+        "_InHostMemory(host, slot, device,",
+        "_InHostMemory(host, None, device,",
+        (STORES + "test_tensors_come_back[late]",),
+    ),
+    "back-in-another-shape": Mutant(
+        "Gathered pieces get the dimensions of the whole in another order.",
+        "zero_tp/activations/stores.py",
+        "whole[: shape.numel()].view(shape)",
+        "whole[: shape.numel()].view(shape[::-1])",
+        (STORES + "test_tensors_come_back[late]",),
+    ),
+    "padded-in-front": Mutant(
+        "The last piece of a checkpoint that t does not divide is padded at its wrong end.",
+        "zero_tp/activations/stores.py",
+        "F.pad(piece, (0, length - piece.numel()))",
+        "F.pad(piece, (length - piece.numel(), 0))",
+        (STORES + "test_tensors_come_back[late]",),
+    ),
+    "host-memory-not-page-locked": Mutant(
+        "Copies to the host go through ordinary memory, and hold computation up.",
+        "zero_tp/activations/stores.py",
+        "dtype=tensor.dtype, pin_memory=True)",
+        "dtype=tensor.dtype)",
+        (STORES + "test_one_rank_computes_the_same[all]",),
+    ),
+    "checkpoint-stays-on-the-device": Mutant(
+        "A checkpoint is copied to the host and kept on the device too.",
+        "zero_tp/activations/stores.py",
+        "token.left = out.record_event()",
+        "token.left, token.stays = out.record_event(), tensor",
+        (PLACES + "[TP 2-full-host]",),
+    ),
+    "nothing-comes-back-ahead": Mutant(
+        "Backward waits for the whole copy of each checkpoint.",
+        "zero_tp/activations/stores.py",
+        "self._fetch(before)  # what backward wants next",
+        "pass",
+        (PLACES + "[TP 2-full-host]",),
+    ),
+    "everything-comes-back-ahead": Mutant(
+        "The first layer of backward asks for all checkpoints, and the device holds them at once.",
+        "zero_tp/activations/stores.py",
+        """if before is not None:
+            self._fetch(before)  # what backward wants next""",
+        """while before is not None:
+            self._fetch(before)
+            before = before.before()""",
+        (PLACES + "[TP 2-full-host]",),
     ),
     # ---- loss ------------------------------------------------------------------------------------------------------
     "padding-gets-probability": Mutant(

@@ -66,7 +66,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         model = ZeroTPForCausalLM(
             config,
             topology_of(workload.tensor, workload.sequence),
-            source=_Unfilled(),
+            source=Unfilled(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
             spec=replace(spec, layers=len(measured), windows=windows, rotary=rotary),
@@ -91,7 +91,7 @@ def pieces_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
     return [*starts[:2], *starts[2:][-1:]]
 
 
-class _Unfilled:
+class Unfilled:
     """This source leaves new parameters as they are."""
 
     def fill(self, *_: Any) -> None:
