@@ -58,9 +58,15 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "autotp": (2, {"stage": 1, "tensor": 2}),
     "ztp-tp": (2, {"stage": 1, "tensor": 2}),
     "ztp-sp": (2, {"stage": 1, "tensor": 2, "sequence": True}),
+    "ztp-1p-compiled": (1, {"stage": 1, "compile": True}),
+    "ztp-z2-compiled": (2, {"stage": 2, "compile": True}),
+    "ztp-sp-compiled": (2, {"stage": 1, "tensor": 2, "sequence": True, "compile": True}),
 }
 """Name → (ranks, what is asked of DeepSpeed and of TP)."""
-RATIOS = (("ztp-1p", "hf-1p"), ("ztp-z2", "ds-z2"), ("ztp-sp", "autotp"), ("ztp-sp", "ztp-tp"))
+RATIOS = (
+    *(("ztp-1p", "hf-1p"), ("ztp-z2", "ds-z2"), ("ztp-sp", "autotp"), ("ztp-sp", "ztp-tp")),
+    *(("ztp-1p-compiled", "hf-1p"), ("ztp-z2-compiled", "ds-z2"), ("ztp-sp-compiled", "autotp")),
+)
 
 Step = Callable[[Any], float]
 """Trains on one batch [BATCH, length] → its mean loss."""
@@ -94,6 +100,7 @@ def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
         "parallel": {"tensor": options.get("tensor", 1), "sequence": options.get("sequence", False)},
         "data": {"train": "none", "sequence_length": 8},
         "training": {"steps": 1, "seed": 1},
+        "compile": options.get("compile", False),
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({**settings_of(options, bf16, data), "zero_tp": block}, file)
@@ -103,7 +110,15 @@ def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     topology, device = connect_deepspeed(config, environment, False)
     model = config.hf_config()
     source = PretrainedSource(weights, model)
-    engine = TrainingEngine(model, topology, config.deepspeed_config(), seed=1, device=device, source=source)
+    engine = TrainingEngine(
+        model,
+        topology,
+        config.deepspeed_config(),
+        seed=1,
+        device=device,
+        source=source,
+        compiled=config.zero_tp.compile,
+    )
     rows = slice(topology.data_rank * config.micro_batch, (topology.data_rank + 1) * config.micro_batch)
     return lambda tokens: engine.train_step([(tokens[rows, :-1], tokens[rows, 1:])])
 
@@ -325,12 +340,12 @@ def compare(names: list[str], shape: Shape, bf16: bool, options: argparse.Namesp
                 peaks[name].append(found["peak_mib"])
                 losses[name] = found["losses"]
             print(f"round {turn + 1}: " + ", ".join(f"{name} {rates[name][-1]:.0f}" for name in names), flush=True)
-    print(f"\n{'contender':<12}{'tokens/s':>10}{'from':>8}{'to':>8}{'of GEMM':>9}{'peak MiB':>10}{'last loss':>11}")
+    print(f"\n{'contender':<16}{'tokens/s':>10}{'from':>8}{'to':>8}{'of GEMM':>9}{'peak MiB':>10}{'last loss':>11}")
     for name in names:
         middle = statistics.median(rates[name])
         share = flops * middle / tokens / statistics.median(gemm)
         print(
-            f"{name:<12}{middle:>10.0f}{min(rates[name]):>8.0f}{max(rates[name]):>8.0f}{share:>9.0%}"
+            f"{name:<16}{middle:>10.0f}{min(rates[name]):>8.0f}{max(rates[name]):>8.0f}{share:>9.0%}"
             f"{statistics.median(peaks[name]):>10.0f}{losses[name][-1]:>11.4f}"
         )
     ratios = {f"{one} / {other}": ratio(rates[one], rates[other]) for one, other in RATIOS if {one, other} <= {*names}}

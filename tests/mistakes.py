@@ -181,7 +181,6 @@ MISTAKES: tuple[Mistake, ...] = (
         "activation_checkpointing.number_checkpoints",
         ("1, but 2 layers keep a checkpoint each", "use 2, or leave it out"),
     ),
-    mistake("zero_tp.compile", ("not built yet", "use false"), value=True),
     mistake("zero_tp.model.model_type", ("no table here", "gpt2"), value="bert"),
     mistake("zero_tp.model.scale_attn_weights", "always scales", value=False),
     # Weights from a directory

@@ -1,4 +1,4 @@
-"""One table holds the devices that runs compute on: their matrix rates, memory and links. CPUs have caches, too.
+"""One table holds the devices that runs compute on: their matrix rates, memory and links.
 
 Rates are the vendors' for dense matrices (where a datasheet prints them with 2:4 sparsity, half of that) with fp32
 accumulation. Memory is what a process sees (torch's `total_memory`), which is less than the name says. Links are per
@@ -235,21 +235,3 @@ def device_peak_flops(device_type: str, dtype: torch.dtype, barrier: Callable[[]
     import torch
 
     return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
-
-
-CACHE_ELEMENTS = 2**18
-"""Elements of a piece that a CPU core's cache holds: 1 MiB in fp32."""
-
-
-def cache_rows(matrix: torch.Tensor, elsewhere: int | None = None) -> list[slice]:
-    """Return the rows of each piece of `matrix` [n, m] that elementwise work goes over, one after another.
-
-    Whole tensors of a step do not fit a CPU's cache, so that each of several operations would read and write memory.
-
-    Args:
-        elsewhere: elements of a piece on other devices; by default all.
-    """
-    rows, columns = matrix.shape
-    most = CACHE_ELEMENTS if matrix.device.type == "cpu" else elsewhere
-    step = max(1, rows if most is None else most // max(1, columns))
-    return [slice(start, start + step) for start in range(0, rows, step)]

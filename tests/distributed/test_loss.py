@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compare import check_close, grid, leaf, piece_of
 from tests.pools import Pools
-from zero_tp import devices
+from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Sharded
@@ -83,8 +83,8 @@ def cross_entropy(
         own = own.transpose(0, 1).contiguous().transpose(0, 1)
     given_hidden = own.clone().requires_grad_("hidden" not in frozen)
     given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in frozen)
-    before = module.BLOCK_ELEMENTS, devices.CACHE_ELEMENTS
-    module.BLOCK_ELEMENTS = devices.CACHE_ELEMENTS = chunk
+    before = module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS
+    module.BLOCK_ELEMENTS = elementwise.CACHE_ELEMENTS = chunk
     try:
         common: dict[str, Any] = {"vocabulary": vocabulary, "group": group, "ignore_index": index}
         once: dict[str, Any] = {"sequence": sequence, "divisor": divisor, **common}
@@ -95,7 +95,7 @@ def cross_entropy(
         alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
     finally:
-        module.BLOCK_ELEMENTS, devices.CACHE_ELEMENTS = before
+        module.BLOCK_ELEMENTS, elementwise.CACHE_ELEMENTS = before
     assert found.dtype == torch.float32 and found.shape == () and found.requires_grad == (frozen != "hidden weight")
     assert torch.equal(found.isnan(), without.isnan()) and (found.isnan() or torch.equal(found, without))
     everyone = all_gather(found.detach().reshape(1), group)

@@ -61,7 +61,6 @@ REFUSED: tuple[dict[str, Any], ...] = (
 NOT_BUILT_VALUES: dict[str, Any] = {
     "aio.use_gds": True,
     "zero_tp.objective": {"type": "masked"},
-    "zero_tp.compile": True,
     f"{ACTIVATIONS}.profile": True,
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": True,
     "zero_optimization.offload_optimizer.super_offload": True,

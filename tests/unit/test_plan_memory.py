@@ -20,13 +20,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.planned import BASE, FILE
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp import devices
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
 from zero_tp.models.flops import layer_products
 from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.parallel import loss
+from zero_tp.parallel import elementwise, loss
 from zero_tp.planning import dryrun
 from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
 from zero_tp.planning.formulas import (
@@ -208,7 +207,7 @@ def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch(
 ) -> None:
     """Without attention's dropout, which sends the CPU's kernel down another path, without collectives, and with pieces
     of one size."""
-    monkeypatch.setattr(devices, "CACHE_ELEMENTS", 10**9)
+    monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 10**9)
     monkeypatch.setattr(loss, "SLICE_ELEMENTS", 10**9)
     for recompute in ("none", "full"):
         config = load(

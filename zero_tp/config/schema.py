@@ -209,7 +209,11 @@ class ZeroTP(Block):
         json_schema_extra={"default": "beside the data"},
     )
     training: Training
-    compile: bool = Field(default=False, description="`torch.compile` of the block.")
+    compile: bool = Field(
+        default=False,
+        description="In training, run elementwise work (RMS norm, rotary, gate, softmax of the loss) in kernels that "
+        "`torch.compile` makes.",
+    )
     checkpoint: Checkpoint = Field(default=Checkpoint())
     evaluation: Evaluation = Field(default=Evaluation())
     logging: Logging = Field(default=Logging())

@@ -16,6 +16,7 @@ from zero_tp.models.norm import NORMS
 from zero_tp.models.position import rotate
 from zero_tp.models.projection import projection
 from zero_tp.models.spec import TransformerSpec
+from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
@@ -99,7 +100,7 @@ class EagerCore(AttentionCore):
 CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
 
 
-class Attention(nn.Module):
+class Attention(ElementwiseModule):
     """Attention is split: QKV by columns, the core by heads, the output projection by rows.
 
     [s, b, h] → [s, b, h], sequence shards under SP.
@@ -131,7 +132,7 @@ class Attention(nn.Module):
         query, key, value = self.qkv(tensor, sequence=context.sequence)
         query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
-            query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+            query, key = (rotate(each, context.rotation, self.elementwise) for each in (query, key))
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.number)
         key, value = self.qkv.for_each_query(key), self.qkv.for_each_query(value)

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.collectives import gather_from_sequence_region
+from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.layout import split_vocabulary
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
 
 
-class OutputLayer(nn.Module):
+class OutputLayer(ElementwiseModule):
     """The output layer; its weight [⌈v/t⌉, h] is the word embedding when tied.
 
     A tied weight is a parameter of this module too: ZeRO-3 gathers a parameter around the modules that own it.
@@ -62,6 +63,7 @@ class OutputLayer(nn.Module):
                 sequence=sequence,
                 ignore_index=IGNORE_INDEX,
                 divisor=divisor,
+                run=self.elementwise,
             )
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:

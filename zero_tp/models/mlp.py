@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_tp.devices import cache_rows
 from zero_tp.models.context import ForwardContext
 from zero_tp.models.spec import TransformerSpec
+from zero_tp.parallel.elementwise import Elementwise, ElementwiseModule
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
+Function = Callable[[Tensor], Tensor]
+"""An elementwise function. [*] → [*]."""
 
-class Activation(nn.Module):
-    """An activation is an elementwise function. [*] → [*]."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]):
+class Activation(ElementwiseModule):
+    """An activation applies an elementwise function. [*] → [*]."""
+
+    def __init__(self, function: Function):
         super().__init__()
         self.function = function
 
@@ -26,34 +29,30 @@ class Activation(nn.Module):
         return self.function(wide)
 
 
-def _gated(wide: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _gated(wide: Tensor, function: Function) -> Tensor:
     gate, up = wide.chunk(2, -1)
     return function(gate) * up
 
 
+def _of_gated(wide: Tensor, gradient: Tensor, function: Function) -> Tensor:
+    return torch.func.vjp(lambda again: _gated(again, function), wide)[1](gradient)[0]
+
+
 class _Gate(torch.autograd.Function):
-    """Compute activation(gate) · up; backward computes it again, piece by piece."""
+    """Compute activation(gate) · up; backward computes it again."""
 
     @staticmethod
-    def forward(ctx: Any, wide: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, wide: Tensor, function: Function, run: Elementwise) -> Tensor:
         ctx.save_for_backward(wide)
-        ctx.function = function
-        rows = wide.reshape(-1, wide.shape[-1])
-        output = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-        for piece in cache_rows(rows):
-            output[piece] = _gated(rows[piece], function)
+        ctx.function, ctx.run = function, run
+        output: Tensor = run.rows(_gated, (wide.reshape(-1, wide.shape[-1]),), function)
         return output.view(*wide.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (wide,) = ctx.saved_tensors
-        rows, given = (each.reshape(-1, each.shape[-1]) for each in (wide, gradient))
-        output = torch.empty_like(rows)
-        for piece in cache_rows(rows):
-            with torch.enable_grad():
-                again = rows[piece].detach().requires_grad_()
-                (output[piece],) = torch.autograd.grad(_gated(again, ctx.function), again, given[piece])
-        return output.view(wide.shape), None
+        given = [each.reshape(-1, each.shape[-1]) for each in (wide, gradient)]
+        return ctx.run.rows(_of_gated, given, ctx.function).view(wide.shape), None, None
 
 
 class GatedActivation(Activation):
@@ -61,7 +60,7 @@ class GatedActivation(Activation):
     [*, 2n] → [*, n]."""
 
     def forward(self, wide: Tensor) -> Tensor:
-        output: Tensor = _Gate.apply(wide, self.function)
+        output: Tensor = _Gate.apply(wide, self.function, self.elementwise)
         return output
 
 

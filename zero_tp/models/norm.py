@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero_tp.devices import cache_rows
+from zero_tp.parallel.elementwise import Elementwise, ElementwiseModule
 from zero_tp.parallel.gradients import GradientSum
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Constant, ParameterMaker
 
 
-class Norm(nn.Module):
+class Norm(ElementwiseModule):
     """A norm has a weight, and says what sums its gradient.
 
     Args:
@@ -72,52 +72,64 @@ class LayerNorm(Norm):
         return output
 
 
+def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return the normed rows [n, h], rounded before the weight, and what each was scaled with, fp32 [n, 1]."""
+    wide = rows.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return weight * (wide * scale).to(rows.dtype), scale
+
+
+def _of_weight(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of the weight, fp32 [h]."""
+    return (gradient * (rows.float() * scale).to(rows.dtype)).sum(0, dtype=torch.float32)
+
+
+def _of_rows(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of the rows [n, h]."""
+    normed = rows.float() * scale
+    wide = (gradient * weight).float()
+    along = (wide * normed).mean(-1, keepdim=True)
+    return ((wide - normed * along) * scale).to(rows.dtype)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None) -> Tensor:
-        rows = tensor.reshape(-1, tensor.shape[-1])
-        normed, scale = torch.empty_like(rows), torch.empty_like(rows[:, :1], dtype=torch.float32)
-        for piece in cache_rows(rows):
-            wide = rows[piece].float()
-            scale[piece] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-            torch.mul(weight, (wide * scale[piece]).to(tensor.dtype), out=normed[piece])
+    def forward(
+        ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None, run: Elementwise
+    ) -> Tensor:
+        normed, scale = run.rows(_rms_norm, (_rows(tensor),), weight, epsilon)
         ctx.save_for_backward(tensor, weight, scale)
-        ctx.total = total
-        return normed.view(tensor.shape)
+        ctx.total, ctx.run = total, run
+        output: Tensor = normed.view(tensor.shape)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         tensor, weight, scale = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        rows, given = (each.reshape(-1, each.shape[-1]) for each in (tensor, gradient))
+        given = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
-            wide_gradient = torch.zeros_like(weight, dtype=torch.float32)
-            for piece in cache_rows(rows):
-                normed = (rows[piece].float() * scale[piece]).to(tensor.dtype)
-                wide_gradient += (given[piece] * normed).sum(0, dtype=torch.float32)
-            weight_gradient = wide_gradient.to(weight.dtype)
+            weight_gradient = ctx.run.total(_of_weight, given).to(weight.dtype)
             reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
         if needs_input:
-            input_gradient = torch.empty_like(rows)
-            for piece in cache_rows(rows):
-                normed = rows[piece].float() * scale[piece]
-                wide = (given[piece] * weight).float()
-                along = (wide * normed).mean(-1, keepdim=True)
-                input_gradient[piece] = (wide - normed * along) * scale[piece]
-            input_gradient = input_gradient.view(tensor.shape)
+            input_gradient = ctx.run.rows(_of_rows, given, weight).view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
-        return input_gradient, weight_gradient, None, None
+        return input_gradient, weight_gradient, None, None, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 class RMSNorm(Norm):
     """This norm is root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*, h]."""
 
     def forward(self, tensor: Tensor) -> Tensor:
-        output: Tensor = _RMSNorm.apply(tensor, self.weight, self.epsilon, self.gradient_sum)
+        output: Tensor = _RMSNorm.apply(tensor, self.weight, self.epsilon, self.gradient_sum, self.elementwise)
         return output
 
 

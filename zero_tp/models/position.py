@@ -5,11 +5,14 @@ s sequence, b batch, d head size, r features of a head that turn.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.models.spec import Rotary
+from zero_tp.parallel.elementwise import Elementwise
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -47,10 +50,37 @@ def rotation(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype)
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def rotate(tensor: Tensor, by: Rotation) -> Tensor:
-    """Turn the first r features of every head: feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
-    cosine, sine = by
+def _turn(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     turning, staying = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
     first, second = turning.chunk(2, -1)
     turned = turning * cosine + torch.cat((-second, first), -1) * sine
     return turned if staying.shape[-1] == 0 else torch.cat((turned, staying), -1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn by the angles; backward turns back, which rounds as the gradients of the operations would: both halves of an
+    angle's features turn by the same."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, run: Elementwise) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.run = run
+        return _turned(tensor, cosine, sine, run)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turned(gradient, cosine, -sine, ctx.run), None, None, None
+
+
+def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, run: Elementwise) -> Tensor:
+    """Each position is a row. [b, heads, s, d] → the same shape, with the positions outside in memory."""
+    by_position = [each.permute(2, 0, 1, 3) for each in (tensor, cosine, sine)]
+    turned: Tensor = run.rows(_turn, by_position)
+    return turned.permute(1, 2, 0, 3)
+
+
+def rotate(tensor: Tensor, by: Rotation, run: Elementwise) -> Tensor:
+    """Turn the first r features of every head: feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
+    turned: Tensor = _Rotate.apply(tensor, *by, run)
+    return turned

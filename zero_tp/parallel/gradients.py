@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from zero_tp.devices import cache_rows
 from zero_tp.parallel.collectives import Group, Pending, all_reduce, start_all_reduce
+from zero_tp.parallel.elementwise import pieces
 from zero_tp.parallel.layout import Replicated, Sharded, layout_of
 from zero_tp.topology import Topology
 
@@ -77,7 +77,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
-    for piece in cache_rows(column, _ELSEWHERE_ELEMENTS):
+    for piece in pieces(column, _ELSEWHERE_ELEMENTS):
         total += column[piece].double().square_().sum()
     return total
 

@@ -1,7 +1,7 @@
 """The engine builds a training run in the one order that works, and runs its steps.
 
 seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
-recompute policy → `deepspeed.initialize(mpu=topology)` → checks. What differs between the ZeRO stages is in
+recompute policy → compile → `deepspeed.initialize(mpu=topology)` → checks. What differs between the ZeRO stages is in
 zero/stages.py.
 """
 
@@ -26,6 +26,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.collectives import all_reduce
+from zero_tp.parallel.elementwise import compile_elementwise
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
@@ -75,6 +76,7 @@ class TrainingEngine:
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
         trace_nonfinite: bool = False,
+        compiled: bool = False,
     ):
         """Build everything, in the one order that works. Collective over all ranks.
 
@@ -86,9 +88,10 @@ class TrainingEngine:
             recompute: what backward computes again; by default nothing.
             spike: bounds on loss and gradient norm; by default none.
             trace_nonfinite: look at every layer's output and gradient, for `nonfinite`.
+            compiled: run training's elementwise work in kernels that torch compiles.
 
         Raises:
-            UserError: the sizes do not fit the topology.
+            UserError: the sizes do not fit the topology, or torch can't compile here.
         """
         self.topology = topology
         self.device = torch.device(device)
@@ -103,6 +106,8 @@ class TrainingEngine:
             deepspeed_config.get("activation_checkpointing", {}),
             self.device,
         )
+        if compiled:
+            compile_elementwise(self.model, self.device)
         decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
         self.engine = self.zero.engine

@@ -150,6 +150,7 @@ def train(
                 recompute=config.zero_tp.recompute_policy,
                 spike=config.zero_tp.training.spike,
                 trace_nonfinite=trace_nonfinite,
+                compiled=config.zero_tp.compile,
             )
             if checkpoint is not None:
                 take = partial(resume, engine.zero, config=config)
@@ -193,6 +194,8 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | Non
     )
     for note in (*engine.activations.notes, *(f"without effect: {line}" for line in config.without_effect())):
         print(note)
+    if config.zero_tp.compile:
+        print("compile: the first step waits for torch's compiler, about a minute where its cache has nothing yet")
     step = manifest.step if manifest is not None else 0
     if step >= steps:
         print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
