@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zero_tp import cli
 from zero_tp.process.environment import RankEnvironment
@@ -20,6 +22,12 @@ from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.quiet import quiet_libraries
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watch
+
+if TYPE_CHECKING:
+    from zero_tp.config import RunConfig
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.training.loop import Forecast, Profiler
+    from zero_tp.training.run import PreparedRun
 
 
 def arguments() -> argparse.Namespace:
@@ -91,21 +99,13 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         saved_model(output, options.resume_from),
     )
 
-    from zero_tp.evaluation.live import live_tasks
-    from zero_tp.planning.forecast import MemoryForecast
-    from zero_tp.planning.profile import StepProfiler, step_range
     from zero_tp.training.loop import Tools, train
     from zero_tp.training.run import PreparedRun
 
-    steps = step_range(options.profile_steps) if options.profile_steps else None
     first = environment.local_rank in (None, 0)
+    profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None
     run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)
-    tools = Tools(
-        tasks=live_tasks(config, run.tokenizer, run.model_config),
-        forecast=MemoryForecast,
-        profiler=(lambda engine: StepProfiler(steps, engine, output)) if steps else None,
-        watch=watch,
-    )
+    tools = Tools(forecast=forecast, profiler=profiler, watch=watch, **live_tools(run))
     train(
         run,
         environment,
@@ -115,6 +115,31 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         resume_from=options.resume_from,
         trace_nonfinite=options.trace_nonfinite,
     )
+
+
+# What follows imports what it needs when it is needed: most runs, and most ranks, start without.
+
+
+def live_tools(run: PreparedRun) -> dict[str, Any]:
+    if not run.config.zero_tp.evaluation.tasks:
+        return {}
+    from zero_tp.evaluation.live import live_tasks
+    from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+    return {"tasks": live_tasks(run.config, run.tokenizer, run.model_config), "model": ZeroTPForCausalLM}
+
+
+def forecast(config: RunConfig, device_type: str) -> Forecast:
+    from zero_tp.planning.forecast import MemoryForecast
+
+    return MemoryForecast(config, device_type)
+
+
+def step_profiler(steps: str, output: Path) -> Callable[[TrainingEngine], Profiler]:
+    from zero_tp.planning.profile import StepProfiler, step_range
+
+    first_and_last = step_range(steps)
+    return lambda engine: StepProfiler(first_and_last, engine, output)
 
 
 def main() -> None:

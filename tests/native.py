@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.models import architectures as tables
 from zero_tp.models.architectures import weights_of
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
@@ -29,7 +30,7 @@ def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str,
     return tables.to_theirs(weights_of(config), ours.__getitem__)
 
 
-def native_tensors(model: ZeroTPForCausalLM) -> Iterator[tuple[str, Tensor]]:
+def native_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
     parameters = dict(model.named_parameters())
     dtype = next(model.parameters()).dtype

@@ -13,7 +13,7 @@ from tests.compare import check_close, grid, whole_gradients
 from tests.distributed.test_model import SIZES, batch, reference_model
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
-from zero_tp.models.wrapper import shifted
+from zero_tp.models.causal_lm import shifted
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16

@@ -17,7 +17,7 @@ from tests.distributed.test_engine import ACCUMULATION, BATCH, LENGTH, build
 from tests.distributed.test_model import SIZES, reference_model
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.models.wrapper import shifted
+from zero_tp.models.causal_lm import shifted
 
 POWER, WINDOW, STEPS, CLIP, RATE = 12, 2, 9, 1.0, 0.05
 FP16 = {"enabled": True, "initial_scale_power": POWER, "loss_scale_window": WINDOW, "hysteresis": 1}

@@ -11,7 +11,7 @@ from torch import nn
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, Remade, recomputed
 from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.topology import Topology
 
 RECOMPUTED = {"layer": "", "attention_core": "attention.core"}
@@ -34,7 +34,7 @@ class ActivationMemory:
 
     def __init__(
         self,
-        model: ZeroTPForCausalLM,
+        model: CausalLM,
         policy: RecomputePolicy,
         settings: Mapping[str, Any],
         device: torch.device,

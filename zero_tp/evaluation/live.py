@@ -71,8 +71,8 @@ class LiveTasks:
 
 def live_tasks(
     config: RunConfig, tokenizer: Path | None, model_config: PretrainedConfig
-) -> Callable[[Any, int], dict[str, dict[str, float | None]]] | None:
-    """Read the tasks of a run's config and their data; return what runs them (`LiveTasks.run`), None for no tasks.
+) -> Callable[[Any, int], dict[str, dict[str, float | None]]]:
+    """Read the tasks of a run's config and their data; return what runs them (`LiveTasks.run`).
 
     Args:
         tokenizer: the run's tokenizer's directory.
@@ -82,8 +82,6 @@ def live_tasks(
         UserError: see `LiveTasks`; the run has no tokenizer.
     """
     asked = config.zero_tp.evaluation
-    if not asked.tasks:
-        return None
     if tokenizer is None:
         raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
     include = Path(asked.task_include_path) if asked.task_include_path else None

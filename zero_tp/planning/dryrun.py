@@ -31,7 +31,7 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import DTYPES
 from zero_tp.data.batch import Batch
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.parallel import loss as cross_entropy
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.moments import Moment, joined, measure
@@ -63,7 +63,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
             order = [numbers[context] for context in contexts(every)]
         rotary = spec.rotary and replace(spec.rotary, by_length=False)  # fake positions have no greatest one
         windows = tuple(kind.window for kind in measured)
-        model = ZeroTPForCausalLM(
+        model = CausalLM(
             config,
             topology_of(workload.tensor, workload.sequence),
             source=Unfilled(),

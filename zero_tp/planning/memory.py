@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig
 
 from zero_tp.config import RunConfig
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.spec import TransformerSpec
-from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.moments import Moment
@@ -36,7 +36,7 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
     Raises:
         UserError: an architecture or size that is not supported.
     """
-    model = ZeroTPForCausalLM(config, Topology(tensor, sequence, world=tensor), device="meta")
+    model = CausalLM(config, Topology(tensor, sequence, world=tensor), device="meta")
     matrices: list[int] = []
     flats: list[int] = []
     whole = 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from zero_tp.data.batch import Batch
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.planning.tracking import Allocation, Allocations
 
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     gradients: int
 
 
-def measure(model: ZeroTPForCausalLM, batch: Batch) -> list[Part]:
+def measure(model: CausalLM, batch: Batch) -> list[Part]:
     """Run one micro-batch forward and backward; each gradient goes as soon as it is done.
 
     Args:

@@ -24,7 +24,7 @@ from zero_tp.config.schema import Spike
 from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import Batch
 from zero_tp.errors import UserError
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise
 from zero_tp.parallel.layout import audit, whole_shape
@@ -73,6 +73,7 @@ class TrainingEngine:
         seed: int,
         device: torch.device | str = "cpu",
         source: WeightSource | None = None,
+        model: type[CausalLM] = CausalLM,
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
         trace_nonfinite: bool = False,
@@ -85,6 +86,7 @@ class TrainingEngine:
             deepspeed_config: without a `zero_tp` block and without `"auto"`.
             seed: of weights and dropout.
             source: of the initial weights instead of the seed.
+            model: the model's class; `ZeroTPForCausalLM` can also generate.
             recompute: what backward computes again; by default nothing.
             spike: bounds on loss and gradient norm; by default none.
             trace_nonfinite: look at every layer's output and gradient, for `nonfinite`.
@@ -98,7 +100,7 @@ class TrainingEngine:
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         with self.zero.construction():
-            self.model = ZeroTPForCausalLM(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
+            self.model = model(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology, local_shape)
         self.activations = ActivationMemory(
             self.model,

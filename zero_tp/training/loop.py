@@ -28,6 +28,7 @@ from zero_tp.config.schema import Timeouts
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
+from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.flops import model_flops
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
@@ -92,12 +93,14 @@ class Tools:
     Attributes:
         tasks: (engine, rows of a forward) → the figures of each zero-shot task on the model that trains, beside every
             validation (zero_tp/evaluation/live.py). Collective over all ranks.
+        model: the class of the model that trains, which such tasks may want to generate with.
         forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
         profiler: makes the profiler of an engine; called on rank 0 alone.
         watch: of this rank.
     """
 
     tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
+    model: type[CausalLM] = CausalLM
     forecast: Callable[[RunConfig, str], Forecast] | None = None
     profiler: Callable[[TrainingEngine], Profiler] | None = None
     watch: Watch | None = None
@@ -147,6 +150,7 @@ def train(
                 seed=config.zero_tp.training.seed,
                 device=device,
                 source=run.pretrained() if checkpoint is None else None,
+                model=tools.model,
                 recompute=config.zero_tp.recompute_policy,
                 spike=config.zero_tp.training.spike,
                 trace_nonfinite=trace_nonfinite,

@@ -5,9 +5,10 @@ What differs between the stages is said here, so that training and checkpoints n
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -23,12 +24,29 @@ from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
-    from zero_tp.models.wrapper import ZeroTPForCausalLM
+    from zero_tp.models.causal_lm import CausalLM
 
 Veto = Callable[[float], bool]
 """Decides from the gradient norm, on every rank alike, that a step is skipped."""
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Let `torch.compile` return what it is given, inside the block, by torch's own variable.
+
+    DeepSpeed imports Muon, which is refused here, to ask of any optimizer whether it is one, and Muon compiles as it is
+    imported: torch's whole compiler was loaded, 1.5 s of each rank's start.
+    """
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TORCHDYNAMO_DISABLE"]
+        if before is not None:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 class ZeroEngine(ABC):
@@ -45,7 +63,7 @@ class ZeroEngine(ABC):
 
     lock_step = False
     vetoed: float | None = None
-    model: ZeroTPForCausalLM
+    model: CausalLM
     engine: Any
     loss_scale: LossScale | None
     optimizer: Any
@@ -60,12 +78,13 @@ class ZeroEngine(ABC):
         """Return the context in which the model has to be built."""
         return nullcontext()
 
-    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         """Make DeepSpeed's engine. Collective over all ranks."""
         self.model = model
-        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=model, model_parameters=parameter_groups, config=self.settings, mpu=self.topology
-        )
+        with without_compiler():
+            self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+                model=model, model_parameters=parameter_groups, config=self.settings, mpu=self.topology
+            )
         found = self.engine.dp_world_size
         if found != self.topology.data:
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
@@ -189,7 +208,7 @@ class WithoutZero(ZeroEngine):
         self._last_norm = float("nan")
         super().__init__({**settings, "gradient_clipping": 0.0}, topology)
 
-    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         # In 16 bit DeepSpeed wraps the optimizer, and keeps fp32 copies of the weights as its masters.
         self._wrapped = hasattr(self.optimizer, "loss_scale_config")
@@ -297,7 +316,7 @@ class PartitionedStates(ZeroEngine):
             settings = {**settings, "zero_optimization": zero}
         super().__init__(settings, topology)
 
-    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         measure_in_pieces(self.optimizer)
         if self._alone:
@@ -368,7 +387,7 @@ class PartitionedParameters(ZeroEngine):
 
     lock_step = True
 
-    def initialize(self, model: ZeroTPForCausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         measure_in_pieces(self.optimizer)
         measured = self.optimizer._get_norm_groups
