@@ -32,6 +32,13 @@ METRICS = {
 }
 
 
+SLOW_TO_IMPORT = {
+    *("datasets", "lm_eval", "matplotlib", "pandas", "scipy", "sklearn"),
+    *("torch._inductor.compile_fx", "transformers.generation.utils", "transformers.modeling_utils"),
+    *("zero_tp.evaluation.subject", "zero_tp.models.wrapper", "zero_tp.planning.profile"),
+}
+"""What a plain run of pretraining has no use for."""
+
 Output = list[str]
 
 
@@ -79,12 +86,17 @@ def test_a_run(workplace: Path, finished: Output) -> None:
 
 
 @THOROUGH
-def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output) -> None:
-    """Stopped after step 6 and started again with the same command."""
+def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after step 6 and started again with the same command. The first says what its processes import."""
     again_at: tuple[str, ...] = ("--deepspeed_config", "small.json", "--output-dir", "again")
     again_at += ("--set", "scheduler.params.total_num_steps=8")
-    first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
+    with monkeypatch.context() as told:
+        told.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
     assert first.returncode == 0, first.stdout + first.stderr
+    imported = set(re.findall(r"^import time:.*\| +(\S+)$", first.stderr, re.MULTILINE))
+    assert {"torch", "deepspeed", "zero_tp.training.loop"} <= imported
+    assert not imported & SLOW_TO_IMPORT, "each rank pays for it at every start"
     second = pretrain(4, workplace, *again_at)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "resuming step 6" in second.stdout

@@ -281,6 +281,7 @@ class _Loop:
                             f"stopped after step {step}, as a signal asked; the same command goes on from there"
                         )
                         break
+            dist.barrier()  # the store goes with the first rank, and others still ask it for word of the last save
             if self.forecast is not None:
                 reporter.say(self.forecast.outcome())
 
