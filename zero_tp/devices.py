@@ -8,6 +8,7 @@ device). A device whose memory and links the table leaves out has an MFU, but ca
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import statistics
@@ -48,6 +49,9 @@ class Device(Block):
     reserved_gib: Annotated[float, Field(ge=0, le=1e9)] = Field(
         default=1.5, description="Taken by the context, kernels and communication buffers [GiB]."
     )
+    varlen: bool = Field(
+        default=True, description="Runs torch's `varlen_attn`, so that documents and windows need no mask."
+    )
     fragmentation: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.05, description="Margin for the allocator's gaps, of what is allocated."
     )
@@ -77,6 +81,7 @@ class Known(NamedTuple):
         pattern: searched in `torch.cuda.get_device_name()`.
         bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None where the matrix units don't have the type.
         plans: name to plan for → GiB that a process sees.
+        varlen: see `runs_varlen`.
     """
 
     pattern: str
@@ -87,6 +92,7 @@ class Known(NamedTuple):
     source: str
     plans: dict[str, float] = {}  # noqa: RUF012 - never changed
     links: Links | None = None
+    varlen: bool = True
 
 
 # The first match counts: the special forms of a model stand before its plain name.
@@ -94,7 +100,7 @@ DEVICES = (
     Known(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
     Known(r"\bV100-PCIE\b", None, 112, None, 14, "NVIDIA V100 datasheet, 2020"),
     Known(r"\bV100-SXM\d\b", None, 125, None, 15.7, "NVIDIA V100 datasheet, 2020",
-          {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12)),
+          {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12), varlen=False),
     Known(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
           {"a100-40gb": 39.4}, Links(1555, 300, 25, 25)),
     Known(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
@@ -109,7 +115,7 @@ DEVICES = (
     Known(r"\bB200\b", 2250, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, 2025, one of eight",
           {"b200-180gb": 178.3}, Links(8000, 900, 50, 50)),
     Known(r"\bMI300X\b", 1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet, 2023",
-          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50)),
+          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50), varlen=False),
     Known(r"\bL40S\b", 362, 362, 183, 91.6, "NVIDIA L40S datasheet, 2023",
           {"l40s-48gb": 44.5}, Links(864, 32, 25, 25)),
     Known(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",
@@ -151,6 +157,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
         intra_gbps=row.links.intra,
         inter_gbps=row.links.inter,
         host_gbps=row.links.host,
+        varlen=row.varlen,
     )
 
 
@@ -235,3 +242,26 @@ def device_peak_flops(device_type: str, dtype: torch.dtype, barrier: Callable[[]
     import torch
 
     return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
+
+
+@functools.cache
+def runs_varlen(device: torch.device) -> bool:
+    """Return whether torch's flash kernels for packed pieces (`varlen_attn`) run on `device`.
+
+    They need CUDA of compute capability 8.0 or newer; of AMD's kernels it is not known that they have windows.
+    """
+    import torch
+
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether cuDNN's attention is faster than flash kernels on `device`: compute capability 9.0 and 10.0.
+
+    Others measured 1.7 to 2.3 times the rate on an H100, and less than flash's on A100 and newer consumer cards
+    (huggingface/transformers pull request 48163); torchtitan takes it on 10.0. torch 2.13 has the same order by itself.
+    """
+    import torch
+
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.compare import check_close, grid, whole_gradients
 from tests.native import gradients, parallel_model, to_ours
+from tests.packed import packed_kernels
 from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.constants import IGNORE_INDEX
@@ -24,7 +25,7 @@ from zero_tp.topology import Topology
 ROWS, LENGTH, VOCABULARY, WINDOW = 3, 16, 61, 3
 OF_LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2,
-    "hidden_size": 24,
+    "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 40,
@@ -34,7 +35,7 @@ OF_LLAMA: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "n_layer": 2,
-        "n_embd": 24,
+        "n_embd": 32,
         "n_head": 4,
         "n_positions": LENGTH + 1,
         **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
@@ -82,6 +83,8 @@ def token_losses_apart(model: Any, tokens: Tensor, documents: Tensor) -> tuple[T
 
 
 def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: list[int], seed: int) -> int:
+    """Args: attention: "sdpa", "eager", or "packed": sdpa on an accelerator that needs no mask for documents."""
+    packed, attention = attention == "packed", attention.replace("packed", "sdpa")
     reference = reference_model(kind, attention, seed)
     tokens, documents = windows_of(lengths, seed)
     total, count = token_losses_apart(reference, tokens, documents)
@@ -89,6 +92,18 @@ def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: 
     model = parallel_model(reference, topology).train()
     assert model.spec.attention == attention
     assert set(model.spec.windows) == {WINDOW if kind == "mistral" else None}
+    if not packed:
+        return _equals(model, reference, tokens, documents, total, count)
+    with packed_kernels() as kernel:
+        compared = _equals(model, reference, tokens, documents, total, count)
+        assert kernel.call_count == 3 * model.spec.layers
+        assert {call.kwargs["window_size"] for call in kernel.call_args_list} == {
+            (WINDOW - 1 if kind == "mistral" else -1, 0)
+        }
+    return compared
+
+
+def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total: Tensor, count: int) -> int:
     batch = separated(tokens, documents)
     assert int((batch.labels != IGNORE_INDEX).sum()) == count
     given_to_model: dict[str, Any] = {
@@ -116,13 +131,14 @@ def on_a_grid(world: int, sequence: bool, kind: str, attention: str, lengths: li
 # No shrinking: a failure on one rank costs a new pool.
 @settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(
-    attention=st.sampled_from(["sdpa", "eager"]),
+    attention=st.sampled_from(["sdpa", "eager", "packed"]),
     lengths=st.lists(st.integers(1, 2 * LENGTH), min_size=1, max_size=8),
     draw=st.integers(0, 2**20),
 )
 @example("sdpa", [5, 1, 1, 7, 2], 0)
 @example("eager", [5, 1, 1, 7, 2], 0)
 @example("sdpa", [2], 1)
+@example("packed", [5, 1, 1, 7, 2], 0)
 @pytest.mark.parametrize("kind", in_tiers(list(CONFIGS), ["gpt2", "mistral"]))
 @pytest.mark.parametrize(("world", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
 def test_packed_documents_equal_documents_apart(

@@ -57,6 +57,7 @@ def trained_steps(run: Path) -> list[dict[str, Any]]:
 def test_a_run(workplace: Path, finished: Output) -> None:
     lines = list(finished)
     assert lines[0].startswith("gpt2: ") and "TP 2 × DP 2, SP, ZeRO-2" in lines[0]
+    assert lines.pop(1) == "attention: SDPA, the maths path, which keeps the scores"
     planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
     assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")
     (told,) = (line for line in lines if line.startswith("profile of steps 2 to 3: runs/small/profile/steps_2-3.html"))

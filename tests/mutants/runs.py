@@ -214,9 +214,16 @@ MUTANTS: dict[str, Mutant] = {
     "documents-see-each-other": Mutant(
         "Attention runs on over the documents of a row.",
         "zero_tp/models/context.py",
-        "seen = seen & (self.documents[:, None, :, None] == self.documents[:, None, None, :])",
+        "seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])",
         "pass",
         (DOCUMENTS + "[2-True-llama]",),
+    ),
+    "packed-window-one-wider": Mutant(
+        "Where no mask is made, a token sees one token more than its window holds.",
+        "zero_tp/models/attention.py",
+        "return Packed(pieces, -1 if mask.window is None else mask.window - 1)",
+        "return Packed(pieces, -1 if mask.window is None else mask.window)",
+        (DOCUMENTS + "[2-True-mistral]",),
     ),
     "positions-run-on": Mutant(
         "Attention stays inside a document, positions run on; rotary models would not notice, learned positions do.",

@@ -1,15 +1,25 @@
-"""`zero_tp.attention` reaches the model."""
+"""`zero_tp.attention` reaches the model, and what it computes with is chosen for a reason that a run tells."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from transformers import Qwen2Config
 
 from tests.mistakes import RIGHT
+from tests.packed import packed_kernels
+from zero_tp import devices
 from zero_tp.config import RunConfig
-from zero_tp.models.attention import CORES, Attention
+from zero_tp.models.architectures import architecture_of
+from zero_tp.models.attention import CORES, Attention, SDPACore, back_ends, described, why_masked
+from zero_tp.models.context import AttentionMask, Pieces
+from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 
@@ -30,3 +40,87 @@ def test_sdpa_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RIGHT))
     assert cores_of(RunConfig.load(path, world_size=4)) == {CORES["sdpa"]}
+
+
+CUDA = torch.device("cuda")
+WHOLE = AttentionMask(1024, 1024, window=256)
+
+
+def spec_of(**fields: Any) -> TransformerSpec:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    fields = {**sizes, "use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1, **fields}
+    config = Qwen2Config(**fields)
+    return architecture_of(config).spec(config)
+
+
+@pytest.mark.parametrize(
+    ("why", "mask", "fields", "dtype", "capability"),
+    [
+        ("", {}, {}, torch.bfloat16, (8, 0)),
+        ("", {"padding": None}, {}, torch.float16, (12, 0)),
+        ("padding takes one", {"padding": torch.ones(1, 1024)}, {}, torch.bfloat16, (9, 0)),
+        ("cached keys take one", {"first_query": 8, "keys": 1032}, {}, torch.bfloat16, (9, 0)),
+        ("varlen_attn needs CUDA of capability 8.0", {}, {}, torch.bfloat16, (7, 5)),
+        ("varlen_attn computes in 16 bits", {}, {}, torch.float32, (9, 0)),
+        ("varlen_attn has no dropout", {}, {"attention_dropout": 0.1}, torch.bfloat16, (9, 0)),
+        ("varlen_attn takes head sizes up to 192 that 8 divides", {}, {"hidden_size": 96}, torch.bfloat16, (9, 0)),
+        ("varlen_attn takes head sizes up to 192 that 8 divides", {}, {"hidden_size": 2048}, torch.bfloat16, (9, 0)),
+    ],
+)
+def test_why_documents_and_windows_take_a_mask(
+    why: str,
+    mask: dict[str, Any],
+    fields: dict[str, Any],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    devices.runs_varlen.cache_clear()
+    assert why_masked(replace(WHOLE, **mask), spec_of(**fields), dtype, CUDA) == why
+    devices.runs_varlen.cache_clear()
+    assert not devices.runs_varlen(torch.device("cpu"))
+
+
+def test_a_run_says_what_computes_its_attention() -> None:
+    """On the CPU; what SDPA takes is what torch answers."""
+
+    def said(documents: bool = False, **fields: Any) -> str:
+        return described(spec_of(**fields), 2, 3, 1024, torch.bfloat16, torch.device("cpu"), documents=documents)
+
+    plain = {"use_sliding_window": False}
+    assert said(**plain) == "SDPA, the flash kernel"
+    assert said(**plain, attention_dropout=0.1) == "SDPA, the maths path, which keeps the scores"
+    why = "(varlen_attn needs CUDA of capability 8.0)"
+    assert said(True, **plain) == f"SDPA, the flash kernel, a mask of 6.0 MiB for documents {why}"
+    assert said() == (
+        "in 1 of 4 layers SDPA, the flash kernel; "
+        f"in 3 of 4 layers SDPA, the flash kernel, a mask of 2.0 MiB for a window of 256 {why}"
+    )
+    assert said(sliding_window=1024) == "SDPA, the flash kernel"
+    with packed_kernels():
+        assert said(True) == (
+            "in 1 of 4 layers varlen_attn, the flash kernel for documents, without a mask; "
+            "in 3 of 4 layers varlen_attn, the flash kernel for documents and a window of 256, without a mask"
+        )
+        assert said(True, **plain, attn_implementation="eager") == "eager, a mask of 6.0 MiB for documents"
+    # Its bytes are those of the mask that is made.
+    facts = AttentionMask(1024, 1024, pieces=Pieces.of_rows(3, 1024, torch.device("cpu")))
+    mask = SDPACore.mask(facts, spec_of(), torch.empty(1, 3, 1, dtype=torch.bfloat16))
+    assert isinstance(mask, torch.Tensor) and mask.nbytes == 2 * facts.elements == 6 * 2**20
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_the_back_ends_are_tried_in_our_order(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    devices.prefers_cudnn.cache_clear()
+    before = torch._C._get_sdp_priority_order()
+    cudnn = [SDPBackend.CUDNN_ATTENTION] if capability == (9, 0) else []
+    order = [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with back_ends(CUDA):
+        assert torch._C._get_sdp_priority_order()[: len(order)] == [each.value for each in order]
+        assert torch.backends.cuda.cudnn_sdp_enabled() == bool(cudnn)
+    assert torch._C._get_sdp_priority_order() == before
+    with back_ends(torch.device("cpu")):
+        assert torch._C._get_sdp_priority_order() == before
+    devices.prefers_cudnn.cache_clear()

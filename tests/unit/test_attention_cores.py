@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GPT2Config
+from transformers import GPT2Config, LlamaConfig
 
+from tests.packed import packed_kernels
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.attention import CORES
-from zero_tp.models.context import AttentionMask
+from zero_tp.models.attention import CORES, SDPACore
+from zero_tp.models.context import AttentionMask, Packed, Pieces
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
@@ -41,7 +44,7 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
-    mask = core.mask(AttentionMask(LENGTH, LENGTH, padding=tokens), fused)
+    mask = core.mask(AttentionMask(LENGTH, LENGTH, padding=tokens), spec, fused)
     output = core(*given.permute(2, 1, 3, 0, 4), mask)
     output.backward(upstream)
 
@@ -57,3 +60,52 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     assert distance(output.detach(), expected.detach()) < allowed
     assert given.grad is not None and exact.grad is not None
     assert distance(given.grad, exact.grad) < allowed
+
+
+@settings(max_examples=25)
+@given(
+    numbers=st.lists(st.lists(st.integers(0, 2), min_size=11, max_size=11), min_size=1, max_size=3),
+    window=st.none() | st.integers(1, 12),
+    kv_heads=st.sampled_from([1, 2, 4]),
+)
+def test_pieces_are_what_the_mask_shows(numbers: list[list[int]], window: int | None, kv_heads: int) -> None:
+    """Documents and windows without a mask, in fp64, against SDPA beside a mask; output and gradients."""
+    documents = torch.tensor(numbers)
+    batch, length = documents.shape
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads)
+    spec = architecture_of(config).spec(config)
+    core = SDPACore(spec, RandomStreams(Topology(world=1), 0))
+    heads = [torch.randn(length, batch, each, 8, dtype=torch.float64) for each in (4, kv_heads, kv_heads)]
+    upstream = torch.randn(batch, 4, length, 8, dtype=torch.float64)
+    facts = AttentionMask(length, length, pieces=Pieces.of(documents, torch.device("cpu")), window=window)
+    # Neighbours of one number are one piece, others are not.
+    apart = (documents[:, 1:] != documents[:, :-1]).long().cumsum(1)
+    same = torch.nn.functional.pad(apart, (1, 0))
+    seen = (same[:, :, None] == same[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+    seen &= torch.ones(length, length, dtype=torch.bool).triu(-(window or length) + 1)
+    assert torch.equal(facts.seen(torch.device("cpu")), seen[:, None])
+
+    def computed(kind: type) -> list[Tensor]:
+        given = [each.clone().requires_grad_() for each in heads]
+        mask = core.mask(facts, spec, heads[0])
+        assert isinstance(mask, kind)
+        output = core(*(each.permute(1, 2, 0, 3) for each in given), mask)
+        output.backward(upstream)
+        return [output.detach(), *(each.grad for each in given)]
+
+    expected = computed(Tensor)
+    with packed_kernels() as kernel:
+        found = computed(Packed)
+        kernel.assert_called_once()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_window_alone_is_a_piece_for_each_row() -> None:
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=4)
+    spec = architecture_of(config).spec(config)
+    like = torch.empty(6, 2, 32)
+    with packed_kernels():
+        packed = SDPACore.mask(AttentionMask(6, 6, window=3), spec, like)
+    assert isinstance(packed, Packed) and packed.window == 2
+    assert packed.pieces.starts.tolist() == [0, 6, 12] and packed.pieces.longest == 6

@@ -38,11 +38,12 @@ SHAPES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecut
 
 
 class Watching(TorchDispatchMode):
-    """Notes every operation that waits for the other side, or that NCCL refuses."""
+    """Notes every operation that waits for the other side, or that NCCL refuses, and what makes an [.., s, s]."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self.operations, self.collectives = 0, 0
+        self.square = (length, length)
+        self.operations, self.collectives, self.squares, self.packed = 0, 0, 0, 0
         self.found: dict[str, None] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,6 +52,8 @@ class Watching(TorchDispatchMode):
         tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
         there = [each for each in tensors if each.device.type != "cpu"]
         space, name = function.namespace, function._schema.name.split("::")[1]
+        self.squares += any(isinstance(each, Tensor) and each.shape[-2:] == self.square for each in tree_leaves(result))
+        self.packed += name == "_varlen_attn"
         if space == "c10d":
             self.collectives += 1
             if len(there) < len(tensors):
@@ -92,7 +95,7 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
     if model_type == "qwen3":
         sizes["head_dim"] = 8
     config = AutoConfig.for_model(model_type, **sizes, **fields)
-    seen = Watching()
+    seen = Watching(workload.length)
 
     def looking(model: ZeroTPForCausalLM, batch: Batch) -> list[Part]:
         with torch.no_grad():
@@ -133,6 +136,31 @@ def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed:
     seen = watched(model_type, replace(WORKLOAD, **GRIDS[grid], policy=policy, documents=documents))
     assert not seen.found, list(seen.found)
     assert seen.operations > 200 and (seen.collectives > 8) == (grid != "TP 1")
+
+
+WINDOWED = ("mistral", "phi3", "qwen2", "qwen3", "starcoder2")
+PACKED = [(model_type, grid, True) for model_type in MODEL_TYPES for grid in GRIDS]
+PACKED += [(model_type, grid, False) for model_type in WINDOWED for grid in GRIDS]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "grid", "documents"), in_tiers(PACKED, [("llama", "TP 1", True), ("qwen3", "SP", True)])
+)
+def test_documents_and_windows_make_no_mask(model_type: str, grid: str, documents: bool) -> None:
+    """Where `varlen_attn` runs; where it does not, the mask is seen."""
+    fields: dict[str, Any] = {"attn_pdrop" if model_type == "gpt2" else "attention_dropout": 0.0}
+    if model_type in WINDOWED:
+        fields["sliding_window"] = 7
+    if model_type in ("qwen2", "qwen3"):
+        fields |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+    policy = RecomputePolicy(**RECOMPUTED["full"])
+    workload = replace(WORKLOAD, length=40, **GRIDS[grid], policy=policy, documents=documents)
+    seen = watched(model_type, workload, **fields)
+    assert not seen.found, list(seen.found)
+    # Two layers, once more in backward; of the Qwens without documents one is causal alone.
+    assert (seen.squares, seen.packed) == (0, 4 if documents or "qwen" not in model_type else 2)
+    masked = watched(model_type, replace(workload, varlen=False), **fields)
+    assert masked.squares and not masked.packed and not masked.found
 
 
 @pytest.mark.parametrize("checkpointing", [{"cpu_checkpointing": True}, {"partition_activations": True}])

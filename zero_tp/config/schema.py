@@ -193,7 +193,9 @@ class ZeroTP(Block):
     model: dict[str, Any] = Field(
         description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
     )
-    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="The attention implementation.")
+    attention: Literal["sdpa", "eager"] = Field(
+        default="sdpa", description="The attention implementation: [memory.md](memory.md#which-attention-kernel)."
+    )
     parallel: Parallel = Field(default=Parallel())
     recompute: RecomputeMode | RecomputePolicy = Field(
         default="none",

@@ -36,12 +36,16 @@ class Batch(NamedTuple):
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move it; to an accelerator by page-locked memory, for which the host does not wait."""
+        """Move it; to an accelerator by page-locked memory, for which the host does not wait.
+
+        The documents' numbers stay: the host alone reads them.
+        """
 
         def moved(part: Tensor) -> Tensor:
             return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
 
-        return Batch(*(None if part is None else moved(part) for part in self))  # type: ignore[arg-type]
+        positions = None if self.position_ids is None else moved(self.position_ids)
+        return Batch(moved(self.input_ids), moved(self.labels), positions, self.document_ids)
 
 
 def continued(windows: Tensor) -> Batch:

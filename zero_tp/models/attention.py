@@ -5,13 +5,17 @@ s sequence, b batch, h hidden, a heads, d head size, t TP size.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zero_tp.models.context import AttentionMask, ForwardContext
+from zero_tp import devices
+from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import rotate
 from zero_tp.models.projection import projection
@@ -44,28 +48,55 @@ class AttentionCore(nn.Module):
         self.p, self.streams = spec.dropouts.attention, streams
 
     @staticmethod
-    def mask(mask: AttentionMask, like: Tensor) -> Tensor | None:
-        """Return what is added to the scores, [b or 1, 1, s, keys]: 0, or -∞ where nothing is seen; None where the core
-        needs no mask. Layers that see alike share it.
+    def mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
+        """Return what is added to the scores, [b or 1, 1, s, keys]: 0, or -∞ where nothing is seen; or what else tells
+        the core who sees whom. Layers that see alike share it.
 
         Args:
-            like: of the dtype and on the device of the activations.
+            like: of the dtype and on the device of the activations; its second dimension is b.
         """
         seen = mask.seen(like.device)
         return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+VARLEN_HEAD_SIZE = 192
+"""The largest whose backward torch's flash kernels have on every device that they run on."""
+
+
+def why_masked(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why `varlen_attn` can't compute what is not causal alone, so that it takes a mask; "" where it can."""
+    reasons = {
+        "padding takes one": mask.padding is not None,
+        "cached keys take one": (mask.first_key, mask.keys) != (mask.first_query, mask.queries),
+        "varlen_attn needs CUDA of capability 8.0": not devices.runs_varlen(device),
+        "varlen_attn computes in 16 bits": dtype not in VARLEN_DTYPES,
+        "varlen_attn has no dropout": spec.dropouts.attention > 0,
+        f"varlen_attn takes head sizes up to {VARLEN_HEAD_SIZE} that 8 divides": spec.head_size % 8 > 0
+        or spec.head_size > VARLEN_HEAD_SIZE,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
+
+
 class SDPACore(AttentionCore):
-    """This core calls `scaled_dot_product_attention`, which needs no mask where nothing is padded.
+    """This core calls `scaled_dot_product_attention`, which needs no mask where nothing is padded, and for documents
+    and windows `varlen_attn`, where that can compute them (see `why_masked`).
 
     It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward.
     """
 
     @staticmethod
-    def mask(mask: AttentionMask, like: Tensor) -> Tensor | None:
-        return None if mask.is_causal_alone else AttentionCore.mask(mask, like)
+    def mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
+        if mask.is_causal_alone:
+            return None
+        if why_masked(mask, spec, like.dtype, like.device):
+            return AttentionCore.mask(mask, spec, like)
+        pieces = mask.pieces or Pieces.of_rows(like.shape[1], mask.queries, like.device)
+        return Packed(pieces, -1 if mask.window is None else mask.window - 1)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Packed | None) -> Tensor:
+        if isinstance(mask, Packed):
+            return packed_attention(query, key, value, mask)
         causal = mask is None and query.shape[2] > 1  # a single query sees every key
         dropped = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
@@ -73,6 +104,32 @@ class SDPACore(AttentionCore):
         grouped = key.shape[1] != query.shape[1]
         with self.streams.use(PER_RANK) if dropped else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
+    """Return softmax(QKᵀ/√d)V of each piece by itself, by torch's flash kernels. Shapes as in AttentionCore.
+
+    Rows lie end to end for them, [b·s, heads, d], which copies Q, K and V where b > 1.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # 2 s, which only those who use it wait for
+
+    def joined(heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(0, 1)
+
+    pieces = packed.pieces
+    mixed = varlen_attn(
+        joined(query),
+        joined(key),
+        joined(value),
+        pieces.starts,
+        pieces.starts,
+        pieces.longest,
+        pieces.longest,
+        window_size=(packed.window, 0),  # keys from so many before to none after, both included
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed.unflatten(0, (pieces.rows, pieces.length)).transpose(1, 2)
 
 
 class EagerCore(AttentionCore):
@@ -98,6 +155,95 @@ class EagerCore(AttentionCore):
 
 
 CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
+
+
+# ---- what a run says of it at its start ------------------------------------------------------------------------------
+
+BACK_ENDS = {
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's kernel",
+    SDPBackend.FLASH_ATTENTION: "the flash kernel",
+    SDPBackend.EFFICIENT_ATTENTION: "the memory-efficient kernel",
+    SDPBackend.OVERRIDEABLE: "the device's own kernel",
+    SDPBackend.MATH: "the maths path, which keeps the scores",
+}
+
+
+@contextmanager
+def back_ends(device: torch.device) -> Iterator[None]:
+    """Let SDPA take, on CUDA, the first of these that can compute a call: cuDNN where it is faster, flash,
+    memory-efficient, and the maths path."""
+    if device.type != "cuda":
+        yield
+        return
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if devices.prefers_cudnn(device):
+        order = [SDPBackend.CUDNN_ATTENTION, *order]
+    with sdpa_kernel(order, set_priority=True):
+        yield
+
+
+def described(
+    spec: TransformerSpec,
+    tensor: int,
+    rows: int,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    documents: bool,
+) -> str:
+    """Say what computes the attention of a training micro-batch of b `rows`, what masks it takes, and why.
+
+    Args:
+        tensor: t.
+        documents: the rows have several.
+    """
+    pieces = Pieces.of_rows(rows, length, torch.device("meta")) if documents else None
+    ways = Counter(
+        _way(spec, tensor, rows, AttentionMask(length, length, pieces=pieces, window=window), dtype, device)
+        for window in spec.windows
+    )
+    if len(ways) == 1:
+        return next(iter(ways))
+    return "; ".join(f"in {layers} of {spec.layers} layers {way}" for way, layers in ways.items())
+
+
+def _way(
+    spec: TransformerSpec, tensor: int, rows: int, mask: AttentionMask, dtype: torch.dtype, device: torch.device
+) -> str:
+    apart = ["documents"] if mask.pieces is not None else []
+    if mask.window is not None and mask.queries > mask.window:
+        apart.append(f"a window of {mask.window}")
+    seen = " and ".join(apart) or "causality"
+    taken = f"a mask of {mask.elements * dtype.itemsize / 2**20:,.1f} MiB for {seen}"
+    if spec.attention == "eager":
+        return f"eager, {taken}"
+    if mask.is_causal_alone:
+        return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}"
+    if why := why_masked(mask, spec, dtype, device):
+        return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}, {taken} ({why})"
+    return f"varlen_attn, the flash kernel for {seen}, without a mask"
+
+
+def _back_end(
+    spec: TransformerSpec, tensor: int, rows: int, mask: AttentionMask, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Ask torch which back end SDPA takes for such tensors, as the core gives them to it."""
+    heads, each = spec.heads // tensor, spec.heads // spec.kv_heads
+    groups = max(1, heads // each) if heads % each == 0 or heads < each else heads
+    added = None
+    if not mask.is_causal_alone:
+        groups = groups if device.type == "cpu" else heads
+        added = torch.empty((), dtype=dtype, device=device).expand(rows, 1, mask.queries, mask.keys)
+    query, key = (
+        torch.empty(rows, each, mask.queries, spec.head_size, dtype=dtype, device=device, requires_grad=True)
+        for each in (heads, groups)
+    )
+    with back_ends(device):
+        chosen = torch._fused_sdp_choice(
+            query, key, key, added, spec.dropouts.attention, added is None, enable_gqa=groups != heads
+        )
+    return BACK_ENDS[SDPBackend(chosen)]
 
 
 class Attention(ElementwiseModule):

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
+from zero_tp.models.context import Pieces
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.models.transformer import Transformer
@@ -188,7 +189,8 @@ class CausalLM(nn.Module):
             attention_mask: [b, all tokens so far], 1 for a token and 0 for padding.
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
             position_ids: [b or 1, s]; by default those after the cached tokens.
-            document_ids: [b, s], numbers of the documents packed in a row; a token sees its own document alone.
+            document_ids: [b, s], numbers of the documents packed in a row; a token sees its own document alone, which
+                are its neighbours of the same number. Best on the host: an accelerator would be waited for.
             past_key_values: keys and values of the tokens before, which gets the present ones too.
             use_cache: start such a cache where none is given, and return it.
             logits_to_keep: logits of the last so many positions, or of those it lists; 0: of all.
@@ -230,7 +232,7 @@ class CausalLM(nn.Module):
             input_ids.t().contiguous(),
             attention_mask,
             positions=position_ids,
-            documents=document_ids,
+            pieces=None if document_ids is None else Pieces.of(document_ids, input_ids.device),
             cache=past_key_values,
             sequence=sequence,
         )

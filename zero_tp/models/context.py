@@ -6,12 +6,69 @@ s queries, k keys, b batch. Keys are the tokens that a cache still holds and the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from zero_tp.models.position import Rotation
+
+
+def starts_of(documents: Tensor) -> npt.NDArray[np.int32]:
+    """Return where each run of equal neighbours in the rows of `documents` begins, and the number of all tokens."""
+    numbers = documents.cpu().numpy()
+    begins = np.ones(numbers.shape, dtype=bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return np.append(np.flatnonzero(begins), numbers.size).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces are the runs of neighbouring tokens of one document in the rows of a batch, counted row after row.
+
+    Attributes:
+        starts: where each of n pieces begins among all b·s tokens, and b·s at the end ("cu_seqlens"), int32 [n + 1].
+        longest: tokens of the longest piece, or more.
+        rows, length: b and s.
+    """
+
+    starts: Tensor
+    longest: int
+    rows: int
+    length: int
+
+    @classmethod
+    def of(cls, documents: Tensor, device: torch.device) -> Pieces:
+        """Find the pieces of `documents` [b, s], which number the document of each token.
+
+        They are found on the host, which waits for numbers that are on an accelerator, and for nothing else.
+        """
+        starts = starts_of(documents)
+        there = torch.tensor(starts, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+        return cls(there, int(np.diff(starts).max()), *documents.shape)
+
+    @classmethod
+    def of_rows(cls, rows: int, length: int, device: torch.device) -> Pieces:
+        """Return one piece for each row."""
+        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
+        return cls(starts, length, rows, length)
+
+    @property
+    def numbers(self) -> Tensor:
+        """Return the number of each token's piece, int64 [b, s]."""
+        tokens = torch.arange(self.rows * self.length, dtype=torch.int32, device=self.starts.device)
+        return torch.bucketize(tokens, self.starts, right=True).view(self.rows, self.length)
+
+
+class Packed(NamedTuple):
+    """A Packed says who sees whom without a mask: a token sees its own piece, up to `window` tokens of it before
+    itself; with a negative `window` all of them."""
+
+    pieces: Pieces
+    window: int
 
 
 @dataclass(frozen=True)
@@ -24,7 +81,7 @@ class AttentionMask:
         queries, keys: s and k.
         first_query, first_key: their places in the whole sequence; a cache with a window has dropped the keys before.
         padding: [b, all tokens so far], 1 for a token and 0 for padding; None when nothing is padded.
-        documents: [b, s], the number of the document that a token belongs to; None when there is one.
+        pieces: of the documents; None when there is one document.
         window: how many tokens a token sees, itself among them; None: all before it.
     """
 
@@ -33,8 +90,14 @@ class AttentionMask:
     first_query: int = 0
     first_key: int = 0
     padding: Tensor | None = None
-    documents: Tensor | None = None
+    pieces: Pieces | None = None
     window: int | None = None
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of the mask: s·k, b times that where rows see differently."""
+        rows = self.pieces.rows if self.pieces is not None else 1 if self.padding is None else self.padding.shape[0]
+        return rows * self.queries * self.keys
 
     @property
     def is_causal_alone(self) -> bool:
@@ -42,7 +105,7 @@ class AttentionMask:
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
         ends = self.first_key + self.keys == self.first_query + self.queries
         aligned = self.queries in (1, self.keys)
-        return self.padding is None and self.documents is None and not windowed and ends and aligned
+        return self.padding is None and self.pieces is None and not windowed and ends and aligned
 
     def seen(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k].
@@ -55,8 +118,9 @@ class AttentionMask:
         seen = (key <= query)[None, None]
         if self.window is not None:
             seen = seen & (key > query - self.window)
-        if self.documents is not None:
-            seen = seen & (self.documents[:, None, :, None] == self.documents[:, None, None, :])
+        if self.pieces is not None:
+            numbers = self.pieces.numbers
+            seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
         if self.padding is not None:
             kept = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
             # A cache of fixed length has more keys than there are tokens; causality hides them.
@@ -77,6 +141,6 @@ class ForwardContext:
     """
 
     sequence: bool
-    masks: dict[int | None, Tensor | None]
+    masks: dict[int | None, Tensor | Packed | None]
     rotation: Rotation | None = None
     cache: Cache | None = None

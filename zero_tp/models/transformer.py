@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from zero_tp.models.attention import CORES, Attention
-from zero_tp.models.context import AttentionMask, ForwardContext
+from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS, rotation
@@ -108,22 +108,23 @@ class Transformer(nn.Module):
         sequence: bool,
         positions: Tensor | None = None,
         padding: Tensor | None = None,
-        documents: Tensor | None = None,
+        pieces: Pieces | None = None,
         cache: Cache | None = None,
     ) -> ForwardContext:
         """Return what all layers need for a forward of `length` tokens.
 
         Args:
             like: of the dtype and on the device of the activations.
-            sequence, positions, padding, documents, cache: see `forward`.
+            sequence, positions, padding, pieces, cache: see `forward`.
         """
         past = int(cache.get_seq_length()) if cache is not None else 0
         mask = CORES[self.spec.attention].mask
-        masks: dict[int | None, Tensor | None] = {}
+        masks: dict[int | None, Tensor | Packed | None] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                masks[window] = mask(AttentionMask(length, keys, past, first, padding, documents, window), like)
+                facts = AttentionMask(length, keys, past, first, padding, pieces, window)
+                masks[window] = mask(facts, self.spec, like)
         rotary, turning = self.spec.rotary, None
         if rotary is not None:
             if positions is None:
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        pieces: Pieces | None = None,
         cache: Cache | None = None,
         sequence: bool,
     ) -> Tensor:
@@ -148,7 +149,7 @@ class Transformer(nn.Module):
             padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
             positions: [b or 1, s]; by default those after the cached ones.
             sequence: run on sequence shards (SP).
-            documents: [b, s], the number of each token's document, which it sees alone.
+            pieces: of documents, which tokens see alone.
             cache: keys and values of the tokens before; gets the present ones.
         """
         length = tokens.shape[0]
@@ -162,7 +163,7 @@ class Transformer(nn.Module):
             sequence=sequence,
             positions=positions,
             padding=padding,
-            documents=documents,
+            pieces=pieces,
             cache=cache,
         )
         for layer in self.layers:

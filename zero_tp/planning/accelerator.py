@@ -18,11 +18,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from zero_tp import devices
+
 
 @contextmanager
-def accelerator() -> Iterator[torch.device]:
-    """Give the device for fake tensors that stand for an accelerator's: a simulated one, or CUDA where it is there."""
+def accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
+    """Give the device for fake tensors that stand for an accelerator's: a simulated one, or CUDA where it is there.
+
+    Args:
+        varlen: `varlen_attn` runs on it.
+    """
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(devices, "runs_varlen", lambda _: varlen))
         stack.enter_context(_Unpinned())
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))

@@ -19,8 +19,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
@@ -30,6 +33,7 @@ from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import DTYPES
 from zero_tp.data.batch import Batch
+from zero_tp.models import context
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.causal_lm import CausalLM
 from zero_tp.parallel import loss as cross_entropy
@@ -47,11 +51,14 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         whole: run all layers, instead of those of each kind that differ.
     """
     with ExitStack() as stack:
-        device = torch.device("cpu") if workload.cpu else stack.enter_context(accelerator())
+        device = torch.device("cpu")
+        if not workload.cpu:
+            device = stack.enter_context(accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
         # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(mock.patch.object(context, "starts_of", most_starts))
         for module in (cross_entropy, devices):
             stack.enter_context(mock.patch.object(module, "range", pieces_that_differ, create=True))
         spec = architecture_of(config).spec(config)
@@ -59,8 +66,8 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         measured, order = every, list(range(len(every)))
         if not whole:
             measured = shortened(every)
-            numbers = {context: number for number, context in enumerate(contexts(measured))}
-            order = [numbers[context] for context in contexts(every)]
+            numbers = {each: number for number, each in enumerate(contexts(measured))}
+            order = [numbers[each] for each in contexts(every)]
         rotary = spec.rotary and replace(spec.rotary, by_length=False)  # fake positions have no greatest one
         windows = tuple(kind.window for kind in measured)
         model = CausalLM(
@@ -78,7 +85,8 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         policy = _Numbered(**workload.policy.model_dump(), numbers=again)
         ActivationMemory(model, policy, settings, device)
         tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
-        parts = measure(model, Batch(tokens, tokens, *([tokens, tokens] if workload.documents else [])))
+        documents = torch.zeros(workload.batch, workload.length, dtype=torch.long)
+        parts = measure(model, Batch(tokens, tokens, *([tokens, documents] if workload.documents else [])))
     return joined(parts, order)
 
 
@@ -89,6 +97,11 @@ def pieces_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
     """
     starts = range(start, stop, step)
     return [*starts[:2], *starts[2:][-1:]]
+
+
+def most_starts(documents: Tensor) -> npt.NDArray[np.int32]:
+    """Return starts of pieces where each token is a document, which take the most bytes: fake ones have no numbers."""
+    return np.arange(documents.numel() + 1, dtype=np.int32)
 
 
 class Unfilled:

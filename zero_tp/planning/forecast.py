@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
+from zero_tp.devices import runs_varlen
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.report import PHASES
 from zero_tp.process.connect import can_keep_freed_memory
@@ -16,7 +19,7 @@ class MemoryForecast:
     def __init__(self, config: RunConfig, device_type: str):
         self.device_type = device_type
         cpu = device_type == "cpu"
-        point = rank_memory(config, cpu=cpu).peak
+        point = rank_memory(config, cpu=cpu, varlen=runs_varlen(torch.device(device_type))).peak
         self.planned = (point.total + (point.host if cpu else 0.0)) / GIB
         self.host = 0.0 if cpu else point.host / GIB
         self.phase = PHASES[point.phase]

@@ -131,16 +131,19 @@ def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:
     return ZeroMemory(parameters, settings)
 
 
-def rank_memory(config: RunConfig, *, cpu: bool, model: Model | None = None, whole: bool = False) -> RankMemory:
+def rank_memory(
+    config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None, whole: bool = False
+) -> RankMemory:
     """Return what one rank of the run allocates.
 
     Args:
         config: loaded with a world size.
         cpu: the ranks are CPU processes; else they have accelerators.
+        varlen: which run `varlen_attn`.
         model: what `model_of` gives, if it is known.
         whole: dry-run all layers.
     """
     parallel = config.zero_tp.parallel
     parameters = (model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)).parameters
     zero = zero_memory(parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
-    return RankMemory(zero, dry_run(config.hf_config(), workload_of(config, cpu=cpu), whole=whole))
+    return RankMemory(zero, dry_run(config.hf_config(), workload_of(config, cpu=cpu, varlen=varlen), whole=whole))

@@ -128,7 +128,8 @@ class Plan:
     def compare(self) -> Comparison:
         """Dry-run all layers, beside the sum of those that differ."""
         start = time.perf_counter()
-        whole = rank_memory(self.config, cpu=self.device.is_cpu, model=self.model, whole=True).peak
+        device = self.device
+        whole = rank_memory(self.config, cpu=device.is_cpu, varlen=device.varlen, model=self.model, whole=True).peak
         return Comparison(whole, self.peak, time.perf_counter() - start)
 
     def as_json(self) -> dict[str, Any]:
@@ -227,8 +228,8 @@ def plan(
     if layers % (pipeline * interleaving):
         stages = f"{pipeline} stages" + (f" × {interleaving}" if interleaving > 1 else "")
         raise UserError(f"--pipeline: {layers} layers do not divide by {stages}; choose factors of {layers}")
-    memory = rank_memory(config, cpu=device.is_cpu, model=model)
-    workload, zero = workload_of(config, cpu=device.is_cpu), memory.zero
+    memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
+    workload, zero = workload_of(config, cpu=device.is_cpu, varlen=device.varlen), memory.zero
     return Plan(
         config=config,
         device=device,

@@ -109,7 +109,8 @@ class Search:
         """
         check_device(device, config)
         self.config, self.device = config, device
-        self._deepspeed, self._workload = config.deepspeed_config(), workload_of(config, cpu=device.is_cpu)
+        self._deepspeed = config.deepspeed_config()
+        self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
         self.ranked = [self._estimated(choice, model) for choice, model in _choices(config, cpu=device.is_cpu)]
         if not self.ranked:

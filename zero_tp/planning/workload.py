@@ -23,6 +23,7 @@ class Workload:
         cpu: the ranks are CPU processes; else they have accelerators.
         checkpointing: DeepSpeed's `activation_checkpointing` block.
         documents: a token sees its own document alone (`data.document_attention` "reset").
+        varlen: the accelerators run `varlen_attn`, so that documents and windows need no mask.
     """
 
     length: int
@@ -34,6 +35,7 @@ class Workload:
     policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
     checkpointing: Mapping[str, Any] = field(default_factory=dict)
     documents: bool = False
+    varlen: bool = True
 
     @property
     def element(self) -> int:
@@ -51,7 +53,7 @@ class Workload:
         return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
 
 
-def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
+def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:
     """Return the workload of a run's micro-batch on one rank."""
     block, parallel = config.zero_tp, config.zero_tp.parallel
     return Workload(
@@ -64,4 +66,5 @@ def workload_of(config: RunConfig, *, cpu: bool) -> Workload:
         policy=block.recompute_policy,
         checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
         documents=block.data.document_attention == "reset",
+        varlen=varlen,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from zero_tp.config.schema import Timeouts
 from zero_tp.data.samples import ValidationSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
+from zero_tp.models.attention import back_ends, described
 from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.flops import model_flops
 from zero_tp.process.connect import connect_deepspeed
@@ -134,9 +135,10 @@ def train(
     if watch is not None:
         watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)
     held: AbstractContextManager[list[str]] = run_directory(directory) if environment.rank == 0 else nullcontext([])
-    with held as notes:
+    with held as notes, ExitStack() as stack:
         found = look(directory, config, resume_from, run.check_resumed)
         topology, device = connect_deepspeed(config, environment, verbose)
+        stack.enter_context(back_ends(device))
         if watch is not None:
             watch.connect()
         found = agree(found, directory, run.read())
@@ -196,6 +198,10 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | Non
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
         f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
+    spec, data = engine.model.spec, config.zero_tp.data
+    documents = data.document_attention == "reset"
+    sizes = (engine.topology.tensor, config.micro_batch, data.sequence_length)
+    print(f"attention: {described(spec, *sizes, engine.dtype, engine.device, documents=documents)}")
     for note in (*engine.activations.notes, *(f"without effect: {line}" for line in config.without_effect())):
         print(note)
     if config.zero_tp.compile:

@@ -1,0 +1,171 @@
+"""Attention's kernels on a CUDA device: `pytest -m cuda tests/cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from transformers import LlamaConfig, MistralConfig
+
+from zero_tp import devices
+from zero_tp.data.batch import Batch, separated
+from zero_tp.models.architectures import architecture_of
+from zero_tp.models.attention import AttentionCore, SDPACore, back_ends, described
+from zero_tp.models.context import AttentionMask, Packed, Pieces
+from zero_tp.models.spec import TransformerSpec
+from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.random import RandomStreams
+from zero_tp.topology import Topology
+
+pytestmark = pytest.mark.cuda
+DEVICE = torch.device("cuda", 0)
+LENGTH = 384
+
+
+@pytest.fixture(autouse=True)
+def _kernels_of_pieces() -> None:
+    assert devices.runs_varlen(DEVICE), "these tests need compute capability 8.0"
+
+
+def documents_of(rows: int) -> Tensor:
+    """Numbers of documents of 1 to 300 tokens, [rows, LENGTH]; of three rows the last is one document."""
+    lengths = torch.tensor([1, 300, 7, 64, 1, 11, 128, 129])
+    numbers = torch.arange(2 * len(lengths)).repeat_interleave(lengths.repeat(2))
+    return torch.stack(
+        [torch.zeros_like(numbers[:LENGTH]) if row == 2 else numbers[13 * row :][:LENGTH] for row in range(rows)]
+    )
+
+
+def spec_of(size: int, kv_heads: int) -> TransformerSpec:
+    config = LlamaConfig(hidden_size=8 * size, num_attention_heads=8, num_key_value_heads=kv_heads)
+    return architecture_of(config).spec(config)
+
+
+def computed(
+    spec: TransformerSpec, facts: AttentionMask, heads: list[Tensor], upstream: Tensor, *, masked: bool
+) -> list[Tensor]:
+    """The core's output, and the gradients of Q, K and V, in the heads' dtype."""
+    given = [each.clone().requires_grad_() for each in heads]
+    like = given[0].flatten(2)
+    mask = (AttentionCore if masked else SDPACore).mask(facts, spec, like)
+    assert isinstance(mask, Tensor if masked else Packed)
+    output = SDPACore(spec, RandomStreams(Topology(world=1), 0, DEVICE))(
+        *(each.permute(1, 2, 0, 3) for each in given), mask
+    )
+    output.backward(upstream)
+    return [output.detach(), *(each.grad for each in given if each.grad is not None)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize(("rows", "size", "kv_heads"), [(1, 64, 8), (3, 128, 2), (3, 80, 1), (2, 192, 4)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pieces_without_a_mask(
+    rows: int, size: int, kv_heads: int, apart: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    """Output and every gradient are as near to fp64's as SDPA beside a mask comes, twice as far at most."""
+    if not apart and window is None:
+        pytest.skip("causal alone")
+    spec = spec_of(size, kv_heads)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    heads = [
+        torch.randn(LENGTH, rows, each, size, device=DEVICE, generator=generator).to(dtype)
+        for each in (8, kv_heads, kv_heads)
+    ]
+    upstream = torch.randn(rows, 8, LENGTH, size, device=DEVICE, generator=generator).to(dtype)
+    pieces = Pieces.of(documents_of(rows), DEVICE) if apart else None
+    facts = AttentionMask(LENGTH, LENGTH, pieces=pieces, window=window)
+    exact = computed(spec, facts, [each.double() for each in heads], upstream.double(), masked=True)
+    beside = computed(spec, facts, heads, upstream, masked=True)
+    without = computed(spec, facts, heads, upstream, masked=False)
+    assert len(without) == 4
+    for one, other, right in zip(without, beside, exact, strict=True):
+        # With a window of 1 the gradients of Q and K are zero, and what is found of them is rounding.
+        least = 1e-4 * float(right.norm() + upstream.double().norm())
+        assert float((one - right).norm()) <= 2 * float((other - right).norm()) + least
+
+
+@pytest.fixture
+def batch() -> Iterator[Batch]:
+    numbers = torch.cat((documents_of(3), documents_of(3)[:, -1:]), 1)
+    windows = torch.randint(0, 1000, (3, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    yield separated(windows, numbers).to(DEVICE)
+
+
+def model_of(window: int | None) -> ZeroTPForCausalLM:
+    config = MistralConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        vocab_size=1000,
+        sliding_window=window,
+    )
+    return ZeroTPForCausalLM(config, seed=1, dtype=torch.bfloat16, device=DEVICE).train()
+
+
+def gradients(batch: Batch, window: int | None) -> list[Tensor]:
+    model = model_of(window)
+    loss = model(
+        batch.input_ids, shift_labels=batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids
+    ).loss
+    loss.backward()
+    return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_model_of_documents_and_windows(batch: Batch, window: int | None) -> None:
+    found = gradients(batch, window)
+    with mock.patch.object(devices, "runs_varlen", lambda _: False):
+        masked = gradients(batch, window)
+    for one, other in zip(found, masked, strict=True):
+        torch.testing.assert_close(one.norm(), other.norm(), rtol=1e-2, atol=1e-5)
+        assert float((one - other).float().norm()) <= 3e-2 * float(other.float().norm()) + 1e-6
+
+
+def test_the_host_waits_for_nothing_of_it(batch: Batch) -> None:
+    gradients(batch, 100)  # makes what is made once
+    model = model_of(100)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(
+            batch.input_ids, shift_labels=batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids
+        ).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_mask_is_made(batch: Batch) -> None:
+    """The peak of a forward and backward grows by less than the mask of 2·b·s² that it would otherwise make."""
+
+    def peak() -> int:
+        model = model_of(None)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(batch.input_ids, shift_labels=batch.labels, document_ids=batch.document_ids).loss.backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    without = peak()
+    with mock.patch.object(devices, "runs_varlen", lambda _: False):
+        assert peak() > without
+
+
+def test_causal_attention_takes_the_first_of_our_back_ends() -> None:
+    spec = spec_of(128, 2)
+    said = described(spec, 1, 2, 1024, torch.bfloat16, DEVICE, documents=False)
+    assert said == ("SDPA, cuDNN's kernel" if devices.prefers_cudnn(DEVICE) else "SDPA, the flash kernel")
+    query = torch.empty(2, 8, 1024, 128, dtype=torch.bfloat16, device=DEVICE)
+    with back_ends(DEVICE):
+        masked = torch._fused_sdp_choice(query, query, query, query.new_zeros(1024, 1024), 0.0, False)
+    assert SDPBackend(masked) != SDPBackend.MATH
+    documents = described(spec, 1, 2, 1024, torch.bfloat16, DEVICE, documents=True)
+    assert documents == "varlen_attn, the flash kernel for documents, without a mask"
