@@ -132,7 +132,8 @@ def _differences_(
     column = target.clamp(min=0).unsqueeze(1)
     at_target = _probabilities(logits.gather(1, column), maximum, factor, valid) - (target >= 0).float().unsqueeze(1)
     run.rows(_to_probabilities_, (logits, maximum, factor), valid, elsewhere=SLICE_ELEMENTS)
-    logits.scatter_(1, column, at_target.to(logits.dtype))
+    # `scatter_` would copy all logits twice on a CPU.
+    logits[torch.arange(len(logits), device=logits.device), column.squeeze(1)] = at_target.squeeze(1).to(logits.dtype)
 
 
 def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
@@ -142,7 +143,7 @@ def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
         return
     for start in range(0, first.shape[1], _COPIED_ROWS):  # a GEMM that adds to another dtype is CUDA's alone
         rows = slice(start, start + _COPIED_ROWS)
-        total[rows] += first[:, rows].t() @ second
+        total[rows].add_(first[:, rows].t() @ second)  # `+=` would copy the rows to where they are
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
