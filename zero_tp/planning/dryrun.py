@@ -80,7 +80,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         )
         model.train()
         again = tuple(number for number, kind in enumerate(measured) if kind.recomputes)
-        # One buffer for all checkpoints takes what they take one by one.
+        # One buffer for all checkpoints takes what they take one by one, until they are gone: then it stays.
         settings = {**workload.checkpointing, "contiguous_memory_optimization": False}
         policy = _Numbered(**workload.policy.model_dump(), numbers=again)
         ActivationMemory(model, policy, settings, device)
