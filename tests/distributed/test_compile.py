@@ -87,12 +87,14 @@ def test_a_run_trains_the_same(
             assert (compiled[2][name] - expected).norm() <= limit * expected.norm(), name
 
 
-def cases(dtype: torch.dtype) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:
+def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:
     """Name → function, rows, what else it takes."""
+    torch.set_default_device(device)
     rows, gradient, weight = torch.randn(37, 24).to(dtype), torch.randn(37, 24).to(dtype), torch.rand(24).to(dtype)
     scale, wide = torch.rand(37, 1), torch.randn(37, 48).to(dtype)
     turning = [torch.randn(37, 2, 3, 8).to(dtype), *torch.randn(2, 37, 1, 1, 6).to(dtype)]
     logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
+    torch.set_default_device("cpu")
     gelu = partial(F.gelu, approximate="tanh")
     return {
         "norm": (_rms_norm, [rows], [weight, 1e-5]),
@@ -108,9 +110,16 @@ def cases(dtype: torch.dtype) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("aot_eager", "cpu"),
+        pytest.param("inductor", "cpu", marks=pytest.mark.heavy),
+        pytest.param("inductor", "cuda", marks=pytest.mark.cuda),
+    ],
+)
 def test_a_kernel_computes_what_is_written(
-    seed: int, monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype
+    seed: int, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, dtype: torch.dtype
 ) -> None:
     """In one graph each; what the compiler fuses it rounds less often."""
     torch._dynamo.reset()
@@ -118,7 +127,7 @@ def test_a_kernel_computes_what_is_written(
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch.manual_seed(seed)
     exact = 0.0 if backend == "aot_eager" else 1e-6 if dtype == torch.float32 else 1e-2
-    for name, (function, rows, others) in cases(dtype).items():
+    for name, (function, rows, others) in cases(dtype, device).items():
         copies = [each.clone() for each in rows]
         with torch.no_grad():
             run = elementwise.COMPILED.total if function is _of_weight else elementwise.COMPILED.rows
@@ -133,7 +142,7 @@ def test_a_kernel_computes_what_is_written(
     elementwise._compiled.cache_clear()
 
 
-def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_told() -> None:
     from torch._dynamo.exc import BackendCompilerFailed
 
     def failing(*_: Any) -> None:

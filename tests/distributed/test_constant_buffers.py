@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.pools import Pools
-from tests.tiers import in_tiers
 
 REDUCE, GATHER = 6_000, 4_000
 PREFETCH, LIVE, REUSE, PERSISTENT = 3_000, 7_000, 5_000, 50
@@ -110,10 +109,8 @@ def buffers(path: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("stage", "overlap"),
-    in_tiers([(1, False), (2, False), (2, True), (3, False), (3, True)], [(2, True)]),
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("stage", "overlap"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
 def test_buffers_do_not_grow_with_the_model(ranks: Pools, tmp_path: Path, stage: int, overlap: bool) -> None:
     small, large = (
         ranks(4).run(buffers, str(write_config(tmp_path / f"{layers}.json", layers, stage, overlap)))

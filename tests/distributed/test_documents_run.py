@@ -101,7 +101,7 @@ def apart(run_seed: int, tmp_path_factory: pytest.TempPathFactory) -> Apart:
     ("micro_batch", "settings"),
     [
         pytest.param(1, ("TP 2", "SP", "ZeRO-1", "full"), marks=THOROUGH),
-        (2, ("TP 2", "SP", "ZeRO-3", "selective")),
+        pytest.param(2, ("TP 2", "SP", "ZeRO-3", "selective"), marks=THOROUGH),
         pytest.param(4, ("TP 2", "no SP", "ZeRO-2", "full, P_a, cpu"), marks=THOROUGH),
         pytest.param(6, ("TP 1", "no SP", "ZeRO-0", "none"), marks=THOROUGH),
     ],

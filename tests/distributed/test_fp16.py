@@ -152,7 +152,8 @@ def expected_scales(
     return scales
 
 
-@pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3], [0]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_hysteresis_and_the_smallest_scale_hold_under_every_stage(ranks: Pools, run_seed: int, stage: int) -> None:
     chance = random.Random(run_seed)
     hysteresis, window = chance.randint(2, 3), chance.randint(1, 3)

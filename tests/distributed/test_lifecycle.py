@@ -193,7 +193,7 @@ def test_interrupt_is_said_once_and_leaves_no_process(launch: Callable[..., Laun
 @pytest.mark.parametrize(
     ("victim", "number", "name"),
     [
-        ("runner", signal.SIGTERM, "deepspeed"),
+        pytest.param("runner", signal.SIGTERM, "deepspeed", marks=pytest.mark.heavy),
         ("launch.py", signal.SIGKILL, "deepspeed's launch.py"),
     ],
 )

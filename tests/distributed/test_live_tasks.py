@@ -13,7 +13,7 @@ from transformers import GPT2Config
 from tests.launched import launch, metrics_of, run, script
 from tests.pool_rank import cached
 from tests.pools import Pools
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.live import LiveTasks
 from zero_tp.evaluation.task import TaskOptions
@@ -79,7 +79,8 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
     return found, figures
 
 
-@pytest.mark.parametrize("stage", in_tiers([2, 3], [3]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [2, 3])
 def test_training_does_not_notice_them(ranks: Pools, tmp_path: Path, stage: int) -> None:
     asked = write_files(tmp_path)
     model = tiny_gpt2(tmp_path / "model", [TEXT])

@@ -110,7 +110,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, mo
     assert "the run is at step 8, zero_tp.training.steps is 8: nothing to do" in done.stdout
 
 
-@THOROUGH
+@pytest.mark.heavy
 def test_a_run_goes_on_elsewhere_and_is_exported(workplace: Path, finished: Output) -> None:
     elsewhere = ("--set", "zero_tp.parallel.tensor=1", "--set", "zero_optimization.stage=3")
     words = ("--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=9", *elsewhere)

@@ -84,7 +84,7 @@ def greatest(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-@THOROUGH
+@pytest.mark.heavy
 def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
     model = ZeroTPForCausalLM.from_pretrained(smollm2, Topology(world=1)).eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
@@ -93,7 +93,7 @@ def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
 
 
 @THOROUGH
-@pytest.mark.parametrize("tensor", [2, 3])
+@pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.heavy), 3])
 def test_more_ranks(ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_path: Path, tensor: int) -> None:
     # In fp64: fp32 sums in another order move the model's logits by 1.1e-4, the copy's by 2e-3.
     directory, dtype = (smollm2 if tensor == 3 else cut), torch.float64

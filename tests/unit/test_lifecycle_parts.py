@@ -93,7 +93,9 @@ LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]]
     ("wait", "seconds", "said"),
     [
         ("time.sleep(300)", 0.0, "error: the launcher above rank 0 (process {pid}) is gone\n"),
-        ("import ctypes; ctypes.PyDLL(None).sleep(300)", STUCK_SECONDS, ""),  # holds the interpreter's lock
+        pytest.param(  # holds the interpreter's lock
+            *("import ctypes; ctypes.PyDLL(None).sleep(300)", STUCK_SECONDS, ""), marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_rank_ends_after_its_launcher(tmp_path: Path, wait: str, seconds: float, said: str) -> None:

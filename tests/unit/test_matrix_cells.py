@@ -84,6 +84,7 @@ def test_the_refusals_are_these_and_no_cell_else_is_refused() -> None:
         assert not every_refused_pair & pairs_of(cell), cell
 
 
+@THOROUGH
 def test_the_covering_array_has_enough_accepted_cells() -> None:
     cells = covering_array()
     assert len(cells) == len(set(cells)) >= LEAST_CELLS

@@ -47,7 +47,7 @@ def pieces(rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
     Args:
         elsewhere: elements of a piece on other devices than CPUs; by default all.
     """
-    most = CACHE_ELEMENTS if rows.device.type == "cpu" else elsewhere
+    most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
     count = rows.shape[0]
     step = max(1, count if most is None else most * count // max(1, rows.numel()))
     yield from (slice(start, min(count, start + step)) for start in range(0, max(1, count), step))
