@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import runpy
+import socket
 import statistics
 import subprocess
 import sys
@@ -99,7 +100,9 @@ def start(launcher: str, config: Path) -> dict[str, tuple[float, float]]:
         words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
         run = ["--deepspeed_config", str(config), "--output-dir", f"{directory}/run", *words]
         begun = time.time()
-        command = [sys.executable, *LAUNCHERS[launcher], str(Path(__file__).resolve()), *run]
+        with socket.create_server(("127.0.0.1", 0)) as free:  # the launchers' own is always the same
+            port = ["--master_port", str(free.getsockname()[1])]
+        command = [sys.executable, *LAUNCHERS[launcher], *port, str(Path(__file__).resolve()), *run]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
