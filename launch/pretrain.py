@@ -86,7 +86,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests, watch: Watch) -> None:
-    from zero_tp.checkpoint.directory import first_config, saved_model
+    from zero_tp.checkpoint.directory import saved_start
     from zero_tp.config import RunConfig
 
     output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
@@ -95,8 +95,7 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         options.deepspeed_config,
         options.set,
         environment.world,
-        first_config(output, options.resume_from),
-        saved_model(output, options.resume_from),
+        *saved_start(output, options.resume_from),
     )
 
     from zero_tp.training.loop import Tools, train

@@ -43,6 +43,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
 
     from zero_tp.config import RunConfig
     from zero_tp.data.batch import Batch
+    from zero_tp.parallel.parameter import Drawn
     from zero_tp.planning.memory import rank_memory
     from zero_tp.topology import Topology
     from zero_tp.training import engine as engines
@@ -55,7 +56,14 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     block = config.zero_tp
     topology = Topology(block.parallel.tensor, block.parallel.sequence)
     deepspeed = config.deepspeed_config()
-    made = engines.TrainingEngine(config.hf_config(), topology, deepspeed, seed=1, recompute=block.recompute_policy)
+    made = engines.TrainingEngine(
+        config.hf_config(),
+        topology,
+        deepspeed,
+        seed=1,
+        source=Drawn(1),  # nobody else draws
+        recompute=block.recompute_policy,
+    )
     made._hooks_checked = True
     tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
     apart = block.data.document_attention == "reset"

@@ -4,12 +4,14 @@ background hold the step they were asked for."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,27 +62,30 @@ def changed(path: Path, **checkpoint: Any) -> Path:
     return changed
 
 
-def start(path: str, run: str, given: str | None = None) -> tuple[str, list[str]]:
-    """(the checkpoint that a start takes, or its error; what it says of others)."""
+def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) -> tuple[str, list[str]]:
+    """(the checkpoint that a start takes, or its error; what it says of others).
+
+    Without `sizes` as where a file is damaged after they were compared.
+    """
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import Verification, find_resumable, take_whole
+    from zero_tp.checkpoint.resume import Verification, agree, check_all_there, look, take_whole
     from zero_tp.config import RunConfig
     from zero_tp.errors import UserError
 
     def verify(checkpoint: Path) -> None:
-        with Verification(checkpoint) as whole:
+        with Verification(checkpoint, read_manifest(checkpoint).files) as whole:
             whole.agree()
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     chosen = Path(given) if given else None
     try:
-        found = find_resumable(Path(run), config, chosen)
-        assert found is not None
-        checkpoint, notes = take_whole(found, Path(run), config, verify, chosen)
+        found = agree(look(Path(run), config, chosen), Path(run))
+        for take in (check_all_there, verify) if sizes else (verify,):
+            found = take_whole(found, Path(run), config, take, chosen)
     except UserError as error:
         return f"error: {error}", []
-    return str(checkpoint), notes
+    return str(found.checkpoint), list(found.notes)
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +110,43 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     hurt, words = DAMAGES[damage]
     hurt(step_directory(run, 2) / states_file(0, 1))
     before = step_directory(run, 1)
-    for said, _ in ranks(2).run(start, str(path), str(run)):
-        pattern = (
-            rf"error: .*{words}; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
-        )
-        assert re.match(pattern, said), said
+    pattern = rf"error: .*{words}; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
+    for sizes in (True, False):
+        for said, _ in ranks(2).run(start, str(path), str(run), sizes=sizes):
+            assert re.match(pattern, said), said
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
     tolerant = changed(path, on_corrupt="previous")
     for found, _ in ranks(2).run(start, str(tolerant), str(run)):
         assert found == str(before)
     for found, _ in ranks(2).run(start, str(tolerant), str(run)):  # again, with the damaged one set aside or not
         assert found == str(before)
+
+
+def touched(path: str, run: str) -> tuple[list[str], list[str]]:
+    """The states files that a start looks at and opens on this rank."""
+    looked: list[str] = []
+    opened: list[str] = []
+    stat, read = os.stat, Path.open
+
+    def looking(file: Any, **options: Any) -> Any:
+        looked.append(str(file))
+        return stat(file, **options)
+
+    def opening(file: Path, *options: Any, **named: Any) -> Any:
+        opened.append(str(file))
+        return read(file, *options, **named)
+
+    with patch.object(os, "stat", looking), patch.object(Path, "open", opening):
+        start(path, run)
+    return tuple([name for name in names if name.endswith(".safetensors")] for names in (looked, opened))  # type: ignore[return-value]
+
+
+def test_each_file_is_looked_at_and_read_by_one_rank(ranks: Pools, saved: Path) -> None:
+    """At a thousand ranks each can't look at those of all."""
+    run = saved / "run"
+    files = [str(step_directory(run, 2) / states_file(0, rank)) for rank in range(2)]
+    for names in zip(*ranks(2).run(touched, str(saved / "run.json"), str(run)), strict=True):
+        assert sorted(name for own in names for name in own) == files
 
 
 def test_a_set_aside_checkpoint_is_said_and_kept(ranks: Pools, saved: Path, tmp_path: Path) -> None:
@@ -143,18 +174,17 @@ def damage_header(file: Path) -> None:
 
 def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str, torch.Tensor]]:
     """(the checkpoint that an engine resumed or the error, what it says of others, this rank's masters)."""
-    from zero_tp.checkpoint.resume import find_resumable, resume, take_whole
+    from zero_tp.checkpoint.resume import look, resume, take_whole
     from zero_tp.errors import UserError
 
     engine, config = build(path)
     steps_of(engine, 1, 1)
-    found = find_resumable(Path(run), config)
-    assert found is not None
+    found = look(Path(run), config)
     try:
-        taken, notes = take_whole(found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config))
+        found = take_whole(found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config))
     except UserError as error:
         return f"error: {error}", [], {}
-    return str(taken), notes, masters_of(engine)
+    return str(found.checkpoint), list(found.notes), masters_of(engine)
 
 
 @pytest.mark.parametrize("hurt", [flip_a_bit, damage_header])

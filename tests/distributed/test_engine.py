@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config
 
 from tests.compare import check_close, grid, whole_gradients
 from tests.distributed.test_model import SIZES, batch, reference_model
-from tests.native import Native, gradients, parallel_model, to_ours
+from tests.native import Native, gradients, native_tensors, parallel_model, to_ours
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.models.causal_lm import shifted
+from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm
+from zero_tp.topology import Topology
 
 LEARNING_RATE, DECAY, ACCUMULATION, BATCH, LENGTH = 1e-2, 0.1, 2, 8, 16
 
@@ -40,6 +47,70 @@ def build(topology: Any, stage: int, *, dropout: bool = False, **changes: Any) -
     return TrainingEngine(copy.deepcopy(reference.config), topology, settings, seed=0, source=Native(reference))
 
 
+SHARED: dict[str, Any] = {
+    **{"n_layer": 2, "n_head": 24, "n_embd": 72, "n_positions": 80, "vocab_size": 301, "tie_word_embeddings": False},
+    **{"bos_token_id": 0, "eos_token_id": 0},
+}
+"""Its larger matrices have 2 to 5 blocks, some of which end inside one, on each of 1 and 2 TP ranks."""
+
+
+@contextmanager
+def recorded_draws() -> Iterator[list[int]]:
+    """The seed of each tensor that is drawn inside: another one for each block of a parameter."""
+    seeds: list[int] = []
+    normal = torch.normal
+
+    def recorded(*arguments: Any, generator: torch.Generator, **options: Any) -> Tensor:
+        seeds.append(generator.initial_seed())
+        return normal(*arguments, generator=generator, **options)
+
+    with patch.object(torch, "normal", recorded):
+        yield seeds
+
+
+def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[str, Tensor]]:
+    """The TP rank, what this rank has drawn, and the weights that its engine starts with."""
+    from zero_tp.training.engine import TrainingEngine
+
+    topology = grid(tensor, True)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        dtype: {"enabled": True},
+    }
+    if dtype == "fp32":
+        del settings[dtype]
+    with recorded_draws() as seeds:
+        engine = TrainingEngine(GPT2Config(**SHARED), topology, settings, seed=5)
+    return topology.tensor_rank, seeds, {name: held.clone() for name, held in native_tensors(engine.model)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage", "dtype"),
+    in_tiers(
+        [(t, stage, dtype) for t in (1, 2, 4) for stage in range(4) for dtype in ("fp32", "bf16")],
+        [(1, 1, "bf16"), (2, 0, "fp32"), (2, 3, "bf16")],
+    ),
+)
+def test_data_parallel_ranks_draw_each_weight_once_among_them(
+    ranks: Pools, tensor: int, stage: int, dtype: str
+) -> None:
+    config = GPT2Config(**SHARED)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    expected = dict(native_tensors(ZeroTPForCausalLM(config, Topology(world=1), seed=5, dtype=kind)))
+    drawn: list[list[int]] = [[] for _ in range(tensor)]
+    for tensor_rank, seeds, weights in ranks(4).run(initial, tensor, stage, dtype):
+        assert seeds and weights.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert torch.equal(weights[name], weight), name
+        drawn[tensor_rank] += seeds
+    for rank, seeds in enumerate(drawn):
+        with recorded_draws() as alone:
+            ZeroTPForCausalLM(config, Topology(tensor, True, world=tensor, rank=rank), seed=5)
+        assert sorted(seeds) == sorted(alone)
+
+
 def tokens_of_the_step() -> Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=generator)
@@ -47,8 +118,6 @@ def tokens_of_the_step() -> Tensor:
 
 def one_step(tensor: int, sequence: bool, stage: int) -> tuple[float, float, dict[str, Tensor]]:
     """Loss, gradient norm, and the weights that the engine started with."""
-    from tests.native import native_tensors
-
     topology = grid(tensor, sequence)
     engine = build(topology, stage)
     weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}

@@ -9,6 +9,7 @@ RANDOM = "tests/distributed/test_random.py::"
 MASKS = "tests/distributed/test_dropout_masks.py::"
 RECOMPUTE = "tests/distributed/test_recompute.py::"
 ENGINE = "tests/distributed/test_engine.py::"
+DRAWN = ENGINE + "test_data_parallel_ranks_draw_each_weight_once_among_them[1-1-bf16]"
 RECOMPUTE_TP = RECOMPUTE + "test_recomputing_changes_no_bit[2-False-1]"
 RECOMPUTE_SP = RECOMPUTE + "test_recomputing_changes_no_bit[2-True-1]"
 EVALUATION = ENGINE + "test_validation_is_the_mean_over_all_labels[1]"
@@ -331,6 +332,13 @@ MUTANTS: dict[str, Mutant] = {
         "super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value)",
         "super().backward(loss)",
         (FP16 + "[2-0-zero0]",),
+    ),
+    "drawn-elsewhere-and-lost": Mutant(
+        "What other data-parallel ranks have drawn of a weight never reaches it.",
+        "zero_tp/parallel/parameter.py",
+        "        others.copy_(brought)",
+        "        pass",
+        (DRAWN,),
     ),
     "streams-not-resumed": Mutant(
         "A resumed run draws the dropout masks of its first steps again.",

@@ -14,7 +14,7 @@ from transformers import GPT2Config
 
 from tests.checkpoints import rewritten, write_checkpoint
 from zero_tp.checkpoint.convert import config_of, to_huggingface
-from zero_tp.checkpoint.directory import MANIFEST, Damaged, first_config, read_manifest
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, read_manifest, saved_start
 from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.checkpoint.manifest import UNHASHED, UNHASHED_FORMAT
 from zero_tp.checkpoint.reader import CheckpointReader
@@ -165,4 +165,5 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
     with rewritten(checkpoint) as manifest:
         manifest["config"] = {"scheduler": {"params": {"total_num_steps": 7}}}
     (run / "config.json").write_text("")
-    assert first_config(run) == {"scheduler": {"params": {"total_num_steps": 7}}}
+    model = read_manifest(checkpoint).model
+    assert saved_start(run) == ({"scheduler": {"params": {"total_num_steps": 7}}}, model)

@@ -21,10 +21,10 @@ from zero_tp.checkpoint.directory import (
     MANIFEST,
     begin,
     complete_steps,
-    first_config,
     prune,
     read_manifest,
     run_directory,
+    saved_start,
     step_directory,
 )
 from zero_tp.errors import UserError
@@ -57,7 +57,7 @@ def test_a_damaged_manifest_or_config_is_one_line(tmp_path: Path, content: bytes
     (step_directory(tmp_path, 1)).mkdir(parents=True)
     (step_directory(tmp_path, 1) / MANIFEST).touch()
     with pytest.raises(UserError, match="give another --output-dir"):
-        first_config(tmp_path)
+        saved_start(tmp_path)
 
 
 def test_a_run_holds_its_directory(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
 
 def test_a_start_that_saved_nothing_freezes_nothing(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text("{}")
-    assert first_config(tmp_path) is None
+    assert saved_start(tmp_path) == (None, None)
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.directory import find_checkpoint, in_use, taken_as_it_stands
+from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, in_use, taken_as_it_stands
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
@@ -83,6 +83,7 @@ def to_huggingface(
     """
     checkpoint = find_checkpoint(source)
     with in_use(checkpoint) as manifest:
+        check_sizes(checkpoint, manifest.files)
         found_tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
         config = config_of(checkpoint, manifest)
         with taken_as_it_stands(checkpoint, manifest):

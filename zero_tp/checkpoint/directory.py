@@ -13,7 +13,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -51,10 +52,10 @@ class Damaged(UserError):
         self.file, self.problem, self.checkpoint = file, problem, file.parent
 
 
-def first_config(run: Path, given: Path | None = None) -> dict[str, Any] | None:
-    """Return the resolved config of the start that saved what would be resumed; None when nothing can be.
+def saved_start(run: Path, given: Path | None = None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return (resolved config of the start, the model's config) of what would be resumed; None when nothing can be.
 
-    It stands in the checkpoint, and for those that were saved before it did in the run's own file.
+    The first stands in the checkpoint, and for those that were saved before it did in the run's own file.
 
     Args:
         given: a checkpoint or run to resume from, instead of this run's newest checkpoint that can be read.
@@ -63,21 +64,16 @@ def first_config(run: Path, given: Path | None = None) -> dict[str, Any] | None:
         UserError: the file can't be read, or is not a JSON object.
     """
     manifest = _newest_manifest(run, given)
+    model = None if manifest is None else manifest.model
     if manifest is not None and manifest.config is not None:
-        return manifest.config
+        return manifest.config, model
     path = run / CONFIG
     if not path.exists() or not complete_steps(run):
-        return None
+        return None, model
     try:
-        return read_object(path)
+        return read_object(path), model
     except (InvalidJson, OSError) as error:
         raise UserError(f"{path}: not a run's config ({error}); give another --output-dir") from error
-
-
-def saved_model(run: Path, given: Path | None = None) -> dict[str, Any] | None:
-    """Return the model's config in what would be resumed (see `first_config`); None when nothing can be."""
-    manifest = _newest_manifest(run, given)
-    return None if manifest is None else manifest.model
 
 
 def _newest_manifest(run: Path, given: Path | None) -> Manifest | None:
@@ -171,10 +167,10 @@ def _steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest, after a check that its files are there and as long as it says.
+    """Return the manifest. Its files are not looked at: see `check_sizes`.
 
     Raises:
-        Damaged: a file is missing or has another size, or the manifest can't be read or has another hash than it says.
+        Damaged: it can't be read, has another hash than it says, or is of another step.
         UserError: it is not a checkpoint, or of another format.
     """
     path = checkpoint / MANIFEST
@@ -188,31 +184,52 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise Damaged(path, str(error)) from error
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
         raise Damaged(path, f"is of step {manifest.step}, but its directory is {checkpoint.name}")
-    for name, written in manifest.files.items():
-        file = checkpoint / name
-        found = file.stat().st_size if file.is_file() else None
-        if found is None:
-            raise Damaged(file, "is missing")
-        if found != written.bytes:
-            raise Damaged(file, f"has {found} bytes, not {written.bytes}")
     return manifest
 
 
+def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
+    """Check that these files are there and as long as the manifest says. One stat each: ranks share them out.
+
+    Raises:
+        Damaged: one is missing or has another size.
+    """
+    for name, manifested in files.items():
+        file = checkpoint / name
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise Damaged(file, _unread(error)) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(file, "is missing")
+        _check_size(file, found.st_size, manifested)
+
+
+def _check_size(file: Path, found: int, manifested: ManifestFile) -> None:
+    if found != manifested.bytes:
+        raise Damaged(file, f"has {found} bytes, not {manifested.bytes}")
+
+
+def _unread(error: OSError) -> str:
+    missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return "is missing" if missing else f"cannot be read ({error.strerror})"
+
+
 def check_file(file: Path, manifested: ManifestFile, read: Callable[[], Written] | None = None) -> None:
-    """Check that a file has the SHA-256 that the manifest says.
+    """Check that a file has the size and the SHA-256 that the manifest says.
 
     Args:
         read: gives what was found, where it isn't read here.
 
     Raises:
-        Damaged: it has another one, or cannot be read.
+        Damaged: it has another one, is missing, or cannot be read.
     """
     from zero_tp.tensors.files import read_hashed
 
     try:
         found = read() if read else read_hashed(file)
     except OSError as error:
-        raise Damaged(file, f"cannot be read ({error.strerror})") from error
+        raise Damaged(file, _unread(error)) from error
+    _check_size(file, found.size, manifested)
     if found.sha256 != manifested.sha256:
         raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested.sha256[:12]}…")
 

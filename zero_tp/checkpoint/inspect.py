@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero_tp.checkpoint.directory import Damaged, check_file, complete_steps, find_checkpoint, in_use
+from zero_tp.checkpoint.directory import Damaged, check_file, check_sizes, complete_steps, find_checkpoint, in_use
 from zero_tp.checkpoint.manifest import UNHASHED, Manifest, ManifestFile, Parallelism
 from zero_tp.checkpoint.reader import RANDOM, StatesFile, tensor_name
 from zero_tp.errors import one_line
@@ -39,6 +39,7 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
     """
     checkpoint = find_checkpoint(source)
     with in_use(checkpoint) as manifest:
+        check_sizes(checkpoint, manifest.files)
         if verify:
             _verify(checkpoint, manifest.files)
         kinds = _bytes_by_kind(checkpoint, manifest)

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_file
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_file, check_sizes
 from zero_tp.checkpoint.manifest import (
     Manifest,
     ManifestFile,
@@ -109,6 +109,8 @@ class StatesFile:
         self.path = path
         self._parts = manifested.parts if manifested is not None else []
         self._compared: set[int] = set()
+        if manifested is not None:
+            check_sizes(path.parent, {path.name: manifested})
         if manifested is not None and len(self._parts) != -(-manifested.bytes // files.PART):
             check_file(path, manifested)  # saved before the parts were listed
             self._parts = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.directory import Damaged, check_file, read_manifest
+from zero_tp.checkpoint.directory import Damaged, check_file, check_sizes, read_manifest
 from zero_tp.checkpoint.manifest import Manifest, ManifestFile, Parallelism, check_same_run, states_file
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.config import RunConfig
@@ -154,35 +154,78 @@ def _steps_before(error: Damaged, run: Path) -> list[int]:
 
 
 def take_whole(
-    checkpoint: Path, run: Path, config: RunConfig, take: Callable[[Path], object], given: Path | None = None
-) -> tuple[Path, list[str]]:
+    found: Found, run: Path, config: RunConfig, take: Callable[[Path], object], given: Path | None = None
+) -> Found:
     """Take the checkpoint, or with `on_corrupt` "previous" the newest before it that is whole. Collective.
 
     Args:
         take: takes a checkpoint; raises Damaged, on every rank, where it is not whole.
 
     Returns:
-        The checkpoint that was taken, and a line on each damaged one that was set aside.
+        What was taken, with a line on each damaged one that was set aside.
 
     Raises:
         UserError: it is damaged and `on_corrupt` says stop, it was asked for by name, or there is none before it.
     """
-    notes: list[str] = []
     while True:
+        checkpoint = found.checkpoint
+        assert checkpoint is not None
         try:
             take(checkpoint)
-            return checkpoint, notes
+            return found
         except Damaged as error:
             stop = given is not None or config.zero_tp.checkpoint.on_corrupt == "stop"
             if any(from_all(stop or not _steps_before(error, run))):  # each has read the directory as it was
                 raise UserError(offer(error, run)) from error
             aside = by_the_first(partial(directory.set_aside, checkpoint))
-            notes.append(f"{error.file}: {error.problem}; set aside as {aside}, going back to the checkpoint before")
+            told = f"{error.file}: {error.problem}; set aside as {aside}, going back to the checkpoint before"
             before = agree(look(run, config), run)
             if before.checkpoint is None:
                 raise UserError(f"{run}: the checkpoints before {checkpoint} are gone; start again") from error
-            checkpoint = before.checkpoint
-            notes += before.notes
+            found = replace(before, notes=(*found.notes, told, *before.notes))
+
+
+def _share(files: Mapping[str, ManifestFile]) -> dict[str, ManifestFile]:
+    """Return this rank's share of a checkpoint's files: each is one rank's."""
+    return {name: files[name] for name in sorted(files)[dist.get_rank() :: dist.get_world_size()]}
+
+
+def check_all_there(checkpoint: Path) -> None:
+    """Check that a checkpoint's files are there and as long as its manifest says, before any is read. Collective.
+
+    Each rank looks at its share.
+
+    Raises:
+        Damaged: on every rank, naming the first that is not.
+    """
+    damaged = None
+    try:
+        check_sizes(checkpoint, _share(read_manifest(checkpoint).files))
+    except Damaged as error:  # told where the others wait
+        damaged = error
+    _agree_on_damage(checkpoint, damaged)
+
+
+def _agree_on_damage(checkpoint: Path, damaged: Damaged | None, failure: Exception | None = None) -> None:
+    """Go on only where no rank has found damage, and none has failed. Collective.
+
+    Args:
+        failure: what this rank's work on the files, which may be damaged, has ended with.
+
+    Raises:
+        Damaged: on every rank, naming the first damaged file.
+        UserError: another rank has failed; where it is this one, its own error.
+    """
+    damage = None if damaged is None else (damaged.file.name, damaged.problem)
+    ranks = from_all((damage, None if failure is None else str(failure)))
+    for damage, _ in ranks:
+        if damage is not None:
+            raise Damaged(checkpoint / damage[0], damage[1])
+    if failure is not None:
+        raise failure
+    for _, failed in ranks:
+        if failed is not None:
+            raise UserError(failed)
 
 
 class Verification(AbstractContextManager["Verification"]):
@@ -192,28 +235,26 @@ class Verification(AbstractContextManager["Verification"]):
     opens ends the reading.
     """
 
-    def __init__(self, checkpoint: Path, own: str | None = None, destinations: Iterable[Destination] = ()):
+    def __init__(
+        self,
+        checkpoint: Path,
+        files: Mapping[str, ManifestFile],
+        own: str | None = None,
+        destinations: Iterable[Destination] = (),
+    ):
         """Start to read this rank's share.
 
         Args:
+            files: all that the manifest lists.
             own: the file that is this rank's share, where there is one for each rank.
             destinations: where bytes of `own` belong.
-
-        Raises:
-            UserError: it is no checkpoint.
         """
         self.checkpoint = checkpoint
-        self._files: dict[str, ManifestFile] = {}
-        self._damaged: Damaged | None = None
-        try:
-            self._files = read_manifest(checkpoint).files
-        except Damaged as error:  # told by `agree`, where the others wait
-            self._damaged = error
         self._thread, self._given_up = ThreadPoolExecutor(1), Event()
-        share = [own] if own in self._files else sorted(self._files)[dist.get_rank() :: dist.get_world_size()]
+        self._share = {own: files[own]} if own is not None else _share(files)
         self._readings = {
             name: self._thread.submit(read_hashed, checkpoint / name, destinations if own else (), self._given_up)
-            for name in share
+            for name in self._share
         }
 
     def agree(self, failure: Exception | None = None) -> None:
@@ -226,27 +267,16 @@ class Verification(AbstractContextManager["Verification"]):
             Damaged: on every rank, naming the first damaged file.
             UserError: another rank has failed; where it is this one, its own error.
         """
-        damage = (failure.file.name, failure.problem) if isinstance(failure, Damaged) else None
-        told = (self._damage() or damage, None if failure is None else str(failure))
-        ranks = from_all(told)
-        for damage, _ in ranks:
-            if damage is not None:
-                raise Damaged(self.checkpoint / damage[0], damage[1])
-        if failure is not None:
-            raise failure
-        for _, failed in ranks:
-            if failed is not None:
-                raise UserError(failed)
+        found = self._damage() or (failure if isinstance(failure, Damaged) else None)
+        _agree_on_damage(self.checkpoint, found, failure)
 
-    def _damage(self) -> tuple[str, str] | None:
-        """Return (file, what is wrong) of the first of this rank's files that is not as it was written."""
+    def _damage(self) -> Damaged | None:
+        """Return what is wrong with the first of this rank's files that is not as it was written."""
         try:
-            if self._damaged is not None:
-                raise self._damaged
             for name, reading in self._readings.items():
-                check_file(self.checkpoint / name, self._files[name], reading.result)
+                check_file(self.checkpoint / name, self._share[name], reading.result)
         except Damaged as error:
-            return error.file.name, error.problem
+            return error
         return None
 
     def __exit__(self, *raised: object) -> None:
@@ -281,7 +311,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
             placed = destinations_of(checkpoint / own, states, pieces) if own else {}
         except Exception as error:  # a damaged file can end this in any way, and the others are to hear of it
             failure = error
-        with Verification(checkpoint, own, placed.values()) as whole:
+        with Verification(checkpoint, manifest.files, own, placed.values()) as whole:
             try:
                 if failure is None:
                     rest = [(fragment, kind) for fragment, kind in pieces if (fragment.name, kind) not in placed]

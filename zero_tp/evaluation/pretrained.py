@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zero_tp.checkpoint.convert import config_of, tokenizer_of
-from zero_tp.checkpoint.directory import MANIFEST, find_checkpoint, in_use, read_manifest
+from zero_tp.checkpoint.directory import MANIFEST, check_sizes, find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.manifest import UNHASHED
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.data.tokenizer import open_tokenizer
@@ -146,6 +146,7 @@ def _is_run(path: Path) -> bool:
 def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
     checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
+    check_sizes(checkpoint, manifest.files)
     config = config_of(checkpoint, manifest)
     found = tokenizer_of(tokenizer, manifest.tokenizer)
     if found is None:

@@ -2,7 +2,8 @@
 
 Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks of rows along the
 dimension that is split; every block has a generator of its own, seeded by (run seed, parameter name, block). A rank
-draws only the blocks that it holds, and TP 1, 2 and 4 start from the same bits.
+draws only the blocks that it holds, and TP 1, 2 and 4 start from the same bits. Data-parallel ranks, which hold the
+same shards, draw each block once among them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import Layout, set_layout
 from zero_tp.topology import Topology
 
@@ -75,12 +79,58 @@ class Drawn:
         if isinstance(init, Constant):
             local.fill_(init.value)
             return
-        width = local.numel() // max(local.shape[layout.dim], 1)
-        for start, stop, part in layout.rows_of(local, topology.tensor_rank, topology.tensor):
-            rows = part.movedim(layout.dim, 0)
-            for drawn in self._rows(name, start, stop, whole[layout.dim], width, init):
-                target, rows = rows[: len(drawn)], rows[len(drawn) :]
-                target.copy_(drawn.view(target.shape))
+        for start, _, part in layout.rows_of(local, topology.tensor_rank, topology.tensor):
+            self._draw(part.movedim(layout.dim, 0), name, start, whole[layout.dim], init)
+
+    def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
+        """Write rows from `start` on, of the `total` that the parameter called `name` has, into `rows`."""
+        if not len(rows):
+            return
+        width = rows.numel() // len(rows)
+        for drawn in self._rows(name, start, start + len(rows), total, width, init):
+            target, rows = rows[: len(drawn)], rows[len(drawn) :]
+            target.copy_(drawn.view(target.shape))
+
+
+@dataclass(frozen=True)
+class DrawnTogether(Drawn):
+    """This source draws the same weights, each block on one rank of a group, and brings them to the group's first rank.
+
+    The others have to get them from there before they use them. The group's ranks hold the same shards and make them in
+    the same order; they draw at the same time.
+    """
+
+    group: Group
+
+    def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
+        """Draw this rank's blocks. One all-to-all, in which each rank but the first sends them to the first."""
+        ranks, rank, stop = group_size(self.group), group_rank(self.group), start + len(rows)
+        first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
+        blocks = [first - (first - last) * each // ranks for each in range(ranks + 1)]
+        cuts = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
+        own = rows[cuts[rank] : cuts[rank + 1]]
+        super()._draw(own, name, start + cuts[rank], total, init)
+        if ranks == 1:
+            return
+        sent, received = [0] * ranks, [0] * ranks
+        if rank == 0:
+            received[1:] = [end - begin for begin, end in pairwise(cuts[1:])]
+        else:
+            sent[0] = len(own)
+        others = rows[cuts[1] : cuts[1] + sum(received)]
+        brought = torch.empty_like(others, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(brought, own[: sum(sent)].contiguous(), received, sent, group=self.group)
+        others.copy_(brought)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """This source makes all weights zero, for a checkpoint to put others in their place."""
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        local.zero_()
 
 
 @dataclass(frozen=True)

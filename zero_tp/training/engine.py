@@ -28,7 +28,7 @@ from zero_tp.models.causal_lm import CausalLM
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise
 from zero_tp.parallel.layout import audit, whole_shape
-from zero_tp.parallel.parameter import WeightSource
+from zero_tp.parallel.parameter import DrawnTogether, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.guards import (
     NonfiniteTrace,
@@ -99,6 +99,8 @@ class TrainingEngine:
         self.device = torch.device(device)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
+        # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
+        source = source or DrawnTogether(seed, topology.data_group)
         with self.zero.construction():
             self.model = model(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology, local_shape)

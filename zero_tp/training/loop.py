@@ -14,14 +14,13 @@ import torch.distributed as dist
 
 from zero_tp.checkpoint.directory import (
     MANIFEST,
-    first_config,
-    read_manifest,
     run_directory,
+    saved_start,
     step_directory,
     write_config,
 )
 from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, differences
-from zero_tp.checkpoint.resume import agree, look, resume, take_whole
+from zero_tp.checkpoint.resume import agree, check_all_there, look, resume, take_whole
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Timeouts
@@ -31,6 +30,7 @@ from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
 from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.flops import model_flops
+from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
@@ -142,8 +142,8 @@ def train(
         if watch is not None:
             watch.connect()
         found = agree(found, directory, run.read())
-        checkpoint, manifest = found.checkpoint, found.manifest
-        notes += found.notes
+        if found.checkpoint is not None:
+            found = take_whole(found, directory, config, check_all_there, resume_from)
         with hushed(verbose):
             engine = TrainingEngine(
                 run.model_config,
@@ -151,18 +151,18 @@ def train(
                 config.deepspeed_config(),
                 seed=config.zero_tp.training.seed,
                 device=device,
-                source=run.pretrained() if checkpoint is None else None,
+                source=run.pretrained() if found.checkpoint is None else Zeros(),
                 model=tools.model,
                 recompute=config.zero_tp.recompute_policy,
                 spike=config.zero_tp.training.spike,
                 trace_nonfinite=trace_nonfinite,
                 compiled=config.zero_tp.compile,
             )
-            if checkpoint is not None:
+            if found.checkpoint is not None:
                 take = partial(resume, engine.zero, config=config)
-                checkpoint, set_aside = take_whole(checkpoint, directory, config, take, resume_from)
-                manifest = read_manifest(checkpoint)
-                notes += set_aside
+                found = take_whole(found, directory, config, take, resume_from)
+        manifest = found.manifest
+        notes += found.notes
         step = manifest.step if manifest is not None else 0
         finished = step >= config.zero_tp.training.steps
         forecast = None
@@ -216,7 +216,7 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | Non
         if not manifest.hashed:
             print(f"its {MANIFEST} is {UNHASHED}")
         for line in differences(
-            manifest, config, manifest.config or first_config(run.directory), run.validation_corpora
+            manifest, config, manifest.config or saved_start(run.directory)[0], run.validation_corpora
         ):
             print(line)
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
