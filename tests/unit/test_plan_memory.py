@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
+from zero_tp.models import norm
 from zero_tp.models.flops import layer_products
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel import elementwise, loss
@@ -219,6 +221,15 @@ def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch(
                      for found in (cpu, other)]  # fmt: skip
             for at in range(3):
                 assert max(one[at] for one in sizes[0]) == pytest.approx(max(one[at] for one in sizes[1]), rel=0.005)
+
+
+def test_a_dry_run_computes_the_pieces_that_differ_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pieces of one row, of which there are 4 × 256."""
+    monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 1)
+    config = load(family("llama", "zero_tp.parallel.tensor=1"))
+    with mock.patch.object(norm, "_rms_norm", wraps=norm._rms_norm) as normed:
+        dry_run(config.hf_config(), workload_of(config, cpu=True))
+    assert normed.call_count % 3 == 0 and 3 <= normed.call_count <= 60
 
 
 def test_an_accelerator_takes_the_branches_of_its_type() -> None:

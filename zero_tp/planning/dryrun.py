@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from zero_tp import devices
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import DTYPES
@@ -36,6 +35,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.models import context
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.causal_lm import CausalLM
+from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as cross_entropy
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.moments import Moment, joined, measure
@@ -59,7 +59,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(mock.patch.object(context, "starts_of", most_starts))
-        for module in (cross_entropy, devices):
+        for module in (cross_entropy, elementwise):
             stack.enter_context(mock.patch.object(module, "range", pieces_that_differ, create=True))
         spec = architecture_of(config).spec(config)
         every = kinds(workload, spec.windows)
