@@ -142,6 +142,7 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
 
 def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> Subject:
     """A DeepSpeed engine that has made no step. `scorer` is made of it."""
+    from zero_tp.models.wrapper import ZeroTPForCausalLM
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.weights.load import PretrainedSource
 
@@ -152,7 +153,8 @@ def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any
         "zero_optimization": {"stage": stage},
     }
     topology = grid(tensor)
-    engine = TrainingEngine(opened.config, topology, config, seed=1, source=PretrainedSource(directory, opened.config))
+    source = PretrainedSource(directory, opened.config)
+    engine = TrainingEngine(opened.config, topology, config, seed=1, source=source, model=ZeroTPForCausalLM)
     engine.engine.eval()
     return Subject(
         scorer(engine),
