@@ -157,8 +157,9 @@ def test_one_rank_computes_the_same(policy: dict[str, Any], slots: int | None) -
 SHAPES = [(4, 3, 6), (5, 7), (3, 2), (1,)]  # of which two do not divide by 2; the largest first makes the buffer
 
 
-def round_trips(tensor: int, copies: str) -> None:
+def round_trips(tensor: int, copies: str) -> int:
     """Tensors come back from every store with their shapes and bits, while others take the memory that they had."""
+    same = 0
     group = grid(tensor, False).tensor_group
     on_host = torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16):
@@ -187,9 +188,12 @@ def round_trips(tensor: int, copies: str) -> None:
             for value, want in zip(values, expected, strict=True):
                 assert value.shape == want.shape, name
                 assert torch.equal(value, want), (name, want.shape, dtype)
+                same += 1
+    return same
 
 
 @pytest.mark.parametrize("copies", SCHEDULES)
 def test_tensors_come_back(two_ranks: Pool, copies: str) -> None:
-    round_trips(1, copies)
-    two_ranks.run(round_trips, 2, copies)
+    each = 6 * 2 * len(SHAPES)  # stores, dtypes
+    assert round_trips(1, copies) == each
+    assert two_ranks.run(round_trips, 2, copies) == [each, each]
