@@ -191,8 +191,9 @@ class _State:
 
         # An engine hangs on its parameters through autograd hooks, a cycle that the collector can't see: it would stay
         # for ever with its groups' threads (measured: 3 threads and 5 descriptors an engine). Under ZeRO-3 destroy()
-        # leaves hooks, so what they hold is emptied too.
-        engines = [found for found in gc.get_objects() if isinstance(found, DeepSpeedEngine)]
+        # leaves hooks, so what they hold is emptied too. By their own type: `isinstance` would ask what a weak proxy
+        # stands for, which may be gone (torch's compiler has some).
+        engines = [found for found in gc.get_objects() if issubclass(type(found), DeepSpeedEngine)]
         while engines:
             engine = engines.pop()
             if vars(engine).get("_modules") is None:

@@ -82,18 +82,18 @@ class Pool:
         order = pack(("run", name, args, kwargs))
         try:
             replies = self._exchange(order, timeout, name)
-            errors = {rank: reply for rank, reply in enumerate(replies) if reply and reply[0] == "error"}
-            if errors:
-                rank = min(errors, key=lambda rank: errors[rank][1])  # by time: later ones may be its consequence
-                error = errors[rank]
-                in_step = len(errors) == self.world and len({reply[2] for reply in errors.values()}) == 1
-                text = f"rank {rank} of {self.world} failed in {name}:\n{error[4]}{self._output(rank)}"
-                if in_step:  # the same refusal on every rank leaves no collective half done
-                    self._exchange(pack(("reset",)), 30, "reset")
-                else:
-                    self.kill()
-                raise RankError(rank, text, error[2], error[3])
-            self._exchange(pack(("reset",)), 30, "reset")
+            failure = self._failure(replies, name)
+            kinds = {reply[2] if reply and reply[0] == "error" else None for reply in replies}
+            if failure is not None and len(kinds) > 1:
+                self.kill()
+                raise failure
+            # The same refusal on every rank leaves no collective half done.
+            after = self._failure(self._exchange(pack(("reset",)), 30, "reset"), f"reset after {name}")
+            if after is not None:
+                self.kill()
+            found = failure or after
+            if found is not None:
+                raise found
         except RankError:
             raise
         except BaseException:  # an interrupt, pytest-timeout: the ranks are in the middle of something
@@ -129,7 +129,9 @@ class Pool:
             self._processes.append(process)
             self._connections.append(ours)
         try:
-            self._exchange(pack(("reset",)), 120, "starting the ranks")
+            failure = self._failure(self._exchange(pack(("reset",)), 120, "starting the ranks"), "the start")
+            if failure is not None:
+                raise failure
         except BaseException:
             self.kill()
             raise
@@ -163,6 +165,16 @@ class Pool:
                     failing = True
                     deadline = min(deadline, time.monotonic() + patience(GRACE))
         return replies
+
+    def _failure(self, replies: list[Any], name: str) -> RankError | None:
+        """The error of the rank that failed first: later ones may be its consequence."""
+        errors = {rank: reply for rank, reply in enumerate(replies) if reply and reply[0] == "error"}
+        if not errors:
+            return None
+        rank = min(errors, key=lambda rank: errors[rank][1])
+        _, _, kind, message, trace = errors[rank]
+        text = f"rank {rank} of {self.world} failed in {name}:\n{trace}{self._output(rank)}"
+        return RankError(rank, text, kind, message)
 
     def _died(self, rank: int, what: str) -> None:
         self._processes[rank].join(patience(5))

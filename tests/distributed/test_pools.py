@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,18 @@ def train_with_deepspeed(stage: int) -> float:
     return loss.item()
 
 
+def leave_a_proxy_of_nothing() -> None:
+    left_behind.append(weakref.proxy(set()))
+
+
+left_behind: list[Any] = []
+
+
+def spoil_the_way_back(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.chdir = fail_everywhere  # type: ignore[assignment]
+
+
 def count_threads_and_descriptors() -> tuple[int, int]:
     process = psutil.Process()
     return process.num_threads(), process.num_fds()
@@ -174,6 +187,15 @@ def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
     for before, after in zip(first, second, strict=True):
         assert after == before | {"groups": 2}  # the world and the cached one
     assert pool.run(leave_things_behind) == [(2, 4), (2, 3)]
+
+
+def test_a_rank_that_cannot_be_put_back_is_reported(pool: Pool) -> None:
+    pool.run(leave_a_proxy_of_nothing)
+    before = pool.pids
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed in reset after .*:spoil_the_way_back"):
+        pool.run(spoil_the_way_back, 1)
+    assert len(pool.run(describe, 1, torch.ones(1))) == 2
+    assert pool.pids != before
 
 
 @THOROUGH

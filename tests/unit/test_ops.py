@@ -76,6 +76,21 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
         connect.connect(second, "cuda")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "stage", "before", "after"),
+    [(2, 0, None, "1"), (2, 2, None, "1"), (2, 1, "8", "8"), (2, 3, None, None), (1, 1, None, None)],
+)
+def test_collectives_of_tp_begin_before_the_products_that_hide_them(
+    tensor: int, stage: int, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    connect.order_launches(tensor, stage)
+    assert os.environ.get(name) == after
+
+
 FAULTS = """
 import resource, sys, torch
 from zero_tp.process.connect import can_keep_freed_memory, keep_freed_memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,23 @@ CACHE_ELEMENTS = 2**18
 """Elements of a piece that a CPU core's cache holds: 1 MiB in fp32."""
 
 
-class Elementwise(Protocol):
-    """How a pure function of tensors is run. It treats each row, the first dimension of its first arguments, alike."""
+def pieces(rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
+    """Yield the rows of each piece of `rows` [n, *], one after another.
+
+    Args:
+        elsewhere: elements of a piece on other devices than CPUs; by default all.
+    """
+    most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
+    count = rows.shape[0]
+    step = max(1, count if most is None else most * count // max(1, rows.numel()))
+    yield from (slice(start, min(count, start + step)) for start in range(0, max(1, count), step))
+
+
+class Elementwise:
+    """How a pure function of tensors is run: its operations one by one, as they are written, piece after piece.
+
+    The function treats each row, the first dimension of its first arguments, alike.
+    """
 
     def rows(
         self,
@@ -36,33 +51,6 @@ class Elementwise(Protocol):
             given: [n, *] each.
             elsewhere: elements of a piece on other devices than CPUs; by default all.
         """
-
-    def total(self, function: Callable[..., Tensor], given: Sequence[Tensor], *others: Any) -> Tensor:
-        """Return what `function(*given, *others)` does: a sum over the rows."""
-
-
-def pieces(rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
-    """Yield the rows of each piece of `rows` [n, *], one after another.
-
-    Args:
-        elsewhere: elements of a piece on other devices than CPUs; by default all.
-    """
-    most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
-    count = rows.shape[0]
-    step = max(1, count if most is None else most * count // max(1, rows.numel()))
-    yield from (slice(start, min(count, start + step)) for start in range(0, max(1, count), step))
-
-
-class InPieces:
-    """Runs the operations one by one, as they are written, on one piece after another."""
-
-    def rows(
-        self,
-        function: Callable[..., Any],
-        given: Sequence[Tensor],
-        *others: Any,
-        elsewhere: int | None = None,
-    ) -> Any:
         outputs: list[Tensor] = []
         found: Any = None
         for piece in pieces(given[0], elsewhere):
@@ -81,6 +69,7 @@ class InPieces:
         return outputs[0] if isinstance(found, Tensor) else tuple(outputs)
 
     def total(self, function: Callable[..., Tensor], given: Sequence[Tensor], *others: Any) -> Tensor:
+        """Return what `function(*given, *others)` does: a sum over the rows."""
         found = (function(*(each[piece] for each in given), *others) for piece in pieces(given[0]))
         total = next(found)
         for part in found:
@@ -88,7 +77,7 @@ class InPieces:
         return total
 
 
-class Compiled:
+class Compiled(Elementwise):
     """Runs kernels that `torch.compile` makes of a function, one for each shape, at its first call."""
 
     def rows(
@@ -118,7 +107,7 @@ def _twice(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
-IN_PIECES, COMPILED = InPieces(), Compiled()
+IN_PIECES, COMPILED = Elementwise(), Compiled()
 
 
 class ElementwiseModule(nn.Module):

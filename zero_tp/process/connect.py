@@ -88,6 +88,8 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
         keep_freed_memory()
+    if accelerator.device_name() == "cuda":
+        order_launches(config.zero_tp.parallel.tensor, config.zero_stage)
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
     check_nvme(config.nvme_paths)
@@ -203,6 +205,21 @@ def _open_files() -> set[str]:
         with contextlib.suppress(psutil.Error):  # it ended, or it is another user's
             held.update(file.path for file in process.open_files())
     return held
+
+
+def order_launches(tensor: int, stage: int) -> None:
+    """Let CUDA kernels begin in the order of their launches, before CUDA begins in this process.
+
+    A layer starts its collective before the product that hides it; with several queues the product may take the whole
+    device first. The gathers of ZeRO-3 are behind no product, and want queues of their own. What a person has set
+    stays.
+
+    Args:
+        tensor: the TP degree.
+        stage: of ZeRO.
+    """
+    if tensor > 1 and stage < 3:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def can_keep_freed_memory() -> bool:
