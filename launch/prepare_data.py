@@ -1,4 +1,4 @@
-"""Turn text files into a corpus that a config's data.train and data.validation can name."""
+"""Turn texts into a corpus that a config's data.train and data.validation can name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero_tp import cli
 
-DESCRIPTION = "Turn text files into a training and a validation corpus with their tokenizer."
+DESCRIPTION = "Turn texts into a training and a validation corpus with their tokenizer."
 EPILOG = """\
 example:
   python launch/prepare_data.py --input launch/corpus/sotu.jsonl.gz --tokenizer bpe:8192 --output data/sotu
@@ -19,8 +19,11 @@ writes
   OUTPUT/tokenizer/                      opens with AutoTokenizer.from_pretrained
   OUTPUT/report.json                     counts, entropies in nats a token, checksums, settings
 
-.jsonl: one JSON object a line, a document each. .txt: the whole file is one document.
-The split depends on the documents and the seed only, not on their order. Running the same command again reuses OUTPUT.
+inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is one), .txt (the file is one, see
+--documents); all but .parquet and .arrow also with .gz, .zst, .bz2 or .xz after it. Directories, globs, - for standard
+input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. docs/data.md has all of it.
+What can't be read is counted by reason, and the rest goes on. The split depends on the documents and the seed only, not
+on their order. Running the same command again reuses OUTPUT; one that was interrupted goes on.
 """
 
 
@@ -32,10 +35,9 @@ def main() -> None:
         "--input",
         nargs="+",
         action="extend",
-        type=Path,
         required=True,
-        metavar="FILE",
-        help=".jsonl or .txt files, each also .gz",
+        metavar="FILE|DIR|GLOB|-|hf:NAME",
+        help="what to read, see below",
     )
     parser.add_argument(
         "--tokenizer",
@@ -52,16 +54,42 @@ def main() -> None:
         help="documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
+    parser.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, or the one that is found)")
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
+        "--documents",
+        choices=("file", "line", "blank-line"),
+        default="file",
+        help="what a document of a .txt file is: the file, a line, or what a blank line ends (default: file)",
     )
+    parser.add_argument(
+        "--stdin-kind",
+        choices=("jsonl", "json", "txt", "csv"),
+        default="jsonl",
+        help="what --input - reads (default: jsonl)",
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
+    parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an OUTPUT made with other inputs or settings")
     arguments = parser.parse_args()
 
     from zero_tp.data.prepare import PrepareSettings, prepare
 
-    settings = PrepareSettings(arguments.tokenizer, arguments.validation_fraction, arguments.seed, arguments.text_key)
-    prepared = prepare(arguments.input, arguments.output, settings, overwrite=arguments.overwrite)
+    settings = PrepareSettings(
+        arguments.tokenizer,
+        arguments.validation_fraction,
+        arguments.seed,
+        arguments.text_key,
+        arguments.documents,
+        arguments.stdin_kind,
+    )
+    prepared = prepare(
+        arguments.input,
+        arguments.output,
+        settings,
+        overwrite=arguments.overwrite,
+        strict=arguments.strict,
+        processes=arguments.processes,
+    )
 
     report = prepared.report
     if prepared.reused:
@@ -69,6 +97,13 @@ def main() -> None:
             "" if prepared.compared == "content" else f" (compared by {prepared.compared}: its report has no checksums)"
         )
         print(f"{prepared.output} is up to date: made from the same inputs and settings{by}")
+    if prepared.resumed:
+        print(f"went on from an interrupted start, which had read {prepared.resumed:,} documents")
+    if (documents := report.get("documents")) and documents["dropped"]:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
+        print(f"   dropped: {documents['read'] - documents['kept']:,} of {documents['read']:,} documents: {why}")
+        for problem in documents["problems"]:
+            print(f"            {problem['where']}: {problem['detail']}")
     for split, figures in report["splits"].items():
         print(
             f"{split:>10}: {figures['documents']:,} documents, {figures['characters']:,} characters, "

@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tests_only=
 if [ "${1:-}" = --tests-only ]; then tests_only=yes; shift; fi
-bash launch/setup_env.sh dev eval
+bash launch/setup_env.sh data dev eval
 export PATH="$PWD/.venv/bin:$PATH"
 
 # What one process of a test compiles the next one reads: workers, launchers, ranks.

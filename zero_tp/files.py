@@ -135,10 +135,15 @@ def _give_back(left: Path, output: Path, own: Collection[str]) -> None:
 
 
 def _partial(output: Path) -> Path:
+    return hidden_beside(output, "partial")
+
+
+def hidden_beside(output: Path, ending: str) -> Path:
+    """Return the path beside `output` of what is kept for it while it isn't whole: `.NAME.ending`."""
     name = output.absolute().name
     if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
-    return output.absolute().parent / f".{name}.partial"
+    return output.absolute().parent / f".{name}.{ending}"
 
 
 def exchange(first: Path, second: Path) -> None:

@@ -3,7 +3,8 @@
     python -m tests.fuzz data --count 1000
 
 What `prepare_data.py` accepts holds the ids that the tokenizer gives for the documents that a few lines here find in
-the same files; a damaged output is never "up to date"; a damaged corpus is refused in one line, or is known as another.
+the same files; each document is kept or counted as dropped, and with --strict none is; a damaged output is never "up to
+date"; a damaged corpus is refused in one line, or is known as another.
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ def documents(path: Path) -> list[str]:
 
 
 def expected(paths: list[Path]) -> list[str] | None:
-    """Return all documents that are not empty, or None where an input is damaged."""
+    """Return all documents, or None where an input is damaged."""
     try:
-        return [text for path in paths for text in documents(path) if text.strip()]
+        return [text for path in paths for text in documents(path)]
     except (ValueError, OSError, EOFError, zlib.error, KeyError, TypeError, RecursionError):
         return None
 
@@ -237,6 +238,8 @@ def case(draw: random.Random, directory: Path) -> str:
     arguments += draw.choice(
         [[], [], [], ["--validation-fraction", draw.choice(["0.5", "1", "2", "nan", "1e300", "-1"])]]
     )
+    strict = draw.random() < 0.2
+    arguments += ["--strict"] if strict else []
     arguments += draw.choice([[], [], [], ["--seed", draw.choice(["0", "-1", "9" * 30, "x"])], ["--text-key", "\x1b"]])
     ended = prepare(arguments, directory)
     told = f"prepare_data {arguments}"
@@ -247,9 +250,14 @@ def case(draw: random.Random, directory: Path) -> str:
         assert not (directory / "out").exists(), f"{told} leaves an output"
         return "refused"
     texts = expected(paths)
-    assert texts is not None, f"{told} took a damaged input"
-    if tokenizer != "given":
-        check(directory / "out", texts)
+    counted = json.loads((directory / "out" / "report.json").read_text())["documents"]
+    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), f"{told}: {counted}"
+    assert texts is not None or counted["dropped"] or "--text-key" in arguments, f"{told} took a damaged input"
+    if texts is not None:
+        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, f"{told}: {counted}"
+    assert not (strict and counted["dropped"]), f"{told} dropped documents"
+    if texts is not None and tokenizer != "given":
+        check(directory / "out", [text for text in texts if text.strip()])
     again = prepare(arguments, directory)
     assert again.status == 0 and "up to date" in again.out, f"{told}: prepared again: {again.out} {again.err}"
     return "prepared"

@@ -337,19 +337,26 @@ class IndexedWriter:
 
     def add_document(self, ids: npt.ArrayLike) -> None:
         """Append one document, ids [tokens]. UserError when an id lies outside the vocabulary."""
-        values = np.asarray(ids, dtype=np.int64)
+        values = np.asarray(ids)
+        self.add_documents(values, [values.size])
+
+    def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
+        """Append documents of `sizes` tokens, whose ids follow each other. UserError as `add_document`."""
+        values, lengths = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
+        assert lengths.sum() == values.size, (lengths.sum(), values.size)
         if values.size:
             low, high = int(values.min()), int(values.max())
             if low < 0 or high >= self.vocabulary_size:
                 bad = low if low < 0 else high
                 raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
             self._smallest, self._largest = min(self._smallest, low), max(self._largest, high)
-        if values.size > np.iinfo(np.int32).max:
-            raise UserError(f"a document of {values.size:,} tokens: at most {np.iinfo(np.int32).max:,} fit the format")
+        longest = int(lengths.max()) if lengths.size else 0
+        if longest > np.iinfo(np.int32).max:
+            raise UserError(f"a document of {longest:,} tokens: at most {np.iinfo(np.int32).max:,} fit the format")
         stored = values.astype(self.dtype).tobytes()
         self._file.write(stored)
         self._digest.update(stored)
-        self._sizes.append(values.size)
+        self._sizes.frombytes(lengths.astype(np.intc).tobytes())
         self.tokens += values.size
 
     def close(self) -> None:

@@ -1,20 +1,22 @@
 """`prepare` makes a corpus of text files: it splits by document, tokenises, writes `.bin/.idx`, and reports.
 
-The output directory is whole or it isn't there: everything is written to a hidden directory beside it, which takes its
-place once the disk has it. A preparation that was killed leaves that directory, and the next one clears it. The inputs
-are read three times (hash and count; train the tokenizer; encode), so memory holds 8 bytes a document, one batch of
-texts (4 Mi characters, or one document if that is longer), and nothing of the corpus itself.
+The inputs are read once. What is made of them, block by block, in as many processes as there are cores, goes to a spool
+(spool.py) in a hidden directory beside the output: texts, and tokens where the tokenizer is finished. From it a
+preparation that was interrupted goes on. Once all is read, the split is drawn, a tokenizer is trained if it has to be,
+and the output is put together, which then takes its place at once: it is whole or it isn't there. Memory holds 32 bytes
+a document, a few blocks of 1 MiB a process (or one document if that is longer), and nothing of the corpus itself.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import math
 import os
+import shutil
 import time
-from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,19 +28,32 @@ import numpy.typing as npt
 from pydantic import Field
 from tqdm import tqdm
 
-from zero_tp.data.documents import check_files, document_kind, file_sha256, read_documents
-from zero_tp.data.indexed import IndexedWriter, content_path
+from zero_tp.data.documents import COLUMNAR, DOCUMENTS, KINDS, Block, Source, file_sha256, find_sources
+from zero_tp.data.indexed import IndexedWriter, content_path, token_dtype
+from zero_tp.data.pool import in_order, usable_cores
+from zero_tp.data.spool import MOST_PROBLEMS, Spool, merged
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
+from zero_tp.data.work import DOCUMENT, ENCODED, READ, Encoding, Reading, unpacked
 from zero_tp.errors import UserError, shown
-from zero_tp.files import InvalidJson, clear_partial, partial_directory, put_in_place, read_object
-from zero_tp.validation import Block, Count, Positive, validate
+from zero_tp.files import (
+    InvalidJson,
+    clear_partial,
+    hidden_beside,
+    partial_directory,
+    put_in_place,
+    read_object,
+    remove,
+    sync,
+)
+from zero_tp.validation import Block as Record
+from zero_tp.validation import Count, Positive, validate
 
 REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
 SPLITS = ("train", "validation")
 OWN_DIRECTORIES = ("tokenizer",)
-_BATCH_CHARACTERS = 4 << 20
-_CHANGED = "the inputs changed while they were read: run this again"
+_SMALL = 4 << 20  # bytes of inputs that are read before other processes have started
+_CHANGED = "it changed while it was read: run this again"
 
 
 @dataclass(frozen=True)
@@ -49,13 +64,21 @@ class PrepareSettings:
         tokenizer: `bpe:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
         seed: of the split.
-        text_key: key of the text in JSON lines.
+        text_key: field of the text, where documents have fields; None: it is found.
+        documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
+        stdin: kind of standard input, one of `KINDS`.
     """
 
     tokenizer: str
     validation: float = 0.02
     seed: int = 1234
-    text_key: str = "text"
+    text_key: str | None = None
+    documents: str = "file"
+    stdin: str = "jsonl"
+
+    def of_documents(self) -> dict[str, Any]:
+        """Return the settings that decide what is made of each document by itself."""
+        return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents}
 
 
 @dataclass(frozen=True)
@@ -67,42 +90,60 @@ class Prepared:
         reused: the output was there already.
         compared: what of its files was then compared: their "content", or their "sizes" where an earlier version made
             it and recorded nothing else.
+        resumed: documents that an earlier start, which was interrupted, had read.
     """
 
     output: Path
     report: dict[str, Any]
     reused: bool
     compared: str = "content"
+    resumed: int = 0
 
 
-class PreparedFile(Block):
+class PreparedFile(Record):
     bytes: Count
     sha256: str
 
 
-class Split(Block):
+class Split(Record):
     documents: Positive
     tokens: Positive
     characters: Positive
     bytes: Positive
 
 
-class Splits(Block):
+class Splits(Record):
     train: Split
     validation: Split
 
 
-class Unigram(Block):
+class Unigram(Record):
     train_entropy: float
     validation_cross_entropy: float
     uniform: float
 
 
-class Report(Block):
+class DroppedDocument(Record):
+    where: str
+    reason: str
+    detail: str
+
+
+class Counted(Record):
+    """read = kept + the sum of dropped, by reason; the first problems are told."""
+
+    read: Count
+    kept: Count
+    dropped: dict[str, Positive]
+    problems: list[DroppedDocument]
+
+
+class Report(Record):
     """This is report.json."""
 
     identity: dict[str, Any]
     inputs: list[str]
+    documents: Counted | None = Field(None, description="None: of an earlier version.")
     splits: Splits
     vocabulary_size: Positive
     unigram: Unigram
@@ -113,52 +154,71 @@ class Report(Block):
 
 
 def prepare(
-    inputs: Sequence[Path], output: Path, settings: PrepareSettings, *, overwrite: bool = False, progress: bool = True
+    inputs: Sequence[str | Path],
+    output: Path,
+    settings: PrepareSettings,
+    *,
+    overwrite: bool = False,
+    strict: bool = False,
+    processes: int | None = None,
+    progress: bool = True,
 ) -> Prepared:
     """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and
     `output/report.json`.
 
     Args:
-        inputs: `.jsonl` or `.txt`, each also `.gz`; see `documents.read_documents` for what is a document.
+        inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: made here; when it holds the result of the same inputs and settings, that is reused.
         overwrite: replace an output of other inputs or settings.
+        strict: stop at the first record that is no document, instead of counting it.
+        processes: that read and tokenise; None: one a core.
         progress: show progress bars when stderr is a terminal.
 
     Raises:
         UserError: bad input, bad settings, or an output that is something else.
     """
-    if not inputs:
-        raise UserError("no input files")
     spec = TokenizerSpec.parse(settings.tokenizer)
     _check_settings(settings)
-    check_files(inputs)
-    identity = {
+    sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
+    if processes is not None and processes < 1:
+        raise UserError(f"processes {processes}: at least 1")
+    reading = hidden_beside(output, "progress")
+    try:
+        if (reused := _existing(output, sources, spec, settings, overwrite)) is not None:
+            clear_partial(output, OWN_DIRECTORIES)
+            return reused
+        with (
+            partial_directory(output, OWN_DIRECTORIES) as partial,
+            _Preparation(sources, spec, settings, reading, strict, processes, progress) as preparation,
+        ):
+            preparation.read()
+            report = preparation.write(partial)
+            put_in_place(partial, output)
+            preparation.finished = True
+    except OSError as error:
+        full = error.errno == errno.ENOSPC and reading.exists()
+        kept = "; what was read is kept: make room, and start the same command again to go on" if full else ""
+        raise UserError(f"{output}: can't be written: {error.strerror or error}{kept}") from error
+    return Prepared(output, report, reused=False, resumed=preparation.resumed)
+
+
+def _identity(
+    sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
+) -> dict[str, Any]:
+    """Return what decides the output. What is as by default and was not always there is left out."""
+    inputs = [
+        {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
+        for source, sha256 in zip(sources, hashes, strict=True)
+    ]
+    return {
         "format": FORMAT,
-        "inputs": [{"kind": document_kind(path), "sha256": file_sha256(path)} for path in inputs],
+        "inputs": inputs,
         "tokenizer": spec.fingerprint(),
         "validation": settings.validation,
         "seed": settings.seed,
-        "text_key": settings.text_key,
+        "text_key": settings.text_key or "text",
+        **({"documents": settings.documents} if settings.documents != "file" else {}),
     }
-    try:
-        if (reused := _existing(output, identity, overwrite)) is not None:
-            clear_partial(output, OWN_DIRECTORIES)
-            return reused
-        with partial_directory(output, OWN_DIRECTORIES) as partial:
-            report = _Preparation(inputs, spec, settings, progress).write(partial)
-            names = [os.fsencode(path).decode("utf-8", "backslashreplace") for path in inputs]
-            report = {"identity": identity, "inputs": names, **report}
-            report["versions"] = {name: version(name) for name in ("tokenizers", "transformers")}
-            report["files"] = {
-                str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-                for path in sorted(partial.rglob("*"))
-                if path.is_file() and path not in _memories(partial)
-            }
-            (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            put_in_place(partial, output)
-    except OSError as error:
-        raise UserError(f"{output}: can't be written: {error.strerror or error}") from error
-    return Prepared(output, report, reused=False)
 
 
 def _memories(directory: Path) -> list[Path]:
@@ -169,16 +229,28 @@ def _memories(directory: Path) -> list[Path]:
 def _check_settings(settings: PrepareSettings) -> None:
     if not 0 <= settings.seed < 1 << 64:
         raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
+    if settings.documents not in DOCUMENTS:
+        raise UserError(f"documents {settings.documents!r}: one of {', '.join(DOCUMENTS)}")
+    if settings.stdin not in KINDS.values() or settings.stdin in COLUMNAR:
+        raise UserError(f"standard input of kind {settings.stdin!r}: one of jsonl, json, txt, csv")
     validation = settings.validation
     whole = validation >= 1 and float(validation).is_integer()
     if not whole and not 0 < validation < 1:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
 
 
-def _existing(output: Path, identity: dict[str, Any], overwrite: bool) -> Prepared | None:
+def _existing(
+    output: Path, sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, overwrite: bool
+) -> Prepared | None:
     """Return an output made from the same inputs and settings; None when there is nothing to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
+    if not overwrite and any(source.kind != "hub" and source.path is None for source in sources):
+        raise UserError(
+            f"{output} exists, and standard input can't be compared with what it was made from: --overwrite"
+        )
+    hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
+    identity = _identity(sources, hashes, spec, settings)
     try:
         raw = read_object(output / REPORT)
         report = validate(Report, raw, str(output / REPORT))
@@ -226,118 +298,332 @@ def _difference(output: Path, name: str, expected: PreparedFile) -> str | None:
 
 
 class _Preparation:
-    """A preparation goes over the inputs three times."""
+    """A preparation reads its inputs into a spool, and makes the output of it.
 
-    def __init__(self, inputs: Sequence[Path], spec: TokenizerSpec, settings: PrepareSettings, progress: bool) -> None:
-        self.inputs, self.spec, self.settings = inputs, spec, settings
+    Attributes:
+        resumed: documents that an earlier start had read.
+        finished: the spool is of no more use.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        spec: TokenizerSpec,
+        settings: PrepareSettings,
+        directory: Path,
+        strict: bool,
+        processes: int | None,
+        progress: bool,
+    ) -> None:
+        self.sources, self.spec, self.settings, self.directory, self.strict = sources, spec, settings, directory, strict
         self.bar_disabled = None if progress else True  # None: tqdm shows a bar on a terminal only
+        self.stamps = [_stamp(source) for source in sources]
+        small = all(source.path is not None for source in sources) and sum(map(_size, sources)) < _SMALL
+        self.processes = processes or (1 if small else usable_cores())
+        self.tokenizer = load_tokenizer(spec.directory) if spec.directory is not None else None
+        encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer)
+        self.work = Reading(settings.seed, encoder)
+        self.seconds: dict[str, float] = {}
+        self.finished = False
 
-    def documents(self, label: str, total: int | None = None) -> Iterator[str]:
-        """Yield every document that isn't empty, in the order of the inputs."""
-        texts = (text for path in self.inputs for text in read_documents(path, self.settings.text_key) if text.strip())
-        return iter(tqdm(texts, desc=label, total=total, unit=" documents", disable=self.bar_disabled, leave=False))
+    def __enter__(self) -> _Preparation:
+        if any(source.path is None for source in self.sources):
+            remove(self.directory)  # what comes from elsewhere may be something else now
+        identity = {
+            "format": FORMAT,
+            "inputs": [[source.name, *stamp] for source, stamp in zip(self.sources, self.stamps, strict=True)],
+            "settings": self.settings.of_documents(),
+            "tokenizer": self.spec.fingerprint(),
+            "versions": _versions(),
+        }
+        columns = READ if self.work.encoder is None else READ + ENCODED
+        self.spool = Spool(self.directory, columns, identity)
+        self.resumed = self.spool.read
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.spool.close()
+        if self.finished or not self.spool.committed:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read all sources from where an earlier start left off.
+
+        Raises:
+            UserError: see `prepare`.
+        """
+        started, spool = time.perf_counter(), self.spool
+        if self.strict and spool.problems:
+            raise UserError(f"{spool.problems[0].where}: {spool.problems[0].detail}")
+        already = Counter(spool.sources)
+        total = sum(map(_size, self.sources)) or None
+        bar: tqdm = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=self.bar_disabled, leave=False)
+
+        def blocks() -> Iterator[tuple[int, Block]]:
+            before = 0
+            for number, source in enumerate(self.sources):
+                if number not in spool.done:
+                    for block in source.blocks():
+                        bar.update(before + source.position - bar.n)
+                        if block.number >= already[number]:
+                            yield number, block
+                before += _size(source)
+
+        with bar:
+            at = 0
+            for made in in_order(self.work, blocks(), self.processes):
+                if self.strict and made.problems:
+                    raise UserError(f"{made.problems[0].where}: {made.problems[0].detail}")
+                self._ended(range(at, made.source))
+                at = made.source
+                spool.append(*made)
+                rate = (spool.read - self.resumed) / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
+            self._ended(range(at, len(self.sources)))
+        if spool.committed:
+            spool.commit()
+        spool.flush()
+        self.seconds["reading"] = time.perf_counter() - started
+
+    def _ended(self, numbers: range) -> None:
+        """Note the ends of sources."""
+        for number in numbers:
+            if number not in self.spool.done:
+                source = self.sources[number]
+                if _stamp(source) != self.stamps[number]:
+                    raise UserError(f"{source.name}: {_CHANGED}")
+                self.spool.finish(number, {"sha256": source.sha256})
+
+    # --- the output ---------------------------------------------------------------------------------------------------
 
     def write(self, directory: Path) -> dict[str, Any]:
-        """Write all of the output except the report, which is returned."""
-        started = time.perf_counter()
-        hashes = self._hash_documents()
-        held_out = _choose_validation(hashes, self.settings.validation)
+        """Write all of the output, and return the report."""
+        spools = [self.spool]
+        documents = Documents(spools)
+        if not len(documents):
+            names = ", ".join(source.name for source in self.sources)
+            raise UserError(f"no text in {names}{_dropped(spools)}")
+        held_out = _choose_validation(documents, self.settings.validation, _dropped(spools))
         trained = time.perf_counter()
-        if self.spec.bpe_size is not None:
-            texts = self.documents("training the tokenizer", len(hashes))
-            train_texts = (text for text, out in zip(texts, held_out, strict=False) if not out)
-            tokenizer = train_bpe(train_texts, self.spec.bpe_size)
-        else:
-            assert self.spec.directory is not None
-            tokenizer = load_tokenizer(self.spec.directory)
-        tokenizer.save_pretrained(str(directory / "tokenizer"))
+        encoder, tokens = self._tokens(documents, held_out, directory / "tokenizer")
         encoded = time.perf_counter()
-        encoder = DocumentEncoder(tokenizer)
-        counts, splits = self._encode(encoder, held_out, directory)
+        counts, splits = _assemble(documents, tokens, encoder, held_out, directory)
         finished = time.perf_counter()
-        tokens = splits["train"]["tokens"] + splits["validation"]["tokens"]
-        return {
+        self.seconds["tokenizer"] = self.seconds.get("tokenizer", encoded - trained)
+        self.seconds["encoding"] = self.seconds.get("encoding", 0.0) + finished - encoded
+        encoding = self.seconds["reading"] if self.work.encoder is not None else 0.0
+        hashes = [self.spool.done[number]["sha256"] for number in range(len(self.sources))]
+        total = sum(figures["tokens"] for figures in splits.values())
+        report = {
+            "identity": _identity(self.sources, hashes, self.spec, self.settings),
+            "inputs": [os.fsencode(source.name).decode("utf-8", "backslashreplace") for source in self.sources],
+            "documents": _counted(spools, documents),
             "splits": splits,
             "vocabulary_size": encoder.vocabulary_size,
             "unigram": _unigram(counts["train"], counts["validation"]),
-            "seconds": {
-                "reading": round(trained - started, 3),
-                "tokenizer": round(encoded - trained, 3),
-                "encoding": round(finished - encoded, 3),
-            },
-            "tokens_per_second": round(tokens / (finished - encoded)),
+            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
+            "tokens_per_second": round(total / (encoding + self.seconds["encoding"])),
+            "versions": _versions(),
         }
+        report["files"] = {
+            str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            for path in sorted(directory.rglob("*"))
+            if path.is_file() and path not in _memories(directory)
+        }
+        (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        return report
 
-    def _hash_documents(self) -> npt.NDArray[np.uint64]:
-        """Return 64 bits a document that depend on its content and the seed, not on its position."""
-        key = self.settings.seed.to_bytes(8, "little")
-        hashes = array("Q")
-        for text in self.documents("reading"):
-            digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=key).digest()
-            hashes.append(int.from_bytes(digest, "little"))
-        if not hashes:
-            names = ", ".join(map(str, self.inputs))
-            raise UserError(f"no text in {names}")
-        return np.frombuffer(hashes, dtype=np.uint64)
-
-    def _encode(
-        self, encoder: DocumentEncoder, held_out: npt.NDArray[np.bool_], directory: Path
-    ) -> tuple[dict[str, npt.NDArray[np.int64]], dict[str, dict[str, int]]]:
-        size = encoder.vocabulary_size
-        counts = {split: np.zeros(size, np.int64) for split in SPLITS}
-        splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
-        with ExitStack() as stack:
-            writers = {split: stack.enter_context(IndexedWriter(directory / split, size)) for split in SPLITS}
-            texts_out = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
-            at = 0
-            for batch in _batches(self.documents("encoding", len(held_out))):
-                if at + len(batch) > len(held_out):
-                    raise UserError(_CHANGED)
-                for text, ids in zip(batch, encoder.encode(batch), strict=True):
-                    split = "validation" if held_out[at] else "train"
-                    at += 1
-                    writers[split].add_document(ids)
-                    counts[split] += np.bincount(ids, minlength=size)
-                    total = splits[split]
-                    total["documents"] += 1
-                    total["tokens"] += len(ids)
-                    total["characters"] += len(text)
-                    total["bytes"] += len(text.encode("utf-8"))
-                    if split == "validation":
-                        texts_out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-        if at != len(held_out):
-            raise UserError(_CHANGED)
-        return counts, splits
+    def _tokens(
+        self, documents: Documents, held_out: npt.NDArray[np.bool_], saved: Path
+    ) -> tuple[DocumentEncoder, Callable[[int], tuple[bytes, bytes]]]:
+        """Return the encoder, and what gives the sizes and tokens of an entry. The tokenizer is trained on the training
+        documents if it has to be, and saved."""
+        if self.work.encoder is not None:
+            assert self.tokenizer is not None
+            self.tokenizer.save_pretrained(str(saved))
+            return self.work.encoder, lambda entry: (documents.part(entry, "sizes"), documents.part(entry, "tokens"))
+        started, trained, tokenizer = time.perf_counter(), self.directory / "tokenizer", None
+        if not trained.exists():
+            texts = tqdm(
+                documents.texts(~held_out), "training the tokenizer", int((~held_out).sum()), unit=" documents",
+                disable=self.bar_disabled, leave=False,
+            )  # fmt: skip
+            assert self.spec.bpe_size is not None
+            between = self.directory / "tokenizer.new"
+            tokenizer = train_bpe(iter(texts), self.spec.bpe_size)
+            tokenizer.save_pretrained(str(between))
+            sync(between)
+            os.replace(between, trained)
+        shutil.copytree(trained, saved)
+        encoder = DocumentEncoder(tokenizer or load_tokenizer(trained))
+        self.seconds["tokenizer"] = time.perf_counter() - started
+        encoded = Spool(
+            self.directory / "encoded", ENCODED, {"tokenizer": TokenizerSpec(directory=trained).fingerprint()}
+        )
+        try:
+            begun = range(len(encoded), len(documents.entries))
+            items = (documents.item(entry) for entry in tqdm(
+                begun, "encoding", unit=" blocks", disable=self.bar_disabled, leave=False))  # fmt: skip
+            for entry, columns in zip(begun, in_order(Encoding(encoder), items, self.processes), strict=True):
+                encoded.append(0, entry, columns)
+            encoded.flush()
+        finally:
+            encoded.close()
+        self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
+        return encoder, lambda entry: (encoded.part(entry, "sizes"), encoded.part(entry, "tokens"))
 
 
-def _choose_validation(hashes: npt.NDArray[np.uint64], validation: float) -> npt.NDArray[np.bool_]:
-    """Return which documents are held out: those with the smallest hashes, bool [documents].
+class Documents:
+    """These are the documents of some spools, in the order of the inputs.
+
+    Memory: 32 bytes a document.
+
+    Attributes:
+        entries: (spool, its entry) of each block.
+        about: of each document (`DOCUMENT`).
+        kept: which of them are in the output.
+    """
+
+    def __init__(self, spools: Sequence[Spool]) -> None:
+        self.entries = list(merged(spools))
+        parts = [np.frombuffer(spool.part(entry, "documents"), DOCUMENT) for spool, entry in self.entries]
+        self.about = np.concatenate([np.zeros(0, DOCUMENT), *parts])
+        self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        self.kept = np.ones(len(self.about), np.bool_)
+
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return int(self.kept.sum())
+
+    def of(self, entry: int) -> slice:
+        """Return which documents an entry holds."""
+        return slice(int(self.firsts[entry]), int(self.firsts[entry + 1]))
+
+    def part(self, entry: int, column: str) -> bytes:
+        """Return the bytes of a column that belong to an entry."""
+        spool, its = self.entries[entry]
+        return spool.part(its, column)
+
+    def item(self, entry: int) -> tuple[bytes, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the packed texts of an entry, their lengths, and which are kept."""
+        return self.part(entry, "texts"), self.about["bytes"][self.of(entry)], self.kept[self.of(entry)]
+
+    def stored(self, entry: int, which: npt.NDArray[np.bool_]) -> list[bytes]:
+        """Return the texts of those documents of an entry that `which` says, in UTF-8."""
+        if not which.any():
+            return []
+        texts = unpacked(self.part(entry, "texts"), self.about["bytes"][self.of(entry)])
+        return [text for text, wanted in zip(texts, which, strict=True) if wanted]
+
+    def texts(self, which: npt.NDArray[np.bool_]) -> Iterator[str]:
+        """Yield the kept texts that `which`, bool [documents], says."""
+        for entry in range(len(self.entries)):
+            here = self.of(entry)
+            yield from (text.decode("utf-8") for text in self.stored(entry, which[here] & self.kept[here]))
+
+
+def _assemble(
+    documents: Documents,
+    tokens: Callable[[int], tuple[bytes, bytes]],
+    encoder: DocumentEncoder,
+    held_out: npt.NDArray[np.bool_],
+    directory: Path,
+) -> tuple[dict[str, npt.NDArray[np.int64]], dict[str, dict[str, int]]]:
+    """Write both corpora and the texts of the documents that are held out."""
+    size = encoder.vocabulary_size
+    counts = {split: np.zeros(size, np.int64) for split in SPLITS}
+    splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(IndexedWriter(directory / split, size)) for split in SPLITS}
+        texts_out = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
+        for entry in range(len(documents.entries)):
+            here = documents.of(entry)
+            raw_sizes, raw_ids = tokens(entry)
+            sizes, ids = np.frombuffer(raw_sizes, np.int64), np.frombuffer(raw_ids, token_dtype(size))
+            of_document = np.repeat(held_out[here], sizes)
+            of_kept = np.repeat(documents.kept[here], sizes)
+            for split, out in (("train", False), ("validation", True)):
+                chosen = documents.kept[here] & (held_out[here] == out)
+                if not chosen.any():
+                    continue
+                its = ids[of_kept & (of_document == out)]
+                writers[split].add_documents(its, sizes[chosen])
+                counts[split] += np.bincount(its, minlength=size)
+                total, about = splits[split], documents.about[here][chosen]
+                total["documents"] += len(about)
+                total["tokens"] += len(its)
+                total["characters"] += int(about["characters"].sum())
+                total["bytes"] += int(about["bytes"].sum())
+                if split == "validation":
+                    for text in documents.stored(entry, chosen):
+                        texts_out.write(json.dumps({"text": text.decode("utf-8")}, ensure_ascii=False) + "\n")
+    return counts, splits
+
+
+def _counted(spools: Sequence[Spool], documents: Documents) -> dict[str, Any]:
+    """Return how many documents there were, how many are kept, and why the others are not."""
+    dropped = sum((spool.dropped for spool in spools), Counter[str]())
+    read = sum(spool.read for spool in spools)
+    problems = [problem._asdict() for spool in spools for problem in spool.problems][:MOST_PROBLEMS]
+    counted = {"read": read, "kept": len(documents), "dropped": dict(sorted(dropped.items())), "problems": problems}
+    assert read == len(documents) + dropped.total(), counted
+    return counted
+
+
+def _dropped(spools: Sequence[Spool]) -> str:
+    """Return what a message adds where documents were dropped."""
+    count, problems = (
+        sum(spool.dropped.total() for spool in spools),
+        [each for spool in spools for each in spool.problems],
+    )
+    return f" ({count:,} dropped, the first: {problems[0].where}: {problems[0].detail})" if problems else ""
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("tokenizers", "transformers")}
+
+
+def _stamp(source: Source) -> tuple[int, int]:
+    """Return what differs once a file was written to."""
+    try:
+        status = source.path.stat() if source.path is not None else None
+    except OSError as error:
+        raise UserError(f"{source.name}: {error.strerror or error}") from error
+    return (status.st_size, status.st_mtime_ns) if status is not None else (0, 0)
+
+
+def _size(source: Source) -> int:
+    return _stamp(source)[0]
+
+
+def _choose_validation(documents: Documents, validation: float, dropped: str) -> npt.NDArray[np.bool_]:
+    """Return which documents are held out: those of the kept with the smallest hashes, bool [documents].
 
     Equal documents have equal hashes, so they are on the same side. A new document moves at most a few others across.
     """
+    hashes = documents.about["split"][documents.kept]
+    chosen = _smallest(hashes, validation, dropped)
+    held_out = np.zeros(len(documents.kept), np.bool_)
+    held_out[documents.kept] = chosen
+    return held_out
+
+
+def _smallest(hashes: npt.NDArray[np.uint64], validation: float, dropped: str) -> npt.NDArray[np.bool_]:
     documents = len(hashes)
     count = int(validation) if validation >= 1 else max(1, round(validation * documents))
     if documents < 2:
-        raise UserError("the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one)")
+        raise UserError(
+            "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one, unless "
+            f"--documents says otherwise){dropped}"
+        )
     if count >= documents:
         raise UserError(f"validation {validation:g} of {documents:,} documents leaves none to train on")
     held_out: npt.NDArray[np.bool_] = hashes <= np.partition(hashes, count - 1)[count - 1]
     if held_out.all():
         raise UserError(f"all {documents:,} documents outside the validation set are copies of documents in it")
     return held_out
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:

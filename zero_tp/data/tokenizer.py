@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,6 @@ from zero_tp.files import read_json, read_object
 from zero_tp.weights.files import TOKENIZER_FILES, is_regular
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
@@ -214,23 +213,35 @@ def _tokens(directory: Path) -> dict[int, str]:
 
 
 class DocumentEncoder:
-    """An encoder turns documents into token ids, many at a time on all cores.
+    """An encoder turns documents into token ids, many at a time; it can be sent to another process.
 
     A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
     document gives the eos token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        backend: Tokenizer = tokenizer.backend_tokenizer
+        self._set(tokenizer.backend_tokenizer.to_str(), cast("int", tokenizer.eos_token_id), len(tokenizer))
+
+    def _set(self, serialized: str, eos: int, vocabulary_size: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._serialized, self.eos, self.vocabulary_size = serialized, eos, vocabulary_size
         # A copy: the tokenizer that is saved keeps its own settings.
-        self._backend = backend.from_str(backend.to_str())
+        self._backend = Tokenizer.from_str(serialized)
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.eos = cast("int", tokenizer.eos_token_id)
-        self.vocabulary_size = len(tokenizer)
+
+    def __reduce__(self) -> tuple[Callable[..., DocumentEncoder], tuple[Any, ...]]:
+        return _encoder, (self._serialized, self.eos, self.vocabulary_size)
 
     def encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
         """Return the token ids of each text, eos at the end; int64 [tokens] each."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array([*encoding.ids, self.eos], dtype=np.int64) for encoding in encodings]
+
+
+def _encoder(*state: Any) -> DocumentEncoder:
+    made = DocumentEncoder.__new__(DocumentEncoder)
+    made._set(*state)
+    return made

@@ -1,0 +1,316 @@
+"""What is read as documents: every kind of file, compressed and not, and everything that can be wrong in one."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiers import in_tiers
+from zero_tp.data import documents as module
+from zero_tp.data.documents import Document, Problem, Source, find_sources, read_documents
+from zero_tp.data.prepare import PrepareSettings, prepare
+from zero_tp.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ["one\ntwo, three", 'he said "no"', "café 👋", "  spaces ", "", "NA", "1234", "last \r\n line"]
+ROWS = [{"id": i, "title": f"Title {i}", "text": text} for i, text in enumerate(TEXTS)]
+
+
+def as_csv(rows: list[dict[str, Any]]) -> bytes:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def as_parquet(rows: list[dict[str, Any]]) -> bytes:
+    out = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=3)
+    return out.getvalue()
+
+
+def as_arrow(rows: list[dict[str, Any]], new: Callable[..., Any] = pa.ipc.new_stream) -> bytes:
+    out = io.BytesIO()
+    table = pa.Table.from_pylist(rows)
+    with new(out, table.schema) as writer:
+        writer.write_table(table, 3)
+    return out.getvalue()
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
+    "jsonl": lambda rows: "\n".join(map(json.dumps, rows)).encode(),
+    "json": lambda rows: json.dumps(rows, indent=1).encode(),
+    "json lines.json": lambda rows: "\n".join(map(json.dumps, rows)).encode(),
+    "csv": as_csv,
+    "parquet": as_parquet,
+    "arrow": as_arrow,
+    "file.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
+}
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: zstandard.compress(data[:50]) + zstandard.compress(data[50:]),  # two frames
+}
+
+
+def source(path: Path, key: str | None = None, split: str = "file") -> Source:
+    (found,) = find_sources([path], key, split)
+    return found
+
+
+def documents(path: Path, key: str | None = None, split: str = "file") -> list[Document | Problem]:
+    return [document for block in source(path, key, split).blocks() for _, document in block.documents()]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    data = WRITERS[name](ROWS)
+    wanted = [Document(text, f"Title {i}") for i, text in enumerate(TEXTS)]
+    for ending, pack in PACKERS.items():
+        path = tmp_path / f"a.{name}{ending}"
+        path.write_bytes(pack(data))
+        if ending and path.name.split(".")[-2] in ("parquet", "arrow"):
+            with pytest.raises(UserError, match="compressed inside"):
+                source(path)
+            continue
+        assert documents(path) == wanted, path.name
+        reader = source(path)
+        assert list(reader.blocks()) and reader.sha256 == module.file_sha256(path)
+        assert reader.position in (0, path.stat().st_size)
+
+
+def test_plain_text_is_split_as_asked(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(zstandard.compress("\ufeffone\r\ntwo\r\n\r\n \r\nthree\n\n\n\nfour \n".encode()))
+    texts = {split: [each.text for each in documents(path, None, split)] for split in module.DOCUMENTS}  # type: ignore[union-attr]
+    assert texts["file"] == ["one\ntwo\n\n \nthree\n\n\n\nfour \n"]
+    assert texts["line"] == ["one", "two", "three", "four "]
+    assert texts["blank-line"] == ["one\ntwo", "three", "four "]
+
+
+@pytest.mark.parametrize(
+    ("rows", "key", "text"),
+    [
+        ([{"id": "a", "content": "x"}], None, "x"),
+        ([{"n": 1, "prose": "x"}], None, "x"),
+        ([{"body": "x", "text": "y"}], None, "y"),
+        ([{"body": "x", "text": "y"}], "body", "x"),
+    ],
+)
+def test_the_field_of_the_text_is_found(tmp_path: Path, rows: list[dict[str, Any]], key: str | None, text: str) -> None:
+    for kind in ("jsonl", "json", "parquet", "arrow"):
+        path = tmp_path / f"a.{kind}"
+        path.write_bytes(WRITERS[kind](rows))
+        assert [each.text for each in documents(path, key)] == [text], kind  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_a_field_that_is_not_there_lists_those_that_are(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(WRITERS[kind]([{"one": "x", "two": "y"}]))
+    for key, named in ((None, "'text'"), ("tow", "'tow'")):
+        with pytest.raises(UserError, match=rf"a\.{kind}: no key {named}.*'one', 'two': choose one with --text-key"):
+            documents(path, key)
+
+
+def test_directories_globs_and_what_is_no_input(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/1.txt", "a.csv.gz", "notes.md", ".hidden/x.txt", "b/.y.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    names = lambda *words: [Path(each.name).name for each in find_sources([str(tmp_path / word) for word in words])]  # noqa: E731
+    assert names("") == ["a.csv.gz", "1.txt", "2.jsonl"]
+    assert names("b", "a.csv.gz") == ["1.txt", "2.jsonl", "a.csv.gz"]
+    assert names("*/*.txt") == ["1.txt"] and names("**/*.jsonl") == ["2.jsonl"]
+    for word, problem in (("*.parquet", "no file has such a name"), ("notes.md", "unknown kind"), ("x.txt", "no such")):
+        with pytest.raises(UserError, match=problem):
+            names(word)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="is a directory with no file that ends with"):
+        names("empty")
+    with pytest.raises(UserError, match="standard input can be read once"):
+        find_sources(["-", "-"])
+
+
+BAD: list[tuple[str, bytes, str, list[str]]] = [
+    ("a.jsonl", b'{"text": "a"}\n{"text": \n{"text": "b"}', "malformed", ["a", "b"]),
+    ("a.jsonl", b'{"text": "a"}\n["text"]\n{"text": "b"}', "malformed", ["a", "b"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}', "not UTF-8", ["a", "b"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n{"text": "b"}', "no text", ["a", "b"]),
+    ("a.jsonl", b'{"text": "a"}\n{"x": "y"}\n{"text": "b"}', "no text", ["a", "b"]),
+    ("a.jsonl", b'{"text": "a"}\n' + b"x" * 500 + b'\n{"text": "b"}', "too long", ["a", "b"]),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "unreadable", ["a"] * 99),
+    ("a.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 9)[:-25], "unreadable", []),
+    ("a.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 99)[:-9], "unreadable", ["a"] * 99),
+    ("a.jsonl.zst", zstandard.compress(b'{"text": "a"}\n') + zstandard.compress(b"x" * 999)[:-3], "unreadable", ["a"]),
+    ("a.jsonl.gz", b"plain", "unreadable", []),
+    ("a.json", b'[{"text": "a"}, 3, {"text": "b"}]', "malformed", ["a", "b"]),
+    ("a.json", b'[{"text": "a"}, {"text": "b"}, {"te', "unreadable", ["a", "b"]),
+    ("a.json", b'{"text": "a"}\n{"te\n{"text": "b"}', "malformed", ["a", "b"]),
+    ("a.csv", b"n,text\n1,a\n2,b,c\n3,d", "malformed", ["a", "d"]),
+    ("a.csv", b'n,text\n1,a\n2,"x"y\n3,b', "malformed", ["a", "b"]),
+    ("a.csv", b"n,text\n1,a\n2,\xff\n3,b", "not UTF-8", ["a", "b"]),
+    ("a.parquet", as_parquet([{"text": "a"}, {"text": None}, {"text": "b"}]), "no text", ["a", "b"]),
+    ("a.parquet", as_parquet(ROWS)[:-20], "unreadable", []),
+    ("a.arrow", as_arrow(ROWS)[:-200], "unreadable", TEXTS[:6]),
+    ("a.txt", b"caf\xe9", "not UTF-8", []),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "reason", "texts"), BAD)
+def test_one_bad_record_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, reason: str, texts: list[str]
+) -> None:
+    monkeypatch.setattr(module, "MOST_LINE", 400)
+    path = tmp_path / name
+    path.write_bytes(content)
+    found = documents(path)
+    assert [each.text for each in found if isinstance(each, Document)] == texts
+    assert [each.reason for each in found if isinstance(each, Problem)] == [reason]
+    with pytest.raises(UserError, match=r"a\.\w+(\.\w+)?(:\d+)?: "):
+        list(read_documents(path))
+
+
+def test_a_null_and_a_text_that_is_not_utf8_in_a_table(tmp_path: Path) -> None:
+    array = pa.array([b"a", b"\xff", None, b"b"], pa.binary()).cast(pa.string(), safe=False)
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": array}))
+    found = documents(tmp_path / "a.arrow")
+    assert [each.reason if isinstance(each, Problem) else each.text for each in found] == [
+        *("a", "not UTF-8", "no text", "b")
+    ]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_damage_ends_the_reading(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Bytes are changed, cut and doubled: a document more or less, or a problem, and never another exception."""
+    kind = data.draw(st.sampled_from(["jsonl", "json", "csv", "parquet", "arrow", "file.arrow", "txt"]))
+    ending = data.draw(st.sampled_from(sorted(PACKERS))) if kind not in ("parquet", "arrow", "file.arrow") else ""
+    whole = PACKERS[ending]("\n\n".join(TEXTS).encode() if kind == "txt" else WRITERS[kind](ROWS))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    change = data.draw(st.sampled_from(["cut", "flip", "double", "insert"]))
+    damaged = {
+        "cut": whole[:at],
+        "flip": whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :],
+        "double": whole[:at] + whole,
+        "insert": whole[:at] + data.draw(st.binary(min_size=1, max_size=5)) + whole[at:],
+    }[change]
+    path = tmp_path_factory.mktemp("damaged") / f"a.{kind}{ending}"
+    path.write_bytes(damaged)
+    split = data.draw(st.sampled_from(module.DOCUMENTS))
+    try:
+        found = documents(path, "text" if data.draw(st.booleans()) else None, split)
+    except UserError as error:
+        assert "choose one with --text-key" in str(error)
+    else:
+        assert all(isinstance(each, Document | Problem) for each in found)
+        assert all(each.text.encode() is not None for each in found if isinstance(each, Document))
+
+
+def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
+    good = [f"document {i} of the good ones" for i in range(20)]
+    lines = [json.dumps({"text": text}) for text in good]
+    lines[3:3] = ['{"text": ', '{"text": " "}', '{"txt": "x"}', '"text"', "", '{"text": "\\ud800"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode())[:-20])
+    inputs, given = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"], PrepareSettings("bpe:300", 0.1)
+    report = prepare(inputs, tmp_path / "out", given).report["documents"]
+    cut = report["dropped"].pop("unreadable")
+    assert cut == 1 and report["read"] == report["kept"] + sum(report["dropped"].values()) + cut
+    assert report["dropped"]["empty"] in (1, 2) and 20 <= report["kept"] < 40
+    assert report["problems"][0] == {
+        "where": f"{tmp_path}/a.jsonl:4",
+        "reason": "malformed",
+        "detail": "not valid JSON: Expecting value at line 2 column 1",
+    }
+    with pytest.raises(UserError, match=r"a\.jsonl:4: not valid JSON"):
+        prepare(inputs, tmp_path / "strict", given, strict=True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "out"]
+
+
+def test_standard_input(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"document {i} of the good ones"}) + "\n" for i in range(20))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.txt").write_text("\n".join(f"document {i} of the good ones" for i in range(20)))
+    arguments = [sys.executable, "launch/prepare_data.py", "--tokenizer", "bpe:300", "--processes", "1"]
+    for name, words in {
+        "file": ["--input", str(tmp_path / "a.jsonl")],
+        "stdin": ["--input", "-"],
+        "lines": ["--input", "-", "--stdin-kind", "txt", "--documents", "line"],
+    }.items():
+        with open(tmp_path / ("a.txt" if name == "lines" else "a.jsonl"), "rb") as given:
+            done = subprocess.run([*arguments, *words, "--output", tmp_path / name], cwd=ROOT, stdin=given, text=True)
+        assert done.returncode == 0
+        for file in ("train.bin", "train.idx", "validation.bin", "validation.jsonl", "tokenizer/tokenizer.json"):
+            assert (tmp_path / name / file).read_bytes() == (tmp_path / "file" / file).read_bytes(), (name, file)
+    with pytest.raises(UserError, match="standard input can't be compared"):
+        prepare(["-"], tmp_path / "stdin", PrepareSettings("bpe:300"))
+
+
+HUB = """
+import sys
+from zero_tp.data.documents import find_sources
+from zero_tp.errors import UserError
+try:
+    print([document.text for each in find_sources(sys.argv[1:]) for block in each.blocks()
+        for _, document in block.documents()])
+except UserError as error:
+    print("refused:", error)
+"""
+
+
+def from_hub(home: Path, *words: str) -> str:
+    given = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", HUB, *words], cwd=ROOT, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
+    """The cache is laid by hand, as huggingface_hub's download leaves it."""
+    commit = "0" * 40
+    repository = tmp_path / "hub" / "datasets--someone--some-texts"
+    folder = repository / "snapshots" / commit / "data"
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    (folder / "train-00000-of-00001.parquet").write_bytes(as_parquet(ROWS))
+    (folder / "test-00000-of-00001.parquet").write_bytes(as_parquet(ROWS[:2]))
+    assert from_hub(tmp_path, "hf:someone/some-texts") == repr(TEXTS)
+    assert from_hub(tmp_path, "hf:someone/some-texts:default:test") == repr(TEXTS[:2])
+    assert "refused: hf:someone/others: can't be read" in (told := from_hub(tmp_path, "hf:someone/others"))
+    assert "without a network it must be in the cache" in told and "\n" not in told
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    in_tiers([("zstandard", "a.txt.zst"), ("pyarrow", "a.parquet"), ("ijson", "a.json")], [("zstandard", "a.txt.zst")]),
+)
+def test_a_library_that_is_missing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / name).write_bytes(b"[]")
+    with pytest.raises(UserError, match=rf"{name}.* needs {library}: pip install .*\[data\]"):
+        documents(tmp_path / name)
