@@ -117,6 +117,7 @@ def documents(path: Path) -> list[str]:
             keys = [key for key, _ in pairs]
             if len(set(keys)) != len(keys) or not isinstance(dict(pairs)["text"], str):
                 raise ValueError(each)
+            dict(pairs)["text"].encode()  # a ValueError where it has an unpaired surrogate
             found.append(dict(pairs)["text"])
     return found
 

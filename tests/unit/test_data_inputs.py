@@ -202,7 +202,7 @@ def test_a_null_and_a_text_that_is_not_utf8_in_a_table(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_damage_ends_the_reading(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Bytes are changed, cut and doubled: a document more or less, or a problem, and never another exception."""
     kind = data.draw(st.sampled_from(["jsonl", "json", "csv", "parquet", "arrow", "file.arrow", "txt"]))

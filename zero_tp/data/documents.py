@@ -717,12 +717,17 @@ def find_sources(
         else:
             paths = _files(word)
             check_files(paths)
-            found += [Source(str(path), document_kind(path), path, text_key, documents) for path in paths]
+            found += [Source(_printable(path), document_kind(path), path, text_key, documents) for path in paths]
     if sum(source.name == "standard input" for source in found) > 1:
         raise UserError("standard input can be read once: give - once")
     if not found:
         raise UserError("no input files")
     return found
+
+
+def _printable(path: Path) -> str:
+    """Return a path as reports may have it: names of files may hold any bytes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _files(word: str) -> list[Path]:

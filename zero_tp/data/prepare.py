@@ -418,7 +418,7 @@ class _Preparation:
         total = sum(figures["tokens"] for figures in splits.values())
         report = {
             "identity": _identity(self.sources, hashes, self.spec, self.settings),
-            "inputs": [os.fsencode(source.name).decode("utf-8", "backslashreplace") for source in self.sources],
+            "inputs": [source.name for source in self.sources],
             "documents": _counted(spools, documents),
             "splits": splits,
             "vocabulary_size": encoder.vocabulary_size,
