@@ -67,6 +67,31 @@ def main() -> None:
         default="jsonl",
         help="what --input - reads (default: jsonl)",
     )
+    steps = parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
+    steps.add_argument("--repair-unicode", action="store_true", help="mend Unicode (ftfy)")
+    steps.add_argument(
+        "--min-tokens",
+        type=int,
+        nargs="?",
+        const=128,
+        default=0,
+        metavar="N",
+        help="drop documents of fewer tokens (128 where N is left out)",
+    )
+    steps.add_argument(
+        "--deduplicate",
+        choices=("exact", "near"),
+        help="drop copies; near: also what shares 0.7 of its 5-word shingles with an earlier document (MinHash LSH)",
+    )
+    steps.add_argument(
+        "--decontaminate",
+        nargs="+",
+        action="extend",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="drop documents with 13 words in a row of these evaluation sets, and WikiText's articles by their titles",
+    )
     parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
     parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an OUTPUT made with other inputs or settings")
@@ -81,6 +106,10 @@ def main() -> None:
         arguments.text_key,
         arguments.documents,
         arguments.stdin_kind,
+        arguments.repair_unicode,
+        arguments.min_tokens,
+        arguments.deduplicate,
+        tuple(arguments.decontaminate),
     )
     prepared = prepare(
         arguments.input,

@@ -42,6 +42,8 @@ STDIN, HUB = "-", "hf:"
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
 """Fields in which a text is looked for, where none is named."""
 TITLE = "title"
+EVERY_STRING = "\0"
+"""Instead of a field: all strings of a record."""
 MOST_LINE = MOST_BYTES
 _BLOCK_BYTES, _BLOCK_RECORDS, _ROWS = 2**20, 10_000, 256
 
@@ -112,7 +114,17 @@ def document_of(content: Content | Document | Problem, key: str | None) -> Docum
     return text if isinstance(text, Problem) else Document(text.removeprefix("\ufeff").replace("\r\n", "\n"))
 
 
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str | bytes):
+        yield value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
 def _document_of_object(record: Mapping[str, Any], key: str) -> Document | Problem:
+    if key == EVERY_STRING:
+        return Document("\n".join(_strings(record)).encode("utf-8", "replace").decode())
     if key not in record:
         return Problem("no text", f"no key {key!r}; the keys found are {_named(record)}: choose one with --text-key")
     text, title = record[key], record.get(TITLE)
@@ -124,6 +136,7 @@ def _document_of_object(record: Mapping[str, Any], key: str) -> Document | Probl
         return Problem("no text", f"{key!r} must be a string, found {type(text).__name__}")
     if not text.isascii() and (bad := _surrogate(text)) is not None:
         return bad
+    title = title.decode("utf-8", "replace") if isinstance(title, bytes) else title
     return Document(text, title if isinstance(title, str) else None)
 
 
@@ -173,6 +186,8 @@ def _choose_key(fields: Mapping[str, bool], wanted: str | None, source: str) -> 
     Raises:
         UserError: there is no such field; names those seen.
     """
+    if wanted == EVERY_STRING:
+        return wanted
     if wanted is not None:
         if fields.get(wanted):
             return wanted
@@ -308,7 +323,7 @@ class _JsonLines:
                 for name, value in found.items():
                     fields[name] = fields.get(name, False) or isinstance(value, str)
         usual = self.source.text_key or TEXT_KEYS[0]
-        if usual in fields or not fields:
+        if usual in fields or usual == EVERY_STRING or not fields:
             return usual
         return _choose_key(fields, self.source.text_key, self.source.name)
 
@@ -399,6 +414,8 @@ class _Columns:
     def chosen(self, fields: Mapping[str, bool]) -> list[str]:
         """Choose the text's field, and return those that are read."""
         self._key = _choose_key(fields, self.source.text_key, self.source.name)
+        if self._key == EVERY_STRING:
+            return [name for name, is_text in fields.items() if is_text]
         return [self._key, *([TITLE] if fields.get(TITLE) and self._key != TITLE else [])]
 
 
@@ -469,10 +486,9 @@ class _Arrow(_Columns):
             for batch in batches(fields):
                 for values in zip(*(_bytes_of(batch.column(name), pyarrow) for name in fields), strict=True):
                     row += 1
-                    title = values[1].decode("utf-8", "replace") if len(values) > 1 and values[1] is not None else None
-                    found = dict(zip(fields, (values[0], title), strict=False))
-                    null = Problem("no text", f"{fields[0]!r} must be a string, found null")
-                    yield Record(row, null if values[0] is None else found)
+                    found = dict(zip(fields, values, strict=True))
+                    null = Problem("no text", f"{self._key!r} must be a string, found null")
+                    yield Record(row, null if found.get(self._key, b"") is None else found)
         except (pyarrow.ArrowException, OSError, MemoryError, KeyError, UnicodeDecodeError, OverflowError) as error:
             if isinstance(error, OSError) and error.errno is not None and not isinstance(error, pyarrow.ArrowException):
                 raise
@@ -692,12 +708,20 @@ def check_files(paths: Iterable[Path]) -> None:
 
 
 def find_sources(
-    words: Sequence[str | Path], text_key: str | None = None, documents: str = "file", stdin_kind: str = "jsonl"
+    words: Sequence[str | Path],
+    text_key: str | None = None,
+    documents: str = "file",
+    stdin_kind: str = "jsonl",
+    *,
+    every_string: bool = False,
 ) -> list[Source]:
     """Return the sources that are named: files, directories (all files of a known kind below), globs, `-` (standard
     input) and `hf:NAME[:CONFIGURATION[:SPLIT]]`.
 
     Files of a directory or glob are in the order of their names.
+
+    Args:
+        every_string: the text of a record is all its strings, also those in lists, instead of one field.
 
     Raises:
         UserError: there is no such file, or none that can be read.
@@ -718,6 +742,8 @@ def find_sources(
             paths = _files(word)
             check_files(paths)
             found += [Source(_printable(path), document_kind(path), path, text_key, documents) for path in paths]
+    for source in found if every_string else ():
+        source.text_key = EVERY_STRING
     if sum(source.name == "standard input" for source in found) > 1:
         raise UserError("standard input can be read once: give - once")
     if not found:

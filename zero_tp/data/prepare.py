@@ -3,7 +3,7 @@
 The inputs are read once. What is made of them, block by block, in as many processes as there are cores, goes to a spool
 (spool.py) in a hidden directory beside the output: texts, and tokens where the tokenizer is finished. From it a
 preparation that was interrupted goes on. Once all is read, the split is drawn, a tokenizer is trained if it has to be,
-and the output is put together, which then takes its place at once: it is whole or it isn't there. Memory holds 32 bytes
+and the output is put together, which then takes its place at once: it is whole or it isn't there. Memory holds 54 bytes
 a document, a few blocks of 1 MiB a process (or one document if that is longer), and nothing of the corpus itself.
 """
 
@@ -28,9 +28,10 @@ import numpy.typing as npt
 from pydantic import Field
 from tqdm import tqdm
 
-from zero_tp.data.documents import COLUMNAR, DOCUMENTS, KINDS, Block, Source, file_sha256, find_sources
+from zero_tp.data.documents import COLUMNAR, DOCUMENTS, KINDS, Block, Source, file_sha256, find_sources, where
 from zero_tp.data.indexed import IndexedWriter, content_path, token_dtype
 from zero_tp.data.pool import in_order, usable_cores
+from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates
 from zero_tp.data.spool import MOST_PROBLEMS, Spool, merged
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
 from zero_tp.data.work import DOCUMENT, ENCODED, READ, Encoding, Reading, unpacked
@@ -49,6 +50,7 @@ from zero_tp.validation import Block as Record
 from zero_tp.validation import Count, Positive, validate
 
 REPORT = "report.json"
+REMOVED = "removed.jsonl"
 FORMAT = 1  # raised when the same settings would give other files
 SPLITS = ("train", "validation")
 OWN_DIRECTORIES = ("tokenizer",)
@@ -67,6 +69,10 @@ class PrepareSettings:
         text_key: field of the text, where documents have fields; None: it is found.
         documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
         stdin: kind of standard input, one of `KINDS`.
+        repair: mend Unicode with ftfy.
+        min_tokens: drop shorter documents; 0: none.
+        deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
+        decontaminate: files of evaluation sets: documents that overlap with one are dropped.
     """
 
     tokenizer: str
@@ -75,10 +81,20 @@ class PrepareSettings:
     text_key: str | None = None
     documents: str = "file"
     stdin: str = "jsonl"
+    repair: bool = False
+    min_tokens: int = 0
+    deduplicate: str | None = None
+    decontaminate: tuple[Path, ...] = ()
+
+    def steps(self) -> dict[str, Any]:
+        """Return the steps that are taken beyond reading, tokenising and splitting, those alone."""
+        steps = {"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate}
+        sets = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
+        return {name: value for name, value in (steps | sets).items() if value}
 
     def of_documents(self) -> dict[str, Any]:
         """Return the settings that decide what is made of each document by itself."""
-        return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents}
+        return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents, **self.steps()}
 
 
 @dataclass(frozen=True)
@@ -218,6 +234,7 @@ def _identity(
         "seed": settings.seed,
         "text_key": settings.text_key or "text",
         **({"documents": settings.documents} if settings.documents != "file" else {}),
+        **settings.steps(),
     }
 
 
@@ -233,6 +250,15 @@ def _check_settings(settings: PrepareSettings) -> None:
         raise UserError(f"documents {settings.documents!r}: one of {', '.join(DOCUMENTS)}")
     if settings.stdin not in KINDS.values() or settings.stdin in COLUMNAR:
         raise UserError(f"standard input of kind {settings.stdin!r}: one of jsonl, json, txt, csv")
+    if settings.deduplicate not in (None, "exact", "near"):
+        raise UserError(f"deduplicate {settings.deduplicate!r}: exact or near")
+    if settings.min_tokens and TokenizerSpec.parse(settings.tokenizer).directory is None:
+        raise UserError(
+            f"min_tokens {settings.min_tokens} counts the tokens of a finished tokenizer: prepare without it first, "
+            "and then give that output's tokenizer directory"
+        )
+    if settings.min_tokens < 0:
+        raise UserError(f"min_tokens {settings.min_tokens}: at least 0")
     validation = settings.validation
     whole = validation >= 1 and float(validation).is_integer()
     if not whole and not 0 < validation < 1:
@@ -322,7 +348,8 @@ class _Preparation:
         self.processes = processes or (1 if small else usable_cores())
         self.tokenizer = load_tokenizer(spec.directory) if spec.directory is not None else None
         encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer)
-        self.work = Reading(settings.seed, encoder)
+        sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
+        self.work = Reading(settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets)
         self.seconds: dict[str, float] = {}
         self.finished = False
 
@@ -401,7 +428,11 @@ class _Preparation:
     def write(self, directory: Path) -> dict[str, Any]:
         """Write all of the output, and return the report."""
         spools = [self.spool]
-        documents = Documents(spools)
+        documents = Documents(spools, [source.name for source in self.sources])
+        removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
+        if self.settings.deduplicate or self.settings.decontaminate:
+            with open(directory / REMOVED, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in removed)
         if not len(documents):
             names = ", ".join(source.name for source in self.sources)
             raise UserError(f"no text in {names}{_dropped(spools)}")
@@ -478,16 +509,17 @@ class _Preparation:
 class Documents:
     """These are the documents of some spools, in the order of the inputs.
 
-    Memory: 32 bytes a document.
+    Memory: 54 bytes a document, and while near duplicates are looked for about 1.5 KB for each that is kept.
 
     Attributes:
         entries: (spool, its entry) of each block.
         about: of each document (`DOCUMENT`).
-        kept: which of them are in the output.
+        kept: which of them are in the output. dropped: how many are not, by reason.
+        names: of the sources.
     """
 
-    def __init__(self, spools: Sequence[Spool]) -> None:
-        self.entries = list(merged(spools))
+    def __init__(self, spools: Sequence[Spool], names: Sequence[str]) -> None:
+        self.entries, self.names, self.dropped = list(merged(spools)), names, Counter[str]()
         parts = [np.frombuffer(spool.part(entry, "documents"), DOCUMENT) for spool, entry in self.entries]
         self.about = np.concatenate([np.zeros(0, DOCUMENT), *parts])
         self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
@@ -516,6 +548,56 @@ class Documents:
             return []
         texts = unpacked(self.part(entry, "texts"), self.about["bytes"][self.of(entry)])
         return [text for text, wanted in zip(texts, which, strict=True) if wanted]
+
+    def where(self, number: int) -> str:
+        """Return the place of a document in the inputs."""
+        spool, entry = self.entries[int(np.searchsorted(self.firsts, number, side="right")) - 1]
+        return where(self.names[spool.sources[entry]], int(self.about["place"][number]))
+
+    def remove_duplicates(self, kind: str | None) -> list[dict[str, Any]]:
+        """Leave out copies, and near ones too where `kind` is "near" → what was removed, and what it is a copy of."""
+        removed = list[dict[str, Any]]()
+        if kind is None:
+            return removed
+        firsts = exact_duplicates(self.about["content"].copy())
+        for number in np.flatnonzero(firsts != np.arange(len(firsts))).tolist():
+            removed.append(self._removed(number, "duplicate", int(firsts[number])))
+        if kind == "near":
+            for near in near_duplicates(self._sketches(), self._sketch):
+                removed.append(self._removed(near.document, "near-duplicate", near.earlier, near.similarity))
+        return removed
+
+    def remove_contaminated(self) -> list[dict[str, Any]]:
+        """Leave out documents that overlap with an evaluation set → what was removed."""
+        found = np.flatnonzero(self.kept & self.about["contaminated"]).tolist()
+        return [self._removed(number, "contaminated") for number in found]
+
+    def _removed(
+        self, number: int, reason: str, earlier: int | None = None, similarity: float | None = None
+    ) -> dict[str, Any]:
+        self.kept[number] = False
+        self.dropped[reason] += 1
+        of = {} if earlier is None else {"copy_of": self.where(earlier)}
+        return {
+            "removed": self.where(number),
+            "reason": reason,
+            **of,
+            **({"similarity": similarity} if similarity else {}),
+        }
+
+    def _sketches(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the number and the sketch of each document that is kept."""
+        for entry in range(len(self.entries)):
+            here, data, at = self.of(entry), self.part(entry, "sketches"), 0
+            for number, length in zip(range(here.start, here.stop), self.about["sketch"][here].tolist(), strict=True):
+                if self.kept[number]:
+                    yield number, data[at : at + length]
+                at += length
+
+    def _sketch(self, number: int) -> bytes:
+        entry = int(np.searchsorted(self.firsts, number, side="right")) - 1
+        at = int(self.about["sketch"][self.firsts[entry] : number].sum())
+        return self.part(entry, "sketches")[at : at + int(self.about["sketch"][number])]
 
     def texts(self, which: npt.NDArray[np.bool_]) -> Iterator[str]:
         """Yield the kept texts that `which`, bool [documents], says."""
@@ -564,7 +646,7 @@ def _assemble(
 
 def _counted(spools: Sequence[Spool], documents: Documents) -> dict[str, Any]:
     """Return how many documents there were, how many are kept, and why the others are not."""
-    dropped = sum((spool.dropped for spool in spools), Counter[str]())
+    dropped = sum((spool.dropped for spool in spools), documents.dropped)
     read = sum(spool.read for spool in spools)
     problems = [problem._asdict() for spool in spools for problem in spool.problems][:MOST_PROBLEMS]
     counted = {"read": read, "kept": len(documents), "dropped": dict(sorted(dropped.items())), "problems": problems}

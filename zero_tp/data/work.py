@@ -7,19 +7,27 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.documents import Block, Problem, where
+from zero_tp.data.documents import Block, Document, Problem, needed, where
 from zero_tp.data.indexed import token_dtype
+from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import MOST_PROBLEMS, Found
 from zero_tp.data.tokenizer import DocumentEncoder
 
-DOCUMENT = np.dtype([("split", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")])
-"""What is kept of each document: 64 bits by which the split is drawn, its place in the input, its sizes."""
-READ, ENCODED = ("documents", "texts"), ("sizes", "tokens")
+DOCUMENT = np.dtype(
+    [
+        *(("split", "<u8"), ("place", "<i8"), ("characters", "<i8"), ("bytes", "<i8")),
+        *(("content", "V16"), ("sketch", "<i4"), ("contaminated", "?")),
+    ]
+)
+"""What is kept of each document: 64 bits by which the split is drawn, its place in the input, its sizes, 128 bits of
+its content where duplicates are looked for, the bytes of its sketch, and whether it overlaps with an evaluation set."""
+READ, ENCODED = ("documents", "texts", "sketches"), ("sizes", "tokens")
 """The columns of a spool that hold documents, and those that hold their tokens."""
 
 
@@ -40,10 +48,18 @@ class Reading:
 
     Attributes:
         seed: of the split.
+        repair: mend Unicode with ftfy.
+        min_tokens: shorter documents are dropped; their end is not counted.
+        deduplicate: None, "exact" or "near": what is needed to find duplicates.
+        sets: the evaluation sets that documents must not overlap with.
     """
 
     seed: int
     encoder: DocumentEncoder | None = None
+    repair: bool = False
+    min_tokens: int = 0
+    deduplicate: str | None = None
+    sets: EvaluationSets | None = None
 
     def __call__(self) -> Callable[[tuple[int, Block]], Made]:
         return self._read
@@ -57,7 +73,7 @@ class Reading:
             if len(problems) < MOST_PROBLEMS:
                 problems.append(Found(where(block.source, place), reason, detail))
 
-        texts, places = list[str](), list[int]()
+        chosen, places = list[Document](), list[int]()
         for place, document in block.documents():
             read += 1
             if isinstance(document, Problem):
@@ -65,16 +81,43 @@ class Reading:
             elif not document.text.strip():
                 drop(place, "empty", "an empty document")
             else:
-                texts.append(document.text)
+                chosen.append(self._repaired(document))
                 places.append(place)
-        stored = [text.encode("utf-8") for text in texts]
-        columns = {
-            "documents": _described(texts, stored, places, self.seed),
-            "texts": packed(stored),
-        }
+        columns = {}
         if self.encoder is not None:
-            columns |= encoded(self.encoder, texts)
-        return Made(source, block.number, columns, read, dropped, problems)
+            ids = self.encoder.encode([document.text for document in chosen])
+            long = [len(each) > self.min_tokens for each in ids]  # their end is one more
+            dropped["short"] += long.count(False)
+            chosen, places = list(compress(chosen, long)), list(compress(places, long))
+            columns = columns_of(list(compress(ids, long)), self.encoder)
+        stored = [document.text.encode("utf-8") for document in chosen]
+        found = sketches([document.text for document in chosen]) if self.deduplicate == "near" else []
+        described = self._described(chosen, stored, places)
+        described["sketch"] = [len(sketch) for sketch in found] if found else 0
+        columns |= {"documents": described.tobytes(), "texts": packed(stored), "sketches": b"".join(found)}
+        return Made(source, block.number, columns, read, +dropped, problems)
+
+    def _repaired(self, document: Document) -> Document:
+        if not self.repair:
+            return document
+        fix: Callable[[str], str] = needed("ftfy", "--repair-unicode").fix_text
+        return Document(fix(document.text), document.title)
+
+    def _described(
+        self, documents: Sequence[Document], stored: Sequence[bytes], places: Sequence[int]
+    ) -> npt.NDArray[Any]:
+        described, key = np.zeros(len(documents), DOCUMENT), self.seed.to_bytes(8, "little")
+        drawn = b"".join(hashlib.blake2b(data, digest_size=8, key=key).digest() for data in stored)
+        described["split"] = np.frombuffer(drawn, "<u8")
+        described["place"] = places
+        described["characters"] = [len(document.text) for document in documents]
+        described["bytes"] = [len(data) for data in stored]
+        if self.deduplicate is not None:
+            contents = b"".join(hashlib.blake2b(data, digest_size=16).digest() for data in stored)
+            described["content"] = np.frombuffer(contents, "V16")
+        if self.sets is not None:
+            described["contaminated"] = [self.sets.has(document) for document in documents]
+        return described
 
 
 @dataclass(frozen=True)
@@ -97,20 +140,14 @@ class Encoding:
 
 def encoded(encoder: DocumentEncoder, texts: list[str]) -> dict[str, bytes]:
     """Return the tokens of all texts, one behind the other, and how many each has (int64)."""
-    documents = encoder.encode(texts)
+    return columns_of(encoder.encode(texts), encoder)
+
+
+def columns_of(documents: Sequence[npt.NDArray[np.int64]], encoder: DocumentEncoder) -> dict[str, bytes]:
+    """Return the tokens of all documents, one behind the other, and how many each has (int64)."""
     sizes = np.array([len(ids) for ids in documents], np.int64)
     tokens = np.concatenate(documents) if documents else np.zeros(0, np.int64)
     return {"sizes": sizes.tobytes(), "tokens": tokens.astype(token_dtype(encoder.vocabulary_size)).tobytes()}
-
-
-def _described(texts: Sequence[str], stored: Sequence[bytes], places: Sequence[int], seed: int) -> bytes:
-    described, key = np.zeros(len(texts), DOCUMENT), seed.to_bytes(8, "little")
-    drawn = b"".join(hashlib.blake2b(data, digest_size=8, key=key).digest() for data in stored)
-    described["split"] = np.frombuffer(drawn, "<u8")
-    described["place"] = places
-    described["characters"] = [len(text) for text in texts]
-    described["bytes"] = [len(data) for data in stored]
-    return described.tobytes()
 
 
 def packed(texts: Sequence[bytes]) -> bytes:

@@ -1,0 +1,159 @@
+"""Documents that say the same: exact and near duplicates, and those that overlap with evaluation sets.
+
+Near duplicates share most of their shingles, 5 words in a row: a MinHash sketch of 128 numbers estimates the Jaccard
+similarity of two sets of shingles, and locality-sensitive hashing (32 bands of 4) finds the documents to compare, a
+pair at 0.7 with a chance of 0.9998 (Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", 3.4;
+Megatron-LM, section 4.1, which removed documents at 0.7).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_tp.data.documents import Document, Problem, find_sources, needed, where
+from zero_tp.errors import UserError
+
+SHINGLE, THRESHOLD, OVERLAP = 5, 0.7, 13
+_NUMBERS, _BANDS, _SEED = 128, 32, 42
+_HEADING = re.compile(r"^ ?= ([^=\n]+) = ?$", re.MULTILINE)
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without what is between them."""
+    return re.findall(r"\w+", text.lower())
+
+
+# --- near duplicates --------------------------------------------------------------------------------------------------
+
+
+def shingles(text: str) -> list[str]:
+    """Return every 5 words in a row; of a shorter text, all its words."""
+    found = words(text)
+    return [" ".join(found[at : at + SHINGLE]) for at in range(max(1, len(found) - SHINGLE + 1))] if found else []
+
+
+def sketches(texts: Sequence[str]) -> list[bytes]:
+    """Return a sketch of each text; empty for one without words."""
+    rensa = needed("rensa", "--deduplicate near")
+    of_texts = [shingles(text) for text in texts]
+    made = rensa.RMinHash.from_token_sets(of_texts, num_perm=_NUMBERS, seed=_SEED)
+    return [sketch.__reduce__()[2] if its else b"" for sketch, its in zip(made, of_texts, strict=True)]
+
+
+def _restored(sketch: bytes) -> Any:
+    found = needed("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
+    found.__setstate__(sketch)
+    return found
+
+
+class Near(NamedTuple):
+    """A document is near an earlier one, with this estimated Jaccard similarity."""
+
+    document: int
+    earlier: int
+    similarity: float
+
+
+def near_duplicates(given: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]) -> Iterator[Near]:
+    """Yield the documents, given as (number, sketch), whose similarity with one before, that is itself no duplicate, is
+    at least 0.7. Memory: about 1.5 KB a document that is none."""
+    rensa = needed("rensa", "--deduplicate near")
+    index = rensa.RMinHashDeduplicator(THRESHOLD, _NUMBERS, True, _BANDS, _SEED)
+    for number, sketch in given:
+        if not sketch:
+            continue
+        its = _restored(sketch)
+        if not index.add(str(number), its):
+            first = min(map(int, index.get_duplicates(its)))
+            yield Near(number, first, its.jaccard(_restored(sketch_of(first))))
+
+
+def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return the number of the first document with the same content, [documents], by 128-bit hashes (V16)."""
+    halves = content.view("<u8").reshape(-1, 2)
+    order = np.lexsort((np.arange(len(halves)), halves[:, 1], halves[:, 0]))
+    begins = np.ones(len(order), np.bool_)
+    begins[1:] = (halves[order[1:]] != halves[order[:-1]]).any(axis=1)
+    firsts = np.empty(len(order), np.int64)
+    firsts[order] = order[begins][np.cumsum(begins) - 1]
+    return firsts
+
+
+# --- evaluation sets --------------------------------------------------------------------------------------------------
+
+
+def overlaps(text: str) -> npt.NDArray[np.uint64]:
+    """Return a hash of every 13 words in a row, uint64 [words - 12]."""
+    hashes = np.array([zlib.crc32(word.encode()) + 1 for word in words(text)], np.uint64) * _FACTOR
+    count = len(hashes) - OVERLAP + 1
+    found = np.zeros(max(count, 0), np.uint64)
+    for at in range(OVERLAP if count > 0 else 0):
+        found = (found ^ (found >> np.uint64(29))) * _FACTOR + hashes[at : at + count]
+    return found
+
+
+def _title(text: str) -> str:
+    return " ".join(words(text))
+
+
+@dataclass(frozen=True)
+class EvaluationSets:
+    """Evaluation sets are known by their 13-word overlaps and, where they are WikiText's, by their articles' titles.
+
+    Attributes:
+        overlaps: sorted hashes, see `overlaps`.
+        titles: normalised.
+        short: texts of fewer than 13 words, which can't be found.
+    """
+
+    overlaps: npt.NDArray[np.uint64]
+    titles: frozenset[str]
+    texts: int
+    short: int
+
+    @classmethod
+    def read(cls, paths: Sequence[Path]) -> EvaluationSets:
+        """Read sets from files of any kind that is an input; all strings of a record are its text.
+
+        Raises:
+            UserError: a file can't be read, or holds no text.
+        """
+        parts, titles, texts, short = [np.zeros(0, np.uint64)], set[str](), 0, 0
+        for source in find_sources(list(paths), every_string=True):
+            before = texts
+            for block in source.blocks():
+                for place, document in block.documents():
+                    if isinstance(document, Problem):
+                        raise UserError(f"--decontaminate: {where(source.name, place)}: {document.detail}")
+                    texts += 1
+                    its = overlaps(document.text)
+                    short += not len(its)
+                    parts.append(its)
+                    titles |= {_title(found) for found in _HEADING.findall(document.text)}
+            if texts == before:
+                raise UserError(f"--decontaminate: {source.name}: no text in it")
+        return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}), texts, short)
+
+    def has(self, document: Document) -> bool:
+        """Return whether a document has 13 words in a row, or a title, of one of the sets.
+
+        Its title is that of its record, or its first line.
+        """
+        if self.titles:
+            first = document.text.lstrip().partition("\n")[0]
+            if _title(first) in self.titles or (document.title is not None and _title(document.title) in self.titles):
+                return True
+        its = overlaps(document.text)
+        if not len(self.overlaps) or not len(its):
+            return False
+        at = np.minimum(np.searchsorted(self.overlaps, its), len(self.overlaps) - 1)
+        return bool((self.overlaps[at] == its).any())
