@@ -8,14 +8,14 @@ Communication of one layer, forward and backward, over the TP group:
 | layer | SP | forward | backward |
 | --- | --- | --- | --- |
 | column | off | – (f) | all-reduce of the input gradient ¹ |
-| column | on | all-gather of the input (g) | all-gather of the input ², then reduce-scatter of the input gradient ¹ |
+| column | on | all-gather of the input (g) ³ | all-gather of the input ², then reduce-scatter of the input gradient ¹ |
 | row | off | all-reduce of the output (f̄) | – |
-| row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient |
+| row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient ³ |
 
 The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the gathered output
 gradient, so that every rank has the whole of it and nothing more is communicated.
 
-¹ during the weight-gradient GEMM. ² during the input-gradient GEMM.
+¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rows that the rank has.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import (
     Group,
-    all_gather,
     all_reduce,
+    group_rank,
     group_size,
     reduce_scatter,
     start_all_gather,
@@ -42,6 +42,41 @@ from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
 
 Rows = tuple[int, int]
 """First and last + 1 of the output features that a rank computes of a replicated weight."""
+
+
+def _gathered_products(
+    shard: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Gather a sequence shard and multiply what it is part of: its own rows first, while the others are on their way.
+
+    Each row's product is what it is in a product of all rows, up to the order of a GEMM's own sums.
+
+    Args:
+        shard: [s/t, b, i].
+        matrices: [i, o] each.
+        biases: [o] each, or None.
+
+    Returns:
+        The whole [s, b, i], and its products [s, b, o].
+    """
+    gathering = start_all_gather(shard, group)
+    rows, rank, size = shard.shape[0], group_rank(group), group_size(group)
+    outputs = tuple(shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices)
+
+    def multiply(first: int, end: int, given: Tensor) -> None:
+        for output, matrix, bias in zip(outputs, matrices, biases, strict=True):
+            to = output[first:end].flatten(0, 1)
+            if bias is None:
+                torch.mm(given.flatten(0, 1), matrix, out=to)
+            else:
+                torch.addmm(bias, given.flatten(0, 1), matrix, out=to)
+
+    multiply(rank * rows, (rank + 1) * rows, shard)
+    whole = gathering.wait()
+    for first, end in ((0, rank * rows), ((rank + 1) * rows, size * rows)):
+        if end > first:
+            multiply(first, end, whole[first:end])
+    return whole, outputs
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -59,11 +94,11 @@ class _ColumnParallel(torch.autograd.Function):
         # Whole parameters, not views of their rows: ZeRO-3 takes a parameter's data away until backward.
         ctx.save_for_backward(shard, *weights)
         ctx.group, ctx.sequence, ctx.rows = group, sequence, rows
-        whole = all_gather(shard, group) if sequence else shard
-        return tuple(
-            F.linear(whole, _cut(weight, cut), _cut(bias, cut))
-            for weight, bias, cut in zip(weights, biases, rows, strict=True)
-        )
+        own_weights = [_cut(weight, cut) for weight, cut in zip(weights, rows, strict=True)]
+        own_biases = [_cut(bias, cut) for bias, cut in zip(biases, rows, strict=True)]
+        if sequence:
+            return _gathered_products(shard, [weight.t() for weight in own_weights], own_biases, group)[1]
+        return tuple(F.linear(shard, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -136,9 +171,13 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        whole = all_gather(gradient, ctx.group) if ctx.sequence else gradient
+        if ctx.sequence:
+            matrices = [weight] if needs_input else []
+            whole, of_input = _gathered_products(gradient, matrices, [None] * len(matrices), ctx.group)
+        else:
+            whole, of_input = gradient, (gradient @ weight,) if needs_input else ()
         return (
-            whole @ weight if needs_input else None,
+            of_input[0] if needs_input else None,
             whole.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
             whole.sum((0, 1)) if needs_bias else None,
             None,
