@@ -77,8 +77,9 @@ MUTANTS: dict[str, Mutant] = {
     "reduced-forward-and-backward": Mutant(
         "f̄ sums in backward too, so that gradients before it count t times (Adam hides the factor).",
         "zero_tp/parallel/linear.py",
-        "whole = all_gather(gradient, ctx.group) if ctx.sequence else gradient",
-        "whole = (all_gather if ctx.sequence else all_reduce)(gradient.clone(), ctx.group)",
+        "whole, of_input = gradient, (gradient @ weight,) if needs_input else ()",
+        "whole = all_reduce(gradient.clone(), ctx.group)\n"
+        "            of_input = (whole @ weight,) if needs_input else ()",
         (LAYERS + "test_operators_do_what_they_are_defined_to_do[2]", ROW_TP),
     ),
     "input-gradient-reduced-twice": Mutant(
@@ -102,6 +103,13 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/parallel/linear.py",
         "whole = gathering.wait() if gathering is not None else shard",
         "whole = gathering.wait().roll(len(shard), 0) if gathering is not None else shard",
+        (COLUMN_SP,),
+    ),
+    "own-rows-for-the-gathered": Mutant(
+        "Forward under SP multiplies this rank's rows where those of the other ranks should be.",
+        "zero_tp/parallel/linear.py",
+        "multiply(first, end, whole[first:end])",
+        "multiply(first, end, shard.repeat((end - first) // rows, 1, 1))",
         (COLUMN_SP,),
     ),
     "foreign-tokens-look-up-row-zero": Mutant(
