@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from zero_tp import cli
@@ -25,6 +26,13 @@ input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. d
 What can't be read is counted by reason, and the rest goes on. The split depends on the documents and the seed only, not
 on their order. Running the same command again reuses OUTPUT; one that was interrupted goes on.
 """
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: I/N is needed, such as 0/4")
+    return int(match[1]), int(match[2])
 
 
 def main() -> None:
@@ -94,6 +102,10 @@ def main() -> None:
     )
     parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
     parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
+    parser.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N of the work, on this machine of several"
+    )
+    parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
     parser.add_argument("--overwrite", action="store_true", help="replace an OUTPUT made with other inputs or settings")
     arguments = parser.parse_args()
 
@@ -118,6 +130,8 @@ def main() -> None:
         overwrite=arguments.overwrite,
         strict=arguments.strict,
         processes=arguments.processes,
+        shard=arguments.shard,
+        merge=arguments.merge,
     )
 
     report = prepared.report
@@ -133,6 +147,9 @@ def main() -> None:
         print(f"   dropped: {documents['read'] - documents['kept']:,} of {documents['read']:,} documents: {why}")
         for problem in documents["problems"]:
             print(f"            {problem['where']}: {problem['detail']}")
+    if arguments.shard is not None:
+        print(f"{prepared.output}: {report['documents']['kept']:,} documents; --merge puts it together with the others")
+        return
     for split, figures in report["splits"].items():
         print(
             f"{split:>10}: {figures['documents']:,} documents, {figures['characters']:,} characters, "

@@ -10,9 +10,11 @@ a document, a few blocks of 1 MiB a process (or one document if that is longer),
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import math
 import os
+import re
 import shutil
 import time
 from collections import Counter
@@ -32,7 +34,7 @@ from zero_tp.data.documents import COLUMNAR, DOCUMENTS, KINDS, Block, Source, fi
 from zero_tp.data.indexed import IndexedWriter, content_path, token_dtype
 from zero_tp.data.pool import in_order, usable_cores
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates
-from zero_tp.data.spool import MOST_PROBLEMS, Spool, merged
+from zero_tp.data.spool import MOST_PROBLEMS, Found, Spool, merged
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
 from zero_tp.data.work import DOCUMENT, ENCODED, READ, Encoding, Reading, unpacked
 from zero_tp.errors import UserError, shown
@@ -177,6 +179,8 @@ def prepare(
     overwrite: bool = False,
     strict: bool = False,
     processes: int | None = None,
+    shard: tuple[int, int] | None = None,
+    merge: bool = False,
     progress: bool = True,
 ) -> Prepared:
     """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and
@@ -188,6 +192,9 @@ def prepare(
         overwrite: replace an output of other inputs or settings.
         strict: stop at the first record that is no document, instead of counting it.
         processes: that read and tokenise; None: one a core.
+        shard: (i, n): do the i-th of n parts of the work, i from 0, into `shard_path`; other processes or machines that
+            see the same inputs do the others.
+        merge: put together what n shards made, which is what one process would have.
         progress: show progress bars when stderr is a terminal.
 
     Raises:
@@ -198,6 +205,11 @@ def prepare(
     sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
+    if shard is not None and merge:
+        raise UserError("a shard is prepared or the shards are merged: give --shard or --merge")
+    shards = _shards(output) if merge else []
+    if shard is not None:
+        return _prepare_shard(sources, output, spec, settings, overwrite, strict, processes, shard, progress)
     reading = hidden_beside(output, "progress")
     try:
         if (reused := _existing(output, sources, spec, settings, overwrite)) is not None:
@@ -207,15 +219,98 @@ def prepare(
             partial_directory(output, OWN_DIRECTORIES) as partial,
             _Preparation(sources, spec, settings, reading, strict, processes, progress) as preparation,
         ):
-            preparation.read()
+            if shards:
+                preparation.take(shards)
+            else:
+                preparation.read()
             report = preparation.write(partial)
             put_in_place(partial, output)
             preparation.finished = True
     except OSError as error:
-        full = error.errno == errno.ENOSPC and reading.exists()
-        kept = "; what was read is kept: make room, and start the same command again to go on" if full else ""
-        raise UserError(f"{output}: can't be written: {error.strerror or error}{kept}") from error
+        raise UserError(f"{output}: can't be written: {error.strerror or error}{_kept(error, reading)}") from error
     return Prepared(output, report, reused=False, resumed=preparation.resumed)
+
+
+def shard_path(output: Path, shard: tuple[int, int]) -> Path:
+    """Return where shard i of n of an output is written: beside it."""
+    return output.absolute().parent / f"{output.absolute().name}.shard-{shard[0]}-of-{shard[1]}"
+
+
+def _prepare_shard(
+    sources: Sequence[Source],
+    output: Path,
+    spec: TokenizerSpec,
+    settings: PrepareSettings,
+    overwrite: bool,
+    strict: bool,
+    processes: int | None,
+    shard: tuple[int, int],
+    progress: bool,
+) -> Prepared:
+    i, n = shard
+    if not 0 <= i < n:
+        raise UserError(f"shard {i}/{n}: from 0/{n} to {n - 1}/{n}")
+    if spec.directory is None:
+        raise UserError(
+            f"tokenizer {settings.tokenizer}: a shard takes a finished tokenizer: prepare some of the documents "
+            "without --shard first, and then give that output's tokenizer directory"
+        )
+    if any(source.path is None and source.kind != "hub" for source in sources):
+        raise UserError("standard input can't be read by several shards: write it to a file first")
+    path = shard_path(output, shard)
+    reading = hidden_beside(path, "progress")
+    try:
+        with (
+            partial_directory(path),
+            _Preparation(sources, spec, settings, reading, strict, processes, progress, shard) as preparation,
+        ):
+            there = Spool(path, READ + ENCODED) if path.exists() else None
+            if reused := there is not None and there.identity == preparation.spool.identity:
+                preparation.finished = True
+                assert there is not None
+            elif path.exists() and not (overwrite and there is not None and there.identity):
+                raise UserError(
+                    f"{path} is there, and of other inputs or settings: remove it, or replace it: --overwrite"
+                )
+            else:
+                preparation.read()
+                preparation.spool.commit()
+                preparation.spool.close()
+                remove(path)
+                os.replace(reading, path)
+                sync(path.parent, below=False)
+                there = preparation.spool
+    except OSError as error:
+        raise UserError(f"{path}: can't be written: {error.strerror or error}{_kept(error, reading)}") from error
+    found = [problem._asdict() for _, _, problem in there.problems]
+    kept = there.read - there.dropped.total()
+    counted = {"read": there.read, "kept": kept, "dropped": dict(sorted(there.dropped.items())), "problems": found}
+    return Prepared(path, {"documents": counted}, reused=reused, resumed=preparation.resumed)
+
+
+def _shards(output: Path) -> list[Spool]:
+    """Return the shards of an output, all of them.
+
+    Raises:
+        UserError: one is missing, or there are none or those of several numbers.
+    """
+    found: dict[int, dict[int, Path]] = {}
+    for path in output.absolute().parent.glob(f"{glob.escape(output.absolute().name)}.shard-*-of-*"):
+        if match := re.fullmatch(r".*\.shard-([0-9]+)-of-([0-9]+)", path.name):
+            found.setdefault(int(match[2]), {})[int(match[1])] = path
+    if len(found) != 1:
+        several = ", ".join(f"of {n}" for n in sorted(found))
+        what = f"there are shards {several}: remove those that are too many" if found else "there are no shards of it"
+        raise UserError(f"{output}: {what}")
+    ((n, paths),) = found.items()
+    if missing := sorted(set(range(n)) - paths.keys()):
+        raise UserError(f"{output}: shard {missing[0]} of {n} is missing: prepare it with --shard {missing[0]}/{n}")
+    return [Spool(paths[i], READ + ENCODED) for i in range(n)]
+
+
+def _kept(error: OSError, reading: Path) -> str:
+    full = error.errno == errno.ENOSPC and reading.exists()
+    return "; what was read is kept: make room, and start the same command again to go on" if full else ""
 
 
 def _identity(
@@ -340,7 +435,9 @@ class _Preparation:
         strict: bool,
         processes: int | None,
         progress: bool,
+        shard: tuple[int, int] = (0, 1),
     ) -> None:
+        self.shard = shard
         self.sources, self.spec, self.settings, self.directory, self.strict = sources, spec, settings, directory, strict
         self.bar_disabled = None if progress else True  # None: tqdm shows a bar on a terminal only
         self.stamps = [_stamp(source) for source in sources]
@@ -352,6 +449,7 @@ class _Preparation:
         self.work = Reading(settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets)
         self.seconds: dict[str, float] = {}
         self.finished = False
+        self.ended = set[int]()
 
     def __enter__(self) -> _Preparation:
         if any(source.path is None for source in self.sources):
@@ -362,9 +460,13 @@ class _Preparation:
             "settings": self.settings.of_documents(),
             "tokenizer": self.spec.fingerprint(),
             "versions": _versions(),
+            "shard": list(self.shard),
+            # A tokenizer is trained on what is not held out.
+            **({"validation": self.settings.validation} if self.spec.directory is None else {}),
         }
         columns = READ if self.work.encoder is None else READ + ENCODED
         self.spool = Spool(self.directory, columns, identity)
+        self.spools = [self.spool]
         self.resumed = self.spool.read
         return self
 
@@ -383,19 +485,23 @@ class _Preparation:
         """
         started, spool = time.perf_counter(), self.spool
         if self.strict and spool.problems:
-            raise UserError(f"{spool.problems[0].where}: {spool.problems[0].detail}")
-        already = Counter(spool.sources)
+            problem = spool.problems[0][-1]
+            raise UserError(f"{problem.where}: {problem.detail}")
+        reached = dict(zip(spool.sources, spool.numbers, strict=True))
+        i, n = self.shard
+        whole = len(self.sources) >= 4 * n  # a shard reads its files alone
         total = sum(map(_size, self.sources)) or None
         bar: tqdm = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=self.bar_disabled, leave=False)
 
         def blocks() -> Iterator[tuple[int, Block]]:
             before = 0
             for number, source in enumerate(self.sources):
-                if number not in spool.done:
+                if number not in spool.done and (not whole or number % n == i):
                     for block in source.blocks():
                         bar.update(before + source.position - bar.n)
-                        if block.number >= already[number]:
+                        if block.number > reached.get(number, -1) and (whole or block.number % n == i):
                             yield number, block
+                    self.ended.add(number)
                 before += _size(source)
 
         with bar:
@@ -414,10 +520,33 @@ class _Preparation:
         spool.flush()
         self.seconds["reading"] = time.perf_counter() - started
 
+    def take(self, shards: Sequence[Spool]) -> None:
+        """Take what shards have read instead.
+
+        Raises:
+            UserError: they are of other inputs or settings, or saw other bytes in the same file.
+        """
+        self.spools, self.seconds["reading"] = list(shards), 0.0
+        for number, spool in enumerate(shards):
+            for key, value in spool.identity.items() if spool.identity else [("journal", None)]:
+                mine = [number, len(shards)] if key == "shard" else self.spool.identity.get(key)
+                if mine != value:
+                    raise UserError(f"{spool.directory}: made with another {key}: prepare this shard again")
+            for source, about in spool.done.items():
+                if self.done.setdefault(source, about) != about:
+                    raise UserError(f"{self.sources[source].name} was another file where {spool.directory} was made")
+        assert len(self.done) == len(self.sources)
+
+    @property
+    def done(self) -> dict[int, dict[str, Any]]:
+        """Return what is known of each source."""
+        return self.spool.done
+
     def _ended(self, numbers: range) -> None:
         """Note the ends of sources."""
         for number in numbers:
-            if number not in self.spool.done:
+            if number in self.ended:
+                self.ended.remove(number)
                 source = self.sources[number]
                 if _stamp(source) != self.stamps[number]:
                     raise UserError(f"{source.name}: {_CHANGED}")
@@ -427,7 +556,7 @@ class _Preparation:
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Write all of the output, and return the report."""
-        spools = [self.spool]
+        spools = self.spools
         documents = Documents(spools, [source.name for source in self.sources])
         removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
@@ -445,7 +574,7 @@ class _Preparation:
         self.seconds["tokenizer"] = self.seconds.get("tokenizer", encoded - trained)
         self.seconds["encoding"] = self.seconds.get("encoding", 0.0) + finished - encoded
         encoding = self.seconds["reading"] if self.work.encoder is not None else 0.0
-        hashes = [self.spool.done[number]["sha256"] for number in range(len(self.sources))]
+        hashes = [self.done[number]["sha256"] for number in range(len(self.sources))]
         total = sum(figures["tokens"] for figures in splits.values())
         report = {
             "identity": _identity(self.sources, hashes, self.spec, self.settings),
@@ -476,6 +605,7 @@ class _Preparation:
             self.tokenizer.save_pretrained(str(saved))
             return self.work.encoder, lambda entry: (documents.part(entry, "sizes"), documents.part(entry, "tokens"))
         started, trained, tokenizer = time.perf_counter(), self.directory / "tokenizer", None
+        self.spool.commit()
         if not trained.exists():
             texts = tqdm(
                 documents.texts(~held_out), "training the tokenizer", int((~held_out).sum()), unit=" documents",
@@ -483,6 +613,7 @@ class _Preparation:
             )  # fmt: skip
             assert self.spec.bpe_size is not None
             between = self.directory / "tokenizer.new"
+            remove(between)
             tokenizer = train_bpe(iter(texts), self.spec.bpe_size)
             tokenizer.save_pretrained(str(between))
             sync(between)
@@ -648,18 +779,21 @@ def _counted(spools: Sequence[Spool], documents: Documents) -> dict[str, Any]:
     """Return how many documents there were, how many are kept, and why the others are not."""
     dropped = sum((spool.dropped for spool in spools), documents.dropped)
     read = sum(spool.read for spool in spools)
-    problems = [problem._asdict() for spool in spools for problem in spool.problems][:MOST_PROBLEMS]
+    problems = [problem._asdict() for problem in _problems(spools)]
     counted = {"read": read, "kept": len(documents), "dropped": dict(sorted(dropped.items())), "problems": problems}
     assert read == len(documents) + dropped.total(), counted
     return counted
 
 
+def _problems(spools: Sequence[Spool]) -> list[Found]:
+    """Return the first problems, in the order of the inputs."""
+    found = sorted((each for spool in spools for each in spool.problems), key=lambda each: each[:2])
+    return [problem for _, _, problem in found][:MOST_PROBLEMS]
+
+
 def _dropped(spools: Sequence[Spool]) -> str:
     """Return what a message adds where documents were dropped."""
-    count, problems = (
-        sum(spool.dropped.total() for spool in spools),
-        [each for spool in spools for each in spool.problems],
-    )
+    count, problems = sum(spool.dropped.total() for spool in spools), _problems(spools)
     return f" ({count:,} dropped, the first: {problems[0].where}: {problems[0].detail})" if problems else ""
 
 

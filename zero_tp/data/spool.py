@@ -40,7 +40,7 @@ class Spool:
     Attributes:
         sources, numbers: of each entry: which block of which source it is.
         read: documents that were read so far. dropped: how many of them were dropped, by reason.
-        problems: the first of them.
+        problems: the first of them, each with its source and block.
         done: source → what is known of it once it was read to its end.
         committed: something would be lost with it.
 
@@ -53,7 +53,8 @@ class Spool:
         self.directory, self.columns = directory, tuple(columns)
         self.sources, self.numbers = array("q"), array("q")
         self._ends = {name: array("q", [0]) for name in columns}
-        self.read, self.dropped, self.problems = 0, Counter[str](), list[Found]()
+        self.read, self.dropped, self.problems = 0, Counter[str](), list[tuple[int, int, Found]]()
+        self.identity: dict[str, Any] = {}
         self.done: dict[int, dict[str, Any]] = {}
         self._files: dict[str, IO[bytes]] = {}
         self._pending: list[str] = []
@@ -61,6 +62,7 @@ class Spool:
         self.committed = whole > 0 and len(self.sources) + len(self.done) > 0
         if identity is None:
             return
+        self.identity = json.loads(json.dumps(identity))
         if whole == 0:
             for path in directory.iterdir() if directory.is_dir() else ():
                 remove(path)
@@ -89,6 +91,8 @@ class Spool:
                     return 0
                 if whole:
                     self._take(entry)
+                else:
+                    self.identity = entry["identity"]
                 whole += len(line)
         sizes = {name: self._ends[name][-1] for name in self.columns}
         for name, size in sizes.items():
@@ -108,7 +112,8 @@ class Spool:
         self.numbers.append(entry["number"])
         self.read += entry["read"]
         self.dropped.update(entry["dropped"])
-        self.problems += [Found(*each) for each in entry["problems"][: MOST_PROBLEMS - len(self.problems)]]
+        at = entry["source"], entry["number"]
+        self.problems += [(*at, Found(*each)) for each in entry["problems"][: MOST_PROBLEMS - len(self.problems)]]
 
     def __len__(self) -> int:
         """Return the number of entries."""
