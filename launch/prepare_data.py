@@ -50,8 +50,9 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer",
         required=True,
-        metavar="DIR|bpe:SIZE",
-        help="a Hugging Face tokenizer directory, or bpe:SIZE to train a byte-level BPE of SIZE tokens",
+        metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
+        help="a Hugging Face tokenizer directory, or what to train: a byte-level BPE of SIZE tokens, or a WordPiece "
+        "vocabulary for the masked objective, of text without capitals and accents or as it is",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
     parser.add_argument(
@@ -100,6 +101,12 @@ def main() -> None:
         metavar="FILE",
         help="drop documents with 13 words in a row of these evaluation sets, and WikiText's articles by their titles",
     )
+    steps.add_argument(
+        "--split-sentences",
+        metavar="LANGUAGE",
+        help="keep where sentences begin, by the rules of a language (its ISO 639 code, such as en; general rules for "
+        "one that has none): the masked objective's two segments meet there",
+    )
     parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
     parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
     parser.add_argument(
@@ -122,6 +129,7 @@ def main() -> None:
         arguments.min_tokens,
         arguments.deduplicate,
         tuple(arguments.decontaminate),
+        arguments.split_sentences,
     )
     prepared = prepare(
         arguments.input,

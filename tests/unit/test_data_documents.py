@@ -136,7 +136,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
     corpus = IndexedCorpus(tmp_path / "c")
     assert corpus.documents(0, 6).tolist() == [0, 0, 0, 2, 2, 2]
     assert corpus.documents(2, 2).tolist() == [0, 2]
-    assert corpus._first_tokens(0, 4).tolist() == [0, 3, 3, 6]
+    assert corpus.first_tokens(0, 4).tolist() == [0, 3, 3, 6]
 
 
 def test_a_corpus_without_anything_to_predict(tmp_path: Path) -> None:

@@ -90,6 +90,25 @@ def test_documents_of_several_sequences_and_modes(tmp_path: Path) -> None:
     )
     corpus = IndexedCorpus(tmp_path / "c")
     assert [corpus.document(i).tolist() for i in range(len(corpus))] == [[70_000, 1, 2], [3, 4, 5]]
+    assert [corpus.extent(i) for i in range(2)] == [(0, 3), (3, 3)]
+    assert corpus.sequences(0, 6).tolist() == [0, 2, 3] and corpus.sequences(1, 2).tolist() == [1]
+    assert corpus.sequences(4, 2).tolist() == [] and corpus.sequences(2, 0).tolist() == []
+
+
+def test_sentences_are_written_as_sequences(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "c", 100_000) as writer:
+        writer.add_documents([70_000, 1, 2], [3, 0], [True, False, True])
+        writer.add_documents([3, 4, 5], [3], [False, True, True])
+    expected = (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, 4, 6, 4)
+        + struct.pack("<6i", 2, 1, 0, 1, 1, 1)
+        + struct.pack("<6q", 0, 8, 12, 12, 16, 20)
+        + struct.pack("<4q", 0, 2, 3, 6)
+    )
+    assert (tmp_path / "c.idx").read_bytes() == expected
+    corpus = IndexedCorpus(tmp_path / "c")
+    assert corpus.sequences(0, 6).tolist() == [0, 2, 3, 4, 5] and corpus.extent(1) == (3, 0)
 
 
 def test_a_truncated_bin_names_the_sizes(tmp_path: Path) -> None:

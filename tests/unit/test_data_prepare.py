@@ -1,6 +1,7 @@
 """Preparing a corpus: the split, the tokenizer, the files, and every way in which the input can be wrong."""
 
 import gzip
+import itertools
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from sentencex import segment
+from transformers import AutoTokenizer, BertTokenizer
 
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
@@ -187,6 +189,54 @@ def test_a_given_tokenizer(tmp_path: Path) -> None:
         run(tmp_path, "third", tokenizer=str(first.output / "tokenizer"))
 
 
+SPEECHES = [text[:20_000] for text in itertools.islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 12)]
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_a_wordpiece_vocabulary_is_that_of_tokenizers_and_the_same_each_time(tmp_path: Path, cased: bool) -> None:
+    kind = "wordpiece-cased:400" if cased else "wordpiece:400"
+    texts = [*SPEECHES, "Ünïcode \u4f60\u597d €"]
+    first, second = (run(tmp_path, name, texts=texts, tokenizer=kind, validation=2) for name in ("a", "b"))
+    assert first.report["files"] == second.report["files"], "tokenizers alone gives other ids each time"
+    tokenizer = AutoTokenizer.from_pretrained(str(first.output / "tokenizer"))
+    assert isinstance(tokenizer, BertTokenizer) and len(tokenizer) == 400
+    assert tokenizer.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert ("The" in tokenizer.get_vocab()) == cased
+
+    # Which merge comes first of several that are as frequent is chance in tokenizers, so a few pieces may differ.
+    held = held_out(first.output)
+    other = BertTokenizer(do_lower_case=not cased).train_new_from_iterator(
+        iter([text for text in texts if text not in held]), 400, show_progress=False
+    )
+    assert len(other.get_vocab().keys() ^ tokenizer.get_vocab().keys()) <= 8
+    corpus = IndexedCorpus(first.output / "validation")
+    for i, text in enumerate(held):
+        assert corpus.document(i).tolist() == tokenizer.encode(text, add_special_tokens=False), "no token ends it"
+
+
+def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
+    for name, kind in (("wordpiece", "wordpiece:400"), ("bpe", "bpe:400")):
+        plain = run(tmp_path, f"{name}-plain", texts=SPEECHES, tokenizer=kind).output
+        split = run(tmp_path, f"{name}-split", texts=SPEECHES, tokenizer=kind, sentences="en").output
+        assert (plain / "train.bin").read_bytes() == (split / "train.bin").read_bytes()
+        tokenizer = AutoTokenizer.from_pretrained(str(split / "tokenizer"))
+        held = held_out(split)
+        corpus, number = IndexedCorpus(split / "train"), 0
+        assert len(corpus) == len(SPEECHES) - len(held)
+        for i, text in enumerate(text for text in SPEECHES if text not in held):
+            expected = [sentence.strip() for sentence in segment("en", text) if sentence.strip()]
+            begins = corpus.sequences(*corpus.extent(i))
+            assert begins[0] == 0
+            found = [part.tolist() for part in np.split(corpus.document(i), begins[1:])]
+            number += len(found)
+            if name == "wordpiece":
+                assert found == [tokenizer.encode(sentence, add_special_tokens=False) for sentence in expected]
+            else:
+                told = [tokenizer.decode(sentence, skip_special_tokens=True).strip() for sentence in found]
+                assert told == expected and found[-1][-1] == tokenizer.eos_token_id
+        assert number > 20 * len(corpus)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -225,6 +275,9 @@ def test_bad_input(tmp_path: Path, name: str, content: bytes, message: str) -> N
         ({"tokenizer": "bpe:256"}, "at least 257"),
         ({"tokenizer": "bpe:many"}, "neither a directory nor bpe:SIZE"),
         ({"tokenizer": "wordpiece"}, "neither a directory nor bpe:SIZE"),
+        ({"tokenizer": "wordpiece:5"}, r"at least 6 \(special tokens and one other\)"),
+        ({"tokenizer": "wordpiece:40"}, r"tokenizer wordpiece:40: the corpus' characters alone are \d+ tokens"),
+        ({"sentences": "English"}, "language 'English': its ISO 639 code"),
         ({"tokenizer": str(ROOT / "zero_tp")}, "holds neither tokenizer.json"),
         ({"validation": 0}, "validation 0: a fraction"),
         ({"validation": 1.5}, "validation 1.5"),

@@ -252,12 +252,26 @@ class IndexedCorpus:
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
         """Return the token ids of document `i`, int64 [tokens of the document]. IndexError outside 0 … len-1."""
+        return self.read(*self.extent(i))
+
+    def extent(self, i: int) -> tuple[int, int]:
+        """Return (where document `i` begins in the flat stream, its tokens). IndexError outside 0 … len-1."""
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
-        start, end = self._first_tokens(i, i + 2)
-        return self.read(int(start), int(end - start))
+        start, end = self.first_tokens(i, i + 2).tolist()
+        return start, end - start
 
-    def _first_tokens(self, first: int, last: int) -> npt.NDArray[np.int64]:
+    def sequences(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return which of the tokens that `read` gives begin a sequence, as their numbers in it, rising."""
+        numbers = range(len(self._sizes))
+        first, last = (
+            bisect.bisect_left(numbers, token * self.dtype.itemsize, key=lambda number: int(self._pointers[number]))
+            for token in (start, start + count)
+        )
+        begins = self._pointers[first:last][self._sizes[first:last] > 0]
+        return begins.astype(np.int64) // self.dtype.itemsize - start
+
+    def first_tokens(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return where in the flat stream the documents `first` … `last` - 1 begin, int64 [last - first].
 
         Document `len` begins at the end. It is read from the mapped file: in memory a billion documents take 8 GB.
@@ -273,17 +287,17 @@ class IndexedCorpus:
         longest = 0
         for block in _blocks(len(self)):
             if longest < enough:
-                longest = max(longest, int(np.diff(self._first_tokens(block.start, block.stop + 1)).max()))
+                longest = max(longest, int(np.diff(self.first_tokens(block.start, block.stop + 1)).max()))
         return longest
 
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return the number of the document of each token that `read` gives, int64 [count]; an empty one has none."""
         numbers = range(len(self) + 1)
         first, last = (
-            bisect.bisect_right(numbers, token, key=lambda number: int(self._first_tokens(number, number + 1)[0]))
+            bisect.bisect_right(numbers, token, key=lambda number: int(self.first_tokens(number, number + 1)[0]))
             for token in (start, start + count - 1)
         )
-        begins = self._first_tokens(first - 1, last)
+        begins = self.first_tokens(first - 1, last)
         return np.searchsorted(begins, np.arange(start, start + count), side="right") + (first - 2)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
@@ -323,7 +337,7 @@ class IndexedWriter:
     """A writer writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
 
     It is a context manager: when the block raises, no `.idx` is written, so what is there can't be taken for a corpus.
-    Memory: 4 bytes a document.
+    Memory: 4 bytes a sequence, and 8 a document.
     """
 
     def __init__(self, prefix: str | Path, vocabulary_size: int) -> None:
@@ -331,7 +345,7 @@ class IndexedWriter:
         self.vocabulary_size = vocabulary_size
         self.dtype = token_dtype(vocabulary_size)
         self.tokens = 0
-        self._sizes = array("i")
+        self._sizes, self._documents = array("i"), array("q", [0])
         self._digest, self._smallest, self._largest = hashlib.sha256(), vocabulary_size, -1
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
 
@@ -340,8 +354,15 @@ class IndexedWriter:
         values = np.asarray(ids)
         self.add_documents(values, [values.size])
 
-    def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike) -> None:
-        """Append documents of `sizes` tokens, whose ids follow each other. UserError as `add_document`."""
+    def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None) -> None:
+        """Append documents of `sizes` tokens, whose ids follow each other.
+
+        Args:
+            begins: whether a sentence begins with each token, bool; each is a sequence then. None: documents are.
+
+        Raises:
+            UserError: an id lies outside the vocabulary, or a document is too long for the format.
+        """
         values, lengths = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
         assert lengths.sum() == values.size, (lengths.sum(), values.size)
         if values.size:
@@ -356,7 +377,12 @@ class IndexedWriter:
         stored = values.astype(self.dtype).tobytes()
         self._file.write(stored)
         self._digest.update(stored)
-        self._sizes.frombytes(lengths.astype(np.intc).tobytes())
+        ends = np.cumsum(lengths)
+        inside = np.zeros(0, np.int64) if begins is None else np.setdiff1d(np.flatnonzero(begins), ends - lengths)
+        starts = np.sort(np.concatenate([ends - lengths, inside]))
+        self._sizes.frombytes(np.diff(starts, append=values.size).astype(np.intc).tobytes())
+        sequences = 1 + np.searchsorted(inside, ends) - np.searchsorted(inside, ends - lengths)
+        self._documents.frombytes((self._documents[-1] + np.cumsum(sequences)).tobytes())
         self.tokens += values.size
 
     def close(self) -> None:
@@ -367,10 +393,10 @@ class IndexedWriter:
         np.cumsum(sizes[:-1], out=starts[1:])
         with open(idx_path(self.prefix), "wb") as file:
             code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-            file.write(_HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1))
+            file.write(_HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents)))
             file.write(sizes.tobytes())
             file.write((starts * self.dtype.itemsize).tobytes())
-            file.write(np.arange(len(sizes) + 1, dtype="<i8").tobytes())
+            file.write(np.array(self._documents, dtype="<i8").tobytes())
         smallest, largest = (self._smallest, self._largest) if self.tokens else (0, -1)
         content = Content(self._digest.hexdigest(), smallest, largest)
         _remember(self.prefix, _after_a_tick(bin_path(self.prefix)), content)

@@ -30,12 +30,22 @@ import numpy.typing as npt
 from pydantic import Field
 from tqdm import tqdm
 
-from zero_tp.data.documents import COLUMNAR, DOCUMENTS, KINDS, Block, Source, file_sha256, find_sources, where
+from zero_tp.data.documents import (
+    COLUMNAR,
+    DOCUMENTS,
+    KINDS,
+    Block,
+    Source,
+    file_sha256,
+    find_sources,
+    needed,
+    where,
+)
 from zero_tp.data.indexed import IndexedWriter, content_path, token_dtype
 from zero_tp.data.pool import in_order, usable_cores
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates
 from zero_tp.data.spool import MOST_PROBLEMS, Found, Spool, merged
-from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer, train_bpe
+from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer
 from zero_tp.data.work import DOCUMENT, ENCODED, READ, Encoding, Reading, unpacked
 from zero_tp.errors import UserError, shown
 from zero_tp.files import (
@@ -65,7 +75,7 @@ class PrepareSettings:
     """These settings and the inputs decide the output.
 
     Attributes:
-        tokenizer: `bpe:SIZE` or a directory.
+        tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
         seed: of the split.
         text_key: field of the text, where documents have fields; None: it is found.
@@ -75,6 +85,7 @@ class PrepareSettings:
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
         decontaminate: files of evaluation sets: documents that overlap with one are dropped.
+        sentences: split documents into sentences, by the rules of the language of this ISO 639 code.
     """
 
     tokenizer: str
@@ -87,12 +98,16 @@ class PrepareSettings:
     min_tokens: int = 0
     deduplicate: str | None = None
     decontaminate: tuple[Path, ...] = ()
+    sentences: str | None = None
 
     def steps(self) -> dict[str, Any]:
         """Return the steps that are taken beyond reading, tokenising and splitting, those alone."""
-        steps = {"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate}
-        sets = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
-        return {name: value for name, value in (steps | sets).items() if value}
+        steps = {
+            **{"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate},
+            "decontaminate": [file_sha256(path) for path in self.decontaminate],
+            "sentences": self.sentences,
+        }
+        return {name: value for name, value in steps.items() if value}
 
     def of_documents(self) -> dict[str, Any]:
         """Return the settings that decide what is made of each document by itself."""
@@ -358,6 +373,10 @@ def _check_settings(settings: PrepareSettings) -> None:
     whole = validation >= 1 and float(validation).is_integer()
     if not whole and not 0 < validation < 1:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+    if settings.sentences is not None:
+        if not re.fullmatch("[a-z]{2,3}", settings.sentences):
+            raise UserError(f"language {settings.sentences!r}: its ISO 639 code is needed, such as en")
+        needed("sentencex", "splitting sentences")
 
 
 def _existing(
@@ -444,7 +463,7 @@ class _Preparation:
         small = all(source.path is not None for source in sources) and sum(map(_size, sources)) < _SMALL
         self.processes = processes or (1 if small else usable_cores())
         self.tokenizer = load_tokenizer(spec.directory) if spec.directory is not None else None
-        encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer)
+        encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
         sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
         self.work = Reading(settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets)
         self.seconds: dict[str, float] = {}
@@ -597,29 +616,27 @@ class _Preparation:
 
     def _tokens(
         self, documents: Documents, held_out: npt.NDArray[np.bool_], saved: Path
-    ) -> tuple[DocumentEncoder, Callable[[int], tuple[bytes, bytes]]]:
-        """Return the encoder, and what gives the sizes and tokens of an entry. The tokenizer is trained on the training
-        documents if it has to be, and saved."""
+    ) -> tuple[DocumentEncoder, Callable[[int, str], bytes]]:
+        """Return the encoder, and what gives a column of `ENCODED` of an entry. The tokenizer is trained on the
+        training documents if it has to be, and saved."""
         if self.work.encoder is not None:
             assert self.tokenizer is not None
             self.tokenizer.save_pretrained(str(saved))
-            return self.work.encoder, lambda entry: (documents.part(entry, "sizes"), documents.part(entry, "tokens"))
+            return self.work.encoder, documents.part
         started, trained, tokenizer = time.perf_counter(), self.directory / "tokenizer", None
         self.spool.commit()
         if not trained.exists():
-            texts = tqdm(
-                documents.texts(~held_out), "training the tokenizer", int((~held_out).sum()), unit=" documents",
-                disable=self.bar_disabled, leave=False,
-            )  # fmt: skip
-            assert self.spec.bpe_size is not None
             between = self.directory / "tokenizer.new"
             remove(between)
-            tokenizer = train_bpe(iter(texts), self.spec.bpe_size)
+            tokenizer = self.spec.train(lambda: iter(tqdm(
+                documents.texts(~held_out), "training the tokenizer", int((~held_out).sum()), unit=" documents",
+                disable=self.bar_disabled, leave=False,
+            )))  # fmt: skip
             tokenizer.save_pretrained(str(between))
             sync(between)
             os.replace(between, trained)
         shutil.copytree(trained, saved)
-        encoder = DocumentEncoder(tokenizer or load_tokenizer(trained))
+        encoder = DocumentEncoder(tokenizer or load_tokenizer(trained), self.settings.sentences)
         self.seconds["tokenizer"] = time.perf_counter() - started
         encoded = Spool(
             self.directory / "encoded", ENCODED, {"tokenizer": TokenizerSpec(directory=trained).fingerprint()}
@@ -634,7 +651,7 @@ class _Preparation:
         finally:
             encoded.close()
         self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
-        return encoder, lambda entry: (encoded.part(entry, "sizes"), encoded.part(entry, "tokens"))
+        return encoder, encoded.part
 
 
 class Documents:
@@ -739,13 +756,13 @@ class Documents:
 
 def _assemble(
     documents: Documents,
-    tokens: Callable[[int], tuple[bytes, bytes]],
+    part: Callable[[int, str], bytes],
     encoder: DocumentEncoder,
     held_out: npt.NDArray[np.bool_],
     directory: Path,
 ) -> tuple[dict[str, npt.NDArray[np.int64]], dict[str, dict[str, int]]]:
     """Write both corpora and the texts of the documents that are held out."""
-    size = encoder.vocabulary_size
+    size, dtype = encoder.vocabulary_size, token_dtype(encoder.vocabulary_size)
     counts = {split: np.zeros(size, np.int64) for split in SPLITS}
     splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
     with ExitStack() as stack:
@@ -753,16 +770,17 @@ def _assemble(
         texts_out = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
         for entry in range(len(documents.entries)):
             here = documents.of(entry)
-            raw_sizes, raw_ids = tokens(entry)
-            sizes, ids = np.frombuffer(raw_sizes, np.int64), np.frombuffer(raw_ids, token_dtype(size))
+            sizes, ids = np.frombuffer(part(entry, "sizes"), np.int64), np.frombuffer(part(entry, "tokens"), dtype)
+            begins = np.frombuffer(part(entry, "sentences"), np.bool_) if encoder.language is not None else None
             of_document = np.repeat(held_out[here], sizes)
             of_kept = np.repeat(documents.kept[here], sizes)
             for split, out in (("train", False), ("validation", True)):
                 chosen = documents.kept[here] & (held_out[here] == out)
                 if not chosen.any():
                     continue
-                its = ids[of_kept & (of_document == out)]
-                writers[split].add_documents(its, sizes[chosen])
+                written = of_kept & (of_document == out)
+                its = ids[written]
+                writers[split].add_documents(its, sizes[chosen], None if begins is None else begins[written])
                 counts[split] += np.bincount(its, minlength=size)
                 total, about = splits[split], documents.about[here][chosen]
                 total["documents"] += len(about)

@@ -6,10 +6,12 @@ import hashlib
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,44 +21,71 @@ from zero_tp.files import read_json, read_object
 from zero_tp.weights.files import TOKENIZER_FILES, is_regular
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
 MOST_IDS = 2**24
-SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
-LARGEST_BPE = 2**24  # about 60 times the largest known vocabulary
+LARGEST = 2**24  # about 60 times the largest known vocabulary
+ALPHABET = 1000  # of a WordPiece vocabulary, as Google's: rarer characters are unknown
+WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+class Trained(NamedTuple):
+    """One kind of tokenizer that is trained on the corpus.
+
+    Attributes:
+        train: from what gives all texts anew, and the number of tokens.
+        smallest: number of tokens, and why.
+    """
+
+    train: Callable[[Callable[[], Iterator[str]], int], PreTrainedTokenizerFast]
+    smallest: int
+    why: str
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer is named by `bpe:SIZE` or by a directory: exactly one of the two fields is set."""
+    """A tokenizer is named by `KIND:SIZE` (kinds: `TRAINED`) or by a directory.
 
-    bpe_size: int | None = None
+    Attributes:
+        kind: None with a directory.
+        size: tokens of one that is trained.
+        directory: None with a kind.
+    """
+
+    kind: str | None = None
+    size: int = 0
     directory: Path | None = None
 
     @classmethod
     def parse(cls, text: str) -> TokenizerSpec:
-        """Read the command-line form. UserError: neither a directory with a tokenizer nor `bpe:SIZE`, SIZE < 257."""
-        if match := re.fullmatch(r"bpe:([0-9]+)", text):
-            size = int(match[1][:20])
-            if size < SMALLEST_BPE:
-                raise UserError(f"tokenizer {text}: at least {SMALLEST_BPE} (256 bytes and {EOS}) are needed")
-            if size > LARGEST_BPE:
+        """Read the command-line form.
+
+        Raises:
+            UserError: neither a directory with a tokenizer nor `KIND:SIZE`, or SIZE is too small or too large.
+        """
+        if match := re.fullmatch(rf"({'|'.join(TRAINED)}):([0-9]+)", text):
+            kind, size = match[1], int(match[2][:20])
+            if size < TRAINED[kind].smallest:
+                raise UserError(f"tokenizer {text}: at least {TRAINED[kind].smallest} ({TRAINED[kind].why}) are needed")
+            if size > LARGEST:
                 raise UserError(
-                    f"tokenizer bpe:{match[1][:20]}: more than {LARGEST_BPE:,} tokens; choose a smaller SIZE"
+                    f"tokenizer {kind}:{match[2][:20]}: more than {LARGEST:,} tokens; choose a smaller SIZE"
                 )
-            return cls(bpe_size=size)
+            return cls(kind, size)
         path = Path(text)
         if not os.path.isdir(path):
-            raise UserError(f"tokenizer {text!r}: neither a directory nor bpe:SIZE such as bpe:8192")
+            kinds = ", ".join(f"{kind}:SIZE" for kind in TRAINED)
+            raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")
         if not os.path.isfile(path / "tokenizer.json") and not os.path.isfile(path / "tokenizer_config.json"):
             raise UserError(f"tokenizer {text}: the directory holds neither tokenizer.json nor tokenizer_config.json")
         return cls(directory=path)
 
     def fingerprint(self) -> str:
-        """Return what is the same for the same tokenizer: `bpe:SIZE`, or the SHA-256 of the directory's files."""
+        """Return what is the same for the same tokenizer: `KIND:SIZE`, or the SHA-256 of the directory's files."""
         if self.directory is None:
-            return f"bpe:{self.bpe_size}"
+            return f"{self.kind}:{self.size}"
         digest = hashlib.sha256()
         try:
             for path in sorted(self.directory.iterdir()):
@@ -65,6 +94,12 @@ class TokenizerSpec:
         except OSError as error:
             raise UserError(f"tokenizer {self.directory}: can't be read ({error.strerror or error})") from error
         return f"sha256:{digest.hexdigest()}"
+
+    def train(self, texts: Callable[[], Iterator[str]]) -> PreTrainedTokenizerFast:
+        """Return the tokenizer of the kind and size, trained on what `texts` gives each time. UserError as
+        `train_wordpiece`."""
+        assert self.kind is not None
+        return TRAINED[self.kind].train(texts, self.size)
 
 
 def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
@@ -94,6 +129,57 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
         unk_token=EOS,
         clean_up_tokenization_spaces=False,
     )
+
+
+def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: bool) -> PreTrainedTokenizerFast:
+    """Train a WordPiece vocabulary as BERT's on what `texts` gives, twice; special tokens are [PAD] (id 0), [UNK],
+    [CLS], [SEP] and [MASK].
+
+    Text is cleaned as BERT's is: control characters go, and without `cased` capitals and accents too. Characters that
+    are not among the 1,000 most frequent are unknown.
+
+    Raises:
+        UserError: the characters alone are more than `size` tokens.
+    """
+    from tokenizers import trainers
+    from transformers import BertTokenizer
+
+    trained = BertTokenizer(do_lower_case=not cased).backend_tokenizer
+    seen: Counter[str] = Counter()
+
+    def counted() -> Iterator[str]:
+        for text in texts():
+            seen.update(text)
+            yield text
+
+    def train(size: int, tokens: list[str], **limit: int) -> dict[str, int]:
+        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=tokens, show_progress=False, **limit)
+        trained.train_from_iterator(counted() if not seen else texts(), trainer)
+        vocabulary: dict[str, int] = trained.get_vocab()
+        return vocabulary
+
+    # tokenizers numbers the pieces of one character in the order of a hash table, another one each time, and by these
+    # numbers it chooses between merges that are as frequent. So a first training only finds them.
+    pieces = train(0, []).keys()
+    counts: Counter[str] = Counter()
+    for raw, count in seen.items():
+        for character in trained.normalizer.normalize_str(raw):
+            counts[character] += 0 if character.isspace() else count
+    alphabet = set(sorted(counts, key=lambda character: (-counts[character], character))[:ALPHABET])
+    tokens = [*WORDPIECE_TOKENS, *sorted(piece for piece in pieces if piece[-1] in alphabet)]
+    if len(tokens) > size:
+        kind = "wordpiece-cased" if cased else "wordpiece"
+        raise UserError(f"tokenizer {kind}:{size}: the corpus' characters alone are {len(tokens)} tokens; give more")
+    return BertTokenizer(vocab=train(size, tokens, limit_alphabet=0), do_lower_case=not cased)
+
+
+TRAINED = {
+    "bpe": Trained(lambda texts, size: train_bpe(texts(), size), 257, f"256 bytes and {EOS}"),
+    **{
+        kind: Trained(partial(train_wordpiece, cased=cased), len(WORDPIECE_TOKENS) + 1, "special tokens and one other")
+        for kind, cased in (("wordpiece", False), ("wordpiece-cased", True))
+    },
+}
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -139,7 +225,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a Hugging Face directory.
 
     Raises:
-        UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has no eos token.
+        UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has no eos token and is none for the
+            masked objective either.
     """
     try:
         tokenizer = open_tokenizer(directory)
@@ -147,9 +234,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer {directory}: can't be read: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
         raise UserError(f"tokenizer {directory}: it has no eos token, which must end each document")
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return which of the tokens that the masked objective needs a tokenizer lacks: mask, sep, cls."""
+    return [name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None]
 
 
 def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
@@ -166,12 +258,11 @@ def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
     return beside if beside.is_dir() else None
 
 
-def special_tokens(directory: Path) -> tuple[int, dict[str, int]]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:
     """Return the vocabulary size, and the ids of those of bos, eos and pad that the tokenizer has.
 
     The keys are `bos_token_id`, `eos_token_id`, `pad_token_id`.
     """
-    tokenizer = load_tokenizer(directory)
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
@@ -212,20 +303,32 @@ def _tokens(directory: Path) -> dict[int, str]:
         raise UserError(f"{path}: can't be read as a tokenizer ({error})") from error
 
 
+Encoded = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""A document's token ids [tokens], and whether a sentence begins with each [tokens], or [0] where nobody asked."""
+
+
 class DocumentEncoder:
     """An encoder turns documents into token ids, many at a time; it can be sent to another process.
 
     A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
-    document gives the eos token.
+    document gives the eos token, where the tokenizer has one (BERT's has none).
+
+    Args:
+        language: ISO 639 code of the language by whose rules documents are split into sentences; None: they aren't.
+
+    Attributes:
+        ends: tokens that end a document: 0 or 1.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._set(tokenizer.backend_tokenizer.to_str(), cast("int", tokenizer.eos_token_id), len(tokenizer))
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, language: str | None = None) -> None:
+        self._set(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, len(tokenizer), language)
 
-    def _set(self, serialized: str, eos: int, vocabulary_size: int) -> None:
+    def _set(self, serialized: str, end: int | None, vocabulary_size: int, language: str | None) -> None:
         from tokenizers import Tokenizer
 
-        self._serialized, self.eos, self.vocabulary_size = serialized, eos, vocabulary_size
+        self._state = (serialized, end, vocabulary_size, language)
+        self._end, self.vocabulary_size, self.language = [] if end is None else [end], vocabulary_size, language
+        self.ends = len(self._end)
         # A copy: the tokenizer that is saved keeps its own settings.
         self._backend = Tokenizer.from_str(serialized)
         self._backend.encode_special_tokens = True
@@ -233,12 +336,29 @@ class DocumentEncoder:
         self._backend.no_padding()
 
     def __reduce__(self) -> tuple[Callable[..., DocumentEncoder], tuple[Any, ...]]:
-        return _encoder, (self._serialized, self.eos, self.vocabulary_size)
+        return _encoder, self._state
 
-    def encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
-        """Return the token ids of each text, eos at the end; int64 [tokens] each."""
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array([*encoding.ids, self.eos], dtype=np.int64) for encoding in encodings]
+    def encode(self, texts: list[str]) -> list[Encoded]:
+        """Return each text's token ids, eos at the end, and where its sentences begin, if there is a language."""
+        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
+        encodings = encode(texts, add_special_tokens=False)
+        ids = (np.array([*encoding.ids, *self._end], dtype=np.int64) for encoding in encodings)
+        begins = map(self._begins, texts, encodings)
+        return list(zip(ids, begins, strict=True))
+
+    def _begins(self, text: str, encoding: Encoding) -> npt.NDArray[np.bool_]:
+        if self.language is None:
+            return np.zeros(0, np.bool_)
+        from sentencex import segment
+
+        lengths = [len(sentence) for sentence in segment(self.language, text)]
+        assert sum(lengths) == len(text)
+        # A token that also holds the space before it is of the sentence of its last character.
+        ends = [end for _, end in encoding.offsets]
+        found = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
+        begins = np.zeros(len(ends) + len(self._end), np.bool_)
+        begins[found[found < len(ends)]] = True
+        return begins
 
 
 def _encoder(*state: Any) -> DocumentEncoder:

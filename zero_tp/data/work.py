@@ -17,7 +17,7 @@ from zero_tp.data.documents import Block, Document, Problem, needed, where
 from zero_tp.data.indexed import token_dtype
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import MOST_PROBLEMS, Found
-from zero_tp.data.tokenizer import DocumentEncoder
+from zero_tp.data.tokenizer import DocumentEncoder, Encoded
 
 DOCUMENT = np.dtype(
     [
@@ -27,7 +27,7 @@ DOCUMENT = np.dtype(
 )
 """What is kept of each document: 64 bits by which the split is drawn, its place in the input, its sizes, 128 bits of
 its content where duplicates are looked for, the bytes of its sketch, and whether it overlaps with an evaluation set."""
-READ, ENCODED = ("documents", "texts", "sketches"), ("sizes", "tokens")
+READ, ENCODED = ("documents", "texts", "sketches"), ("sizes", "tokens", "sentences")
 """The columns of a spool that hold documents, and those that hold their tokens."""
 
 
@@ -85,11 +85,11 @@ class Reading:
                 places.append(place)
         columns = {}
         if self.encoder is not None:
-            ids = self.encoder.encode([document.text for document in chosen])
-            long = [len(each) > self.min_tokens for each in ids]  # their end is one more
+            made = self.encoder.encode([document.text for document in chosen])
+            long = [len(ids) - self.encoder.ends >= self.min_tokens for ids, _ in made]
             dropped["short"] += long.count(False)
             chosen, places = list(compress(chosen, long)), list(compress(places, long))
-            columns = columns_of(list(compress(ids, long)), self.encoder)
+            columns = columns_of(list(compress(made, long)), self.encoder)
         stored = [document.text.encode("utf-8") for document in chosen]
         found = sketches([document.text for document in chosen]) if self.deduplicate == "near" else []
         described = self._described(chosen, stored, places)
@@ -139,15 +139,21 @@ class Encoding:
 
 
 def encoded(encoder: DocumentEncoder, texts: list[str]) -> dict[str, bytes]:
-    """Return the tokens of all texts, one behind the other, and how many each has (int64)."""
+    """Return the columns of texts."""
     return columns_of(encoder.encode(texts), encoder)
 
 
-def columns_of(documents: Sequence[npt.NDArray[np.int64]], encoder: DocumentEncoder) -> dict[str, bytes]:
-    """Return the tokens of all documents, one behind the other, and how many each has (int64)."""
-    sizes = np.array([len(ids) for ids in documents], np.int64)
-    tokens = np.concatenate(documents) if documents else np.zeros(0, np.int64)
-    return {"sizes": sizes.tobytes(), "tokens": tokens.astype(token_dtype(encoder.vocabulary_size)).tobytes()}
+def columns_of(documents: Sequence[Encoded], encoder: DocumentEncoder) -> dict[str, bytes]:
+    """Return the tokens of all documents, one behind the other, how many each has (int64), and, where the encoder has a
+    language, whether a sentence begins with each token (bool)."""
+    sizes = np.array([len(ids) for ids, _ in documents], np.int64)
+    tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in documents)])
+    begins = np.concatenate([np.zeros(0, np.bool_), *(begins for _, begins in documents)])
+    return {
+        "sizes": sizes.tobytes(),
+        "tokens": tokens.astype(token_dtype(encoder.vocabulary_size)).tobytes(),
+        "sentences": begins.tobytes(),
+    }
 
 
 def packed(texts: Sequence[bytes]) -> bytes:

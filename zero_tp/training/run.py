@@ -14,7 +14,7 @@ from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.data.tokenizer import check_same_tokens, special_tokens, tokenizer_beside
+from zero_tp.data.tokenizer import check_same_tokens, load_tokenizer, special_tokens, tokenizer_beside
 from zero_tp.errors import UserError, shown
 from zero_tp.models.architectures.configs import check_unchanged, fields_of
 from zero_tp.weights.load import PretrainedSource
@@ -106,7 +106,12 @@ class PreparedRun:
         hf_config: PretrainedConfig = self.config.hf_config()
         if self.tokenizer is None:
             return hf_config
-        size, tokens = special_tokens(self.tokenizer)
+        tokenizer = load_tokenizer(self.tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                f"tokenizer {self.tokenizer}: it has no eos token; the causal objective's documents end with one"
+            )
+        size, tokens = special_tokens(tokenizer)
         if size > hf_config.vocab_size:
             raise UserError(
                 f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
