@@ -27,6 +27,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"zero_optimization.compute_grad_norm": False},
     {"bf16.check_grad_overflow": False},
     {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    {"zero_tp.objective": "masked", "zero_tp.evaluation.tasks": ["lambada"]},
     {"sequence_parallel_size": 2},
     {"seq_parallel_communication_data_type": "fp32"},
     {"use_data_before_expert_parallelism": True},

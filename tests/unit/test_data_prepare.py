@@ -200,7 +200,7 @@ def test_a_wordpiece_vocabulary_is_that_of_tokenizers_and_the_same_each_time(tmp
     assert first.report["files"] == second.report["files"], "tokenizers alone gives other ids each time"
     tokenizer = AutoTokenizer.from_pretrained(str(first.output / "tokenizer"))
     assert isinstance(tokenizer, BertTokenizer) and len(tokenizer) == 400
-    assert tokenizer.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert tokenizer.convert_ids_to_tokens(list(range(5))) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     assert ("The" in tokenizer.get_vocab()) == cased
 
     # Which merge comes first of several that are as frequent is chance in tokenizers, so a few pieces may differ.
@@ -232,7 +232,7 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
             if name == "wordpiece":
                 assert found == [tokenizer.encode(sentence, add_special_tokens=False) for sentence in expected]
             else:
-                told = [tokenizer.decode(sentence, skip_special_tokens=True).strip() for sentence in found]
+                told = [str(tokenizer.decode(sentence, skip_special_tokens=True)).strip() for sentence in found]
                 assert told == expected and found[-1][-1] == tokenizer.eos_token_id
         assert number > 20 * len(corpus)
 

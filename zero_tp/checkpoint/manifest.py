@@ -26,7 +26,7 @@ FORMAT, UNHASHED_FORMAT = 4, 3
 OWN_HASH = "sha256"
 UNHASHED = "unhashed: saved by a version before there was a hash of it, so what it says is taken as it stands"
 
-UNSAID = {"zero_tp.data.document_attention": "continue"}
+UNSAID = {"zero_tp.data.document_attention": "continue", "zero_tp.objective": "causal"}
 """What holds for a checkpoint that was saved before there was such a key."""
 SPLIT = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
 """Keys of a config that `Parallelism` says."""
@@ -206,6 +206,7 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
         "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
         "optimizer": _computed(config.deepspeed_config()["optimizer"]),
+        **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
     }
 
 

@@ -125,6 +125,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "DeepSpeed has not tested SGD under ZeRO",
         "set it to true, or use AdamW",
     ),
+    Refusal(
+        "zero_tp.evaluation.tasks",
+        'with zero_tp.objective "masked"',
+        lambda view: view.zero_tp.masked is not None and bool(view.zero_tp.evaluation.tasks),
+        "the tasks score what a causal model predicts",
+    ),
     # Who holds what
     Refusal(
         "sequence_parallel_size",
@@ -248,6 +254,11 @@ WITHOUT_EFFECT: tuple[tuple[str, Callable[[View], bool], str], ...] = (
     *(
         (f"zero_tp.evaluation.{key}", lambda view: not view.zero_tp.evaluation.tasks, "there is no task")
         for key in ("task_limit", "task_include_path")
+    ),
+    (
+        "zero_tp.data.document_attention",
+        lambda view: view.zero_tp.masked is not None,
+        "a sample of the masked objective is of one document",
     ),
     (
         "aio",

@@ -58,10 +58,20 @@ class Parallel(Block):
 
 
 class MaskedObjective(Block):
-    type: Literal["masked"] = Field(description="Masked language modelling.")
-    mask_probability: float = Field(default=0.15, gt=0, lt=1, description="Share of the tokens that is masked.")
-    max_ngram: Positive = Field(default=3, description="Longest whole-word n-gram masked at once.")
-    sentence_order: bool = Field(default=True, description="Add sentence-order prediction.")
+    type: Literal["masked"] = Field(
+        description="Masked language modelling of whole words: 80 % of their tokens become the mask token, 10 % a "
+        "random one.",
+    )
+    mask_probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of a sample's tokens that is masked, special ones not counted."
+    )
+    max_ngram: Positive = Field(
+        default=3, description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n."
+    )
+    sentence_order: bool = Field(
+        default=True,
+        description="Samples have two segments, in order or swapped, and a sentence head says which; else one segment.",
+    )
 
 
 class Data(Block):
@@ -224,6 +234,13 @@ class ZeroTP(Block):
     def recompute_policy(self) -> RecomputePolicy:
         """Return `recompute` in its long form."""
         return RecomputePolicy(mode=self.recompute) if isinstance(self.recompute, str) else self.recompute
+
+    @property
+    def masked(self) -> MaskedObjective | None:
+        """Return `objective` in its long form where it is the masked one."""
+        if isinstance(self.objective, MaskedObjective):
+            return self.objective
+        return MaskedObjective(type="masked") if self.objective == "masked" else None
 
 
 def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrainedConfig:

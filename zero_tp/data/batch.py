@@ -40,12 +40,26 @@ class Batch(NamedTuple):
 
         The documents' numbers stay: the host alone reads them.
         """
+        positions = None if self.position_ids is None else _moved(self.position_ids, device)
+        return Batch(_moved(self.input_ids, device), _moved(self.labels, device), positions, self.document_ids)
 
-        def moved(part: Tensor) -> Tensor:
-            return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
 
-        positions = None if self.position_ids is None else moved(self.position_ids)
-        return Batch(moved(self.input_ids), moved(self.labels), positions, self.document_ids)
+class MaskedBatch(dict[str, Tensor]):
+    """A batch of the masked objective has the arguments of transformers' BertForPreTraining, int64.
+
+    - `input_ids`, `token_type_ids` (0 for [CLS] A [SEP], 1 for B [SEP]), `attention_mask` (0: padding), [m, s].
+    - `labels` [m, s]: the token that was masked there, or -100.
+    - `next_sentence_label` [m]: 0 where the segments are in order, 1 where they are swapped, -100 in an empty row; none
+      where rows have one segment.
+    """
+
+    def to(self, device: torch.device) -> MaskedBatch:
+        """Move it as `Batch.to` does."""
+        return MaskedBatch({name: _moved(part, device) for name, part in self.items()})
+
+
+def _moved(part: Tensor, device: torch.device) -> Tensor:
+    return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
 
 
 def continued(windows: Tensor) -> Batch:

@@ -1,12 +1,20 @@
-"""A shuffled order needs no memory here: entry i of a permutation is computed from its size and key alone."""
+"""A shuffled order needs no memory here: entry i of a permutation is computed from its size and key alone.
+
+Random numbers of a sample are such a pure function of a key too. Neither can change with a library's version.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = 8
 # Halves of at least 3 bits: with fewer, a Feistel network reaches only some of the orders of a tiny corpus.
 _SMALLEST_HALF = 3
+_BLOCK = 256  # random numbers that are made at once
 
 
 def _mix(x: int) -> int:
@@ -14,6 +22,24 @@ def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
     return x ^ (x >> 31)
+
+
+def _folded(key: tuple[int, ...]) -> int:
+    state = 0
+    for part in key:
+        state = _mix((state ^ (part & _WORD)) + _GOLDEN & _WORD)
+    return state
+
+
+def uniforms(*key: int) -> Iterator[float]:
+    """Yield random numbers of [0, 1) without end, a pure function of `key` (SplitMix64, its upper 53 bits)."""
+    state, steps = np.uint64(_folded(key)), np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    while True:
+        x = state + steps
+        state = x[-1]
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        yield from (((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53).tolist()
 
 
 class Permutation:
@@ -28,9 +54,7 @@ class Permutation:
         assert size > 0
         self.size = size
         self._half = max(_SMALLEST_HALF, ((size - 1).bit_length() + 1) // 2)
-        state = 0
-        for part in key:
-            state = _mix((state ^ (part & _WORD)) + _GOLDEN & _WORD)
+        state = _folded(key)
         self._keys = [_mix(state + round_ * _GOLDEN & _WORD) for round_ in range(1, _ROUNDS + 1)]
 
     def __len__(self) -> int:

@@ -10,20 +10,24 @@ Letters: s sequence length, B global batch, m micro-batch, d data-parallel size,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zero_tp.data.batch import PADDING, Batch, continued, separated
+from zero_tp.data.batch import PADDING, Batch, MaskedBatch, continued, separated
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import Permutation
 from zero_tp.errors import UserError
+
+BatchType = TypeVar("BatchType", Batch, MaskedBatch)
+"""What an objective trains on."""
 
 BLEND_PERIOD = 10_000
 """Weights are rounded to this many parts: a corpus gets its share of samples to within 0.01 %."""
@@ -38,19 +42,74 @@ class SampleSource:
     window: int
 
 
-class PackedSamples:
-    """Training samples are one infinite sequence; `samples[k]` is int64 [s + 1]: inputs `[:-1]`, targets `[1:]`.
+class TrainingSamples(ABC, Generic[BatchType]):
+    """Training samples are one infinite sequence, numbered from 0.
 
-    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so that one pass has each target exactly
-    once (the tail that fills no window, fewer than s tokens, is left out). Each pass goes through the windows in an
-    order of its own, a pure function of (seed, epoch, index of the corpus in `prefixes`); paths play no part, so a
-    corpus can move.
+    Each corpus has windows, of which one pass has each once. Each pass goes through them in an order of its own, a pure
+    function of (seed, epoch, index of the corpus in `weights`); paths play no part, so a corpus can move.
 
     Several corpora are interleaved by largest deficit, as Megatron-LM blends them: the next sample comes from the
     corpus that is furthest behind its share. The schedule repeats every `BLEND_PERIOD` samples, with weights rounded to
     that resolution.
 
     Cost: O(1) time and memory for any k, no replay; a blend holds a table of 10,000 × (corpora + 1) integers.
+
+    Args:
+        weights: corpus prefix → weight, in any unit (only their proportions count).
+        corpora: in that order. windows: how many each has.
+        seed: of the order.
+
+    Raises:
+        UserError: a weight that isn't a positive number or too small a share.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], corpora: list[IndexedCorpus], windows: list[int], seed: int
+    ) -> None:
+        self.corpora, self.windows, self.seed = corpora, windows, seed
+        self._blend = _Blend(weights)
+
+    def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
+        """Return prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
+        return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
+
+    def source(self, k: int) -> SampleSource:
+        """Return the corpus, epoch and window of sample k."""
+        if k < 0:
+            raise IndexError(f"sample {k}")
+        corpus, nth = self._blend.locate(k)
+        epoch, position = divmod(nth, self.windows[corpus])
+        order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
+        return SampleSource(corpus, epoch, order[position])
+
+    def rank_batches(
+        self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
+    ) -> list[BatchType]:
+        """Return what one data-parallel rank trains on at `step`: a list of a batches of m rows.
+
+        Micro-batch i of rank r holds the samples from step·B + i·d·m + r·m on; together the ranks hold each
+        sample of the step exactly once. TP ranks of one data-parallel rank get the same.
+        """
+        if global_batch != micro_batch * accumulation * data_size:
+            raise ValueError(
+                f"micro-batch {micro_batch} × accumulation {accumulation} × data {data_size} "
+                f"≠ global batch {global_batch}"
+            )
+        if not 0 <= data_rank < data_size:
+            raise ValueError(f"data rank {data_rank} of {data_size}")
+        firsts = (step * global_batch + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
+        return [self._batch(range(first, first + micro_batch)) for first in firsts]
+
+    @abstractmethod
+    def _batch(self, numbers: range) -> BatchType:
+        """Return samples as the rows of a batch."""
+
+
+class PackedSamples(TrainingSamples[Batch]):
+    """Training samples of the causal objective: `samples[k]` is int64 [s + 1], inputs `[:-1]` and targets `[1:]`.
+
+    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so that one pass has each target exactly
+    once (the tail that fills no window, fewer than s tokens, is left out).
 
     Args:
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
@@ -68,23 +127,9 @@ class PackedSamples:
     ) -> None:
         if not prefixes:
             raise UserError("no training corpus")
-        self.sequence_length, self.seed, self.separate = sequence_length, seed, separate
-        self.corpora = _open(prefixes, separate)
-        self.windows = [_whole_windows(corpus, sequence_length) for corpus in self.corpora]
-        self._blend = _Blend(prefixes)
-
-    def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → what its corpus is (see `IndexedCorpus.identity`). Reads each index once."""
-        return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
-
-    def source(self, k: int) -> SampleSource:
-        """Return the corpus, epoch and window of sample k."""
-        if k < 0:
-            raise IndexError(f"sample {k}")
-        corpus, nth = self._blend.locate(k)
-        epoch, position = divmod(nth, self.windows[corpus])
-        order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
-        return SampleSource(corpus, epoch, order[position])
+        self.sequence_length, self.separate = sequence_length, separate
+        corpora = _open(prefixes, separate)
+        super().__init__(prefixes, corpora, [_whole_windows(corpus, sequence_length) for corpus in corpora], seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         source = self.source(k)
@@ -94,24 +139,6 @@ class PackedSamples:
     def global_batch(self, step: int, global_batch: int) -> Tensor:
         """Return all samples of a step in order, int64 [B, s + 1]."""
         return self._stack(range(step * global_batch, (step + 1) * global_batch))
-
-    def rank_batches(
-        self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
-    ) -> list[Batch]:
-        """Return what one data-parallel rank trains on at `step`: a list of a batches of m rows.
-
-        Micro-batch i of rank r holds the samples from step·B + i·d·m + r·m on; together the ranks hold each
-        sample of the step exactly once. TP ranks of one data-parallel rank get the same.
-        """
-        if global_batch != micro_batch * accumulation * data_size:
-            raise ValueError(
-                f"micro-batch {micro_batch} × accumulation {accumulation} × data {data_size} "
-                f"≠ global batch {global_batch}"
-            )
-        if not 0 <= data_rank < data_size:
-            raise ValueError(f"data rank {data_rank} of {data_size}")
-        firsts = (step * global_batch + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
-        return [self._batch(range(first, first + micro_batch)) for first in firsts]
 
     def _batch(self, numbers: range) -> Batch:
         windows = self._stack(numbers)
@@ -185,55 +212,36 @@ class _Blend:
         return corpus, periods * int(self.shares[corpus]) + int(self._before[i])
 
 
-class ValidationSamples:
-    """Validation samples are held-out tokens in a fixed order: all but a corpus' first are targets exactly once.
-
-    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. Corpora follow
-    each other; weights (a mapping's values) have no meaning here. With documents kept apart, the first token of each
-    document is no target either.
+class FixedSamples(ABC, Generic[BatchType]):
+    """Validation samples are the windows of held-out corpora in a fixed order, corpus after corpus; weights (a
+    mapping's values) have no meaning here.
 
     Sum the losses and divide by the number of labels that aren't -100: a mean of means would count padding.
 
-    Args:
-        separate: keep the documents of a window apart (see batch.py).
-
     Raises:
-        UserError: no corpus, one of fewer than 2 tokens, or one without anything to predict.
+        UserError: no corpus.
     """
 
-    def __init__(
-        self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
-    ) -> None:
-        names = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
-        if not names:
+    def __init__(self, corpora: list[IndexedCorpus], windows: list[int]) -> None:
+        if not corpora:
             raise UserError("no validation corpus")
-        self.sequence_length, self.separate = sequence_length, separate
-        self.corpora = _open(names, separate)
-        for corpus in self.corpora:
-            if corpus.tokens < 2:
-                raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
-        counts = [-(-(corpus.tokens - 1) // sequence_length) for corpus in self.corpora]
-        self._first = np.concatenate([[0], np.cumsum(counts)])
+        self.corpora = corpora
+        self._first = np.concatenate([[0], np.cumsum(windows)])
 
     def __len__(self) -> int:
         """Return the number of windows."""
         return int(self._first[-1])
 
-    def _window(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window i and the numbers of their documents, int64 [s + 1] each.
+    def _located(self, i: int) -> tuple[int, int]:
+        """Return the corpus of window i, and which of its windows it is."""
+        corpus = int(np.searchsorted(self._first, i, side="right")) - 1
+        return corpus, i - int(self._first[corpus])
 
-        The numbers are all 0 where documents are not kept apart. Token 0 of document PADDING fills the window up.
-        """
-        number = int(np.searchsorted(self._first, i, side="right")) - 1
-        corpus, s = self.corpora[number], self.sequence_length
-        start = (i - int(self._first[number])) * s
-        count = min(s + 1, corpus.tokens - start)
-        tokens, documents = np.zeros(s + 1, np.int64), np.full(s + 1, PADDING, np.int64)
-        tokens[:count] = corpus.read(start, count)
-        documents[:count] = corpus.documents(start, count) if self.separate else 0
-        return tokens, documents
+    @abstractmethod
+    def _batch(self, numbers: list[int], rows: int) -> BatchType:
+        """Return windows as the first rows of a batch of `rows`, those beyond them with labels -100 only."""
 
-    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[Batch]:
+    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[BatchType]:
         """Yield one rank's share as equal-shape batches, as many on every rank: ZeRO-3 gathers weights in lock-step.
 
         Args:
@@ -247,11 +255,52 @@ class ValidationSamples:
             raise ValueError(f"limit {limit}: at least 1 window")
         whole = len(self)
         count = whole if limit is None else min(limit, whole)
-        for first in range(0, count, micro_batch * data_size):
-            windows = torch.zeros(micro_batch, self.sequence_length + 1, dtype=torch.long)
-            documents = torch.full_like(windows, PADDING)
-            start = first + data_rank * micro_batch
-            for row, n in enumerate(range(start, min(start + micro_batch, count))):
-                windows[row], documents[row] = map(torch.from_numpy, self._window(n * whole // count))
-            batch = separated(windows, documents)
-            yield batch if self.separate else Batch(batch.input_ids, batch.labels)
+        for first in range(data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size):
+            numbers = range(first, min(first + micro_batch, count))
+            yield self._batch([n * whole // count for n in numbers], micro_batch)
+
+
+class ValidationSamples(FixedSamples[Batch]):
+    """Validation samples of the causal objective are held-out tokens: all but a corpus' first are targets exactly once.
+
+    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. With documents
+    kept apart, the first token of each document is no target either.
+
+    Args:
+        separate: keep the documents of a window apart (see batch.py).
+
+    Raises:
+        UserError: no corpus, one of fewer than 2 tokens, or one without anything to predict.
+    """
+
+    def __init__(
+        self, prefixes: str | Path | Iterable[str | Path], sequence_length: int, *, separate: bool = False
+    ) -> None:
+        self.sequence_length, self.separate = sequence_length, separate
+        corpora = _open([prefixes] if isinstance(prefixes, str | Path) else prefixes, separate)
+        for corpus in corpora:
+            if corpus.tokens < 2:
+                raise UserError(f"{corpus.prefix} holds {corpus.tokens} tokens; validation needs at least 2")
+        super().__init__(corpora, [-(-(corpus.tokens - 1) // sequence_length) for corpus in corpora])
+
+    def _window(self, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the tokens of window i and the numbers of their documents, int64 [s + 1] each.
+
+        The numbers are all 0 where documents are not kept apart. Token 0 of document PADDING fills the window up.
+        """
+        number, window = self._located(i)
+        corpus, s = self.corpora[number], self.sequence_length
+        start = window * s
+        count = min(s + 1, corpus.tokens - start)
+        tokens, documents = np.zeros(s + 1, np.int64), np.full(s + 1, PADDING, np.int64)
+        tokens[:count] = corpus.read(start, count)
+        documents[:count] = corpus.documents(start, count) if self.separate else 0
+        return tokens, documents
+
+    def _batch(self, numbers: list[int], rows: int) -> Batch:
+        windows = torch.zeros(rows, self.sequence_length + 1, dtype=torch.long)
+        documents = torch.full_like(windows, PADDING)
+        for row, i in enumerate(numbers):
+            windows[row], documents[row] = map(torch.from_numpy, self._window(i))
+        batch = separated(windows, documents)
+        return batch if self.separate else Batch(batch.input_ids, batch.labels)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ EOS = "<|endoftext|>"
 MOST_IDS = 2**24
 LARGEST = 2**24  # about 60 times the largest known vocabulary
 ALPHABET = 1000  # of a WordPiece vocabulary, as Google's: rarer characters are unknown
+_SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
+_METASPACE = "\u2581"
 WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -152,8 +156,10 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
             seen.update(text)
             yield text
 
-    def train(size: int, tokens: list[str], **limit: int) -> dict[str, int]:
-        trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=tokens, show_progress=False, **limit)
+    def train(size: int, tokens: list[str], limit: int = sys.maxunicode + 1) -> dict[str, int]:
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=size, special_tokens=tokens, limit_alphabet=limit, show_progress=False
+        )
         trained.train_from_iterator(counted() if not seen else texts(), trainer)
         vocabulary: dict[str, int] = trained.get_vocab()
         return vocabulary
@@ -170,7 +176,7 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
     if len(tokens) > size:
         kind = "wordpiece-cased" if cased else "wordpiece"
         raise UserError(f"tokenizer {kind}:{size}: the corpus' characters alone are {len(tokens)} tokens; give more")
-    return BertTokenizer(vocab=train(size, tokens, limit_alphabet=0), do_lower_case=not cased)
+    return BertTokenizer(vocab=train(size, tokens, 0), do_lower_case=not cased)
 
 
 TRAINED = {
@@ -242,6 +248,113 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return which of the tokens that the masked objective needs a tokenizer lacks: mask, sep, cls."""
     return [name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None]
+
+
+@dataclass(frozen=True)
+class MaskingVocabulary:
+    """This is what masking knows of a vocabulary of v tokens.
+
+    Attributes:
+        mask, separator, classifier, padding: special tokens' ids.
+        end: the token that ends documents, which no sample holds; None: there is none.
+        special: whether a token is never masked and replaces none, bool [v]: a special one, or one that the tokenizer
+            does not have.
+        begins: whether a word begins with it. ends: whether one begins after it. bool [v] each.
+    """
+
+    mask: int
+    separator: int
+    classifier: int
+    padding: int
+    end: int | None
+    special: npt.NDArray[np.bool_]
+    begins: npt.NDArray[np.bool_]
+    ends: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
+        """Read it from a tokenizer.
+
+        Args:
+            directory: for messages.
+            size: v, at least that of the tokenizer.
+
+        Raises:
+            UserError: it has no mask, separator or class token, or nothing in it says where words begin.
+        """
+        if missing := missing_for_masking(tokenizer):
+            raise UserError(
+                f"tokenizer {directory}: it has no {' and no '.join(f'{name}_token' for name in missing)}, which the "
+                "masked objective needs; prepare the corpus with --tokenizer wordpiece:SIZE, or a tokenizer that has"
+            )
+        marks = _Marks.of(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
+        special, begins, ends = np.ones(size, bool), np.ones(size, bool), np.zeros(size, bool)
+        apart = set(tokenizer.all_special_ids)
+        for token, i in tokenizer.get_vocab().items():
+            if i not in apart:
+                special[i], begins[i], ends[i] = False, marks.begins(token), marks.ends(token)
+        padding = tokenizer.pad_token_id
+        ids = (
+            tokenizer.mask_token_id,
+            tokenizer.sep_token_id,
+            tokenizer.cls_token_id,
+            0 if padding is None else padding,
+        )
+        return cls(*ids, tokenizer.eos_token_id, special, begins, ends)
+
+    def sha256(self) -> str:
+        """Return what is the same for the same vocabulary."""
+        ids = (self.mask, self.separator, self.classifier, self.padding, self.end)
+        parts = (repr(ids).encode(), *(np.packbits(part).tobytes() for part in (self.special, self.begins, self.ends)))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+    def word_begins(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which of a row's tokens begin a word, bool [s]: also the first, and the first after a special one."""
+        found = self.begins[row]
+        found[:1] = True
+        found[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
+        return found & ~self.special[row]
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """These are a tokenizer's marks.
+
+    Attributes:
+        continued: what a token that goes on with a word starts with.
+        last: what a word's last token ends with.
+        space: what the space before a word is written as; it may be a token of its own.
+        breaks: what other white space is written as.
+    """
+
+    continued: str = ""
+    last: str = ""
+    space: str = ""
+    breaks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, serialized: dict[str, Any], directory: Path) -> _Marks:
+        model = serialized["model"]
+        around = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
+        if '"ByteLevel"' in around:
+            return cls(space=_SPACE, breaks=tuple(_BREAKS))
+        if _METASPACE in around:
+            return cls(space=_METASPACE, breaks=("\n", "\t", "<0x0A>", "<0x09>"))
+        continued, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+        if not continued and not last:
+            raise UserError(
+                f"tokenizer {directory}: nothing says where words begin (WordPiece's ##, byte-level BPE's Ġ or "
+                "SentencePiece's ▁), which the masked objective needs; use another tokenizer"
+            )
+        return cls(continued, last)
+
+    def begins(self, token: str) -> bool:
+        if self.space:
+            return token.startswith((self.space, *self.breaks))
+        return bool(self.continued) and not token.startswith(self.continued)
+
+    def ends(self, token: str) -> bool:
+        return token.endswith(self.breaks) if self.breaks else bool(self.last) and token.endswith(self.last)
 
 
 def tokenizer_beside(given: str | None, prefix: str) -> Path | None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -24,7 +24,7 @@ from zero_tp.checkpoint.resume import agree, check_all_there, look, resume, take
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Timeouts
-from zero_tp.data.samples import ValidationSamples
+from zero_tp.data.samples import FixedSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
@@ -395,7 +395,7 @@ class _Loop:
             "lower optimizer.params.lr, or look at the data of this step"
         )
 
-    def _validation_loss(self, samples: ValidationSamples) -> float:
+    def _validation_loss(self, samples: FixedSamples[Any]) -> float:
         limit = self.settings.evaluation.batches * self.config.global_batch
         batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
         return self.engine.evaluate([batch.to(self.device) for batch in batches])

@@ -6,18 +6,29 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
-from zero_tp.data.samples import PackedSamples, ValidationSamples
-from zero_tp.data.tokenizer import check_same_tokens, load_tokenizer, special_tokens, tokenizer_beside
+from zero_tp.config.schema import MaskedObjective
+from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
+from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
+from zero_tp.data.tokenizer import (
+    MaskingVocabulary,
+    check_same_tokens,
+    load_tokenizer,
+    special_tokens,
+    tokenizer_beside,
+)
 from zero_tp.errors import UserError, shown
 from zero_tp.models.architectures.configs import check_unchanged, fields_of
 from zero_tp.weights.load import PretrainedSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class PreparedRun:
@@ -38,13 +49,9 @@ class PreparedRun:
         """
         block = config.zero_tp
         self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
-        data, separate = block.data, block.data.document_attention == "reset"
-        self.samples = PackedSamples(data.train, data.sequence_length, block.training.seed, separate=separate)
-        self.validation = (
-            ValidationSamples(data.validation, data.sequence_length, separate=separate) if data.validation else None
-        )
         self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
+        self.samples, self.validation = self._samples() if block.masked is None else self._masked_samples(block.masked)
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
@@ -96,6 +103,29 @@ class PreparedRun:
                     f"with {_described(before)}; prepare it as it was, or give another --output-dir"
                 )
 
+    def _samples(self) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
+        data, seed = self.config.zero_tp.data, self.config.zero_tp.training.seed
+        length, separate = data.sequence_length, data.document_attention == "reset"
+        samples = PackedSamples(data.train, length, seed, separate=separate)
+        return samples, ValidationSamples(data.validation, length, separate=separate) if data.validation else None
+
+    def _masked_samples(self, objective: MaskedObjective) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
+        data, seed = self.config.zero_tp.data, self.config.zero_tp.training.seed
+        if self.tokenizer is None or self._tokenizer is None:
+            raise UserError(
+                "zero_tp.tokenizer: the masked objective needs the tokenizer that the corpus was prepared with; set it "
+                "to its directory"
+            )
+        vocabulary = MaskingVocabulary.of(self._tokenizer, self.tokenizer, self.model_config.vocab_size)
+        masking = Masking(vocabulary, objective.mask_probability, objective.max_ngram)
+        pairs = SegmentPairs(data.sequence_length, masking, objective.sentence_order)
+        samples = MaskedSamples(data.train, pairs, seed)
+        return samples, MaskedValidation(data.validation, pairs) if data.validation else None
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerFast | None:
+        return None if self.tokenizer is None else load_tokenizer(self.tokenizer)
+
     def _model_config(self) -> PretrainedConfig:
         """Return the Hugging Face config, its missing special tokens taken from the tokenizer.
 
@@ -104,12 +134,12 @@ class PreparedRun:
         token that ends a text.
         """
         hf_config: PretrainedConfig = self.config.hf_config()
-        if self.tokenizer is None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             return hf_config
-        tokenizer = load_tokenizer(self.tokenizer)
-        if tokenizer.eos_token_id is None:
+        if tokenizer.eos_token_id is None and self.config.zero_tp.masked is None:
             raise UserError(
-                f"tokenizer {self.tokenizer}: it has no eos token; the causal objective's documents end with one"
+                f"tokenizer {self.tokenizer}: it has no eos token, with which the causal objective's documents end"
             )
         size, tokens = special_tokens(tokenizer)
         if size > hf_config.vocab_size:
@@ -138,5 +168,6 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _described(corpus: dict[str, Any]) -> str:
     return (
         f"{corpus['documents']:,} documents of {corpus['tokens']:,} tokens ({corpus['type']}, "
-        f"SHA-256 {corpus.get('content', corpus['sha256'])[:12]}…)"
+        f"SHA-256 {corpus.get('content', corpus['sha256'])[:12]}…"
+        + (f", special tokens and words {corpus['vocabulary'][:12]}…)" if "vocabulary" in corpus else ")")
     )
