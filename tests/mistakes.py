@@ -181,7 +181,13 @@ MISTAKES: tuple[Mistake, ...] = (
         "activation_checkpointing.number_checkpoints",
         ("1, but 2 layers keep a checkpoint each", "use 2, or leave it out"),
     ),
-    mistake("zero_tp.model.model_type", ("no table here", "gpt2"), value="bert"),
+    mistake("zero_tp.model.model_type", ("no table here", "gpt2"), value="roberta"),
+    Mistake(
+        {"zero_tp.model": {"model_type": "bert"}},
+        "zero_tp.objective",
+        ("bert is no causal decoder", 'set it to "masked"'),
+    ),
+    mistake("zero_tp.objective", ("gpt2 is a causal decoder", "train another model"), value={"type": "masked"}),
     mistake("zero_tp.model.scale_attn_weights", "always scales", value=False),
     # Weights from a directory
     Mistake(

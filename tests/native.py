@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.models import architectures as tables
-from zero_tp.models.architectures import weights_of
-from zero_tp.models.causal_lm import CausalLM
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.architectures import architecture_of, native_class_of, weights_of
+from zero_tp.models.model import ParallelModel
+from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
@@ -30,7 +31,16 @@ def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str,
     return tables.to_theirs(weights_of(config), ours.__getitem__)
 
 
-def native_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+def native_model(config: PretrainedConfig, **options: Any) -> Any:
+    """Transformers' own class, in fp32."""
+    return getattr(transformers, native_class_of(config))._from_config(config, dtype=torch.float32, **options)
+
+
+def our_class(config: PretrainedConfig) -> Any:
+    return ZeroTPForCausalLM if architecture_of(config).spec(config).causal else ZeroTPForPreTraining
+
+
+def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
     parameters = dict(model.named_parameters())
     dtype = next(model.parameters()).dtype
@@ -59,6 +69,8 @@ class Native:
         local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
 
 
-def parallel_model(reference: Any, topology: Topology, **options: Any) -> Any:
-    """This rank's part of a Hugging Face model."""
-    return ZeroTPForCausalLM(copy.deepcopy(reference.config), topology, source=Native(reference), **options)
+def parallel_model(reference: Any, topology: Topology, attention: str | None = None, **options: Any) -> Any:
+    """This rank's part of a Hugging Face model, by default with its attention."""
+    config = copy.deepcopy(reference.config)
+    config._attn_implementation = attention or config._attn_implementation
+    return our_class(config)(config, topology, source=Native(reference), **options)

@@ -157,11 +157,11 @@ def validated(stage: int) -> tuple[float, float, bool]:
     engine.model.transformer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     own = [whole.chunk(topology.data)[topology.data_rank] for whole in (tokens_of_the_step(), labels_of_the_step())]
     batches = list(zip(*(part.chunk(ACCUMULATION) for part in own), strict=True))
-    before = engine.evaluate(batches)
+    before = engine.evaluate(batches)["loss"]
     modes.clear()
     engine.train_step(batches)
     dropped = all(modes)
-    return before, engine.evaluate(batches), dropped
+    return before, engine.evaluate(batches)["loss"], dropped
 
 
 @pytest.mark.parametrize("stage", [1, 3])

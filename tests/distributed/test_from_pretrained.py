@@ -80,7 +80,7 @@ def weights_in_the_engine(path: str) -> tuple[dict[str, Tensor], float]:
     )
     weights = {name: tensor.clone() for name, tensor in native_tensors(engine.model)}
     tokens = torch.arange(2 * 33).view(2, 33) % 509
-    return weights, engine.evaluate([(tokens[:, :-1], tokens[:, 1:])])
+    return weights, engine.evaluate([(tokens[:, :-1], tokens[:, 1:])])["loss"]
 
 
 @pytest.mark.parametrize(

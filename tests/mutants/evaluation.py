@@ -31,7 +31,7 @@ MUTANTS: dict[str, Mutant] = {
     "every-tie-is-first": Mutant(
         "A target with the greatest logit counts as the arg-max though a token before it has the same.",
         "zero_tp/parallel/scores.py",
-        "(first_to_have & (choices == 1)).any(0)",
+        "softmax.chosen_first(choices == 1)",
         "owns.sum(0) == softmax.greatest.unsqueeze(1)",
         (LOSS + "test_of_tied_tokens_the_first_is_the_choice",),
     ),

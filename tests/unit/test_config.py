@@ -183,12 +183,12 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ("zero_tp.model.hidden_size=64", "is another name of n_embd"),
         ("zero_tp.model.summary_type=mean", "a head that is not trained"),
         ("zero_tp.model.n_inner=101", "MLP width 101 ≠ tensor 2 × 50.5"),
-        ("zero_tp.model.model_type=quantum", "supported: gpt2"),
+        ("zero_tp.model.model_type=quantum", "supported: bert, gpt2"),
         ("zero_tp.model.scale_attn_weights=false", "1/sqrt(head size); leave it at true"),
         ("autotuning.enabled=true", "autotuning.enabled: true is refused"),
         ("tensor_parallel=true", "leave the block out"),
         ("zero_optimization.offload_optimizer.device=nvme", 'refused as "nvme" below stage 3'),
-        ("zero_tp.objective=masked", "not built yet"),
+        ("zero_tp.objective=masked", "gpt2 is a causal decoder"),
     ],
 )
 def test_wrong_overrides(override: str, words: str, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "bert"}, r'config\.json: model_type: "bert" has no table here; supported: gpt2'),
+        ({"model_type": "roberta"}, r'config\.json: model_type: "roberta" has no table here; supported: bert, gpt2'),
         ({"n_head": 5}, r"config\.json: n_embd: hidden size 32 ≠ heads 5"),
         ({"n_head": "four"}, r"config\.json: n_head: expected an integer"),
         ({"reorder_and_upcast_attn": True}, r"config\.json: reorder_and_upcast_attn: true is refused"),

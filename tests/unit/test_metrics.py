@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,8 +106,8 @@ def test_memory_is_this_process_peak() -> None:
     del block
 
 
-def record(step: int = 7, **changes: float) -> StepRecord:
-    values = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
+def record(step: int = 7, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
     speed = Speed(
         seconds=values.pop("seconds", 2.0),
         tokens_per_second=values.pop("tokens", 4096.0),
@@ -142,6 +143,27 @@ def test_lines_stay_below_their_header(line: StepRecord) -> None:
     ]
     assert len(edges) == 10
     assert all(text[edge] != " " and text[edge + 1 : edge + 3] in ("  ", "") for edge in edges), f"\n{header}\n{text}"
+
+
+def test_accuracies_have_columns_and_every_figure_is_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"masked_loss": 6.0, "masked_accuracy": 0.1234, "sentence_loss": 0.7, "sentence_accuracy": 1.0}
+    with Reporter(tmp_path, True, 4, 1, terminal=False, figures=list(figures)) as reporter:
+        reporter.log(record(1, loss=6.7, figures=figures))
+        reporter.validation(1, {"loss": 6.5, **figures})
+    header, line, validation = capsys.readouterr().out.splitlines()
+    assert header.split()[:6] == ["step", "loss", "masked", "right", "sentence", "right"]
+    assert line.split()[:5] == ["1/4", "6.7000", "12.3%", "100.0%", "3.00e-04"]
+    assert len(line) == len(header)
+    assert header.index("masked right") + len("masked right") == line.index("12.3%") + len("12.3%")
+    assert validation == (
+        "validation at step 1: loss 6.5000, masked loss 6.0000, masked accuracy 12.3%, sentence loss 0.7000, "
+        "sentence accuracy 100.0%"
+    )
+    logged, validated = read(tmp_path / "metrics.jsonl")
+    assert logged["loss"] == 6.7 and all(logged[name] == value for name, value in figures.items())
+    assert validated == {"step": 1, "validation_loss": 6.5, **{f"validation_{name}": figures[name] for name in figures}}
 
 
 def test_one_line_reads_as_expected() -> None:
@@ -193,7 +215,7 @@ def test_metrics_file_is_strict_json_and_each_step_stands_once(
         for step in (1, 2, 3):
             reporter.advance(step)
             reporter.log(record(step, loss=math.nan if step == 2 else 3.0))
-        reporter.validation(2, 1000.0)
+        reporter.validation(2, {"loss": 1000.0})
     path = tmp_path / "metrics.jsonl"
     lines = read(path)
     assert list(lines[0]) == [
@@ -307,7 +329,7 @@ def test_other_ranks_are_silent_but_know_what_is_due(tmp_path: Path, capsys: pyt
     with Reporter(tmp_path / "run", False, 25, 10, terminal=True) as reporter:
         reporter.advance(10)
         reporter.log(record(10))
-        reporter.validation(10, 2.0)
+        reporter.validation(10, {"loss": 2.0})
         reporter.say("saved")
         assert [step for step in range(1, 26) if reporter.due(step)] == [10, 20, 25]
     assert capsys.readouterr() == ("", "")

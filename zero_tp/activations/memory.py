@@ -11,17 +11,17 @@ from torch import nn
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, Remade, recomputed
 from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
-from zero_tp.models.causal_lm import CausalLM
+from zero_tp.models.model import ParallelModel
+from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
 
 RECOMPUTED = {"layer": "", "attention_core": "attention.core"}
 """Which module of a layer is run again from its inputs, by what the policy names."""
 
-REMADE = {
-    "mlp_activation": [("mlp.activation", "mlp.down")],
-    "norm": [("attention_norm", "attention"), ("mlp_norm", "mlp")],
-}
-"""Which module's output is made again, and the module after it whose backward wants it."""
+
+def remade(layer: TransformerLayer, name: str) -> tuple[tuple[str, str], ...]:
+    """Return which modules' outputs are made again, each with the module after it whose backward wants it."""
+    return layer.remade_norms if name == "norm" else (("mlp.activation", "mlp.down"),)
 
 
 class ActivationMemory:
@@ -34,7 +34,7 @@ class ActivationMemory:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: ParallelModel,
         policy: RecomputePolicy,
         settings: Mapping[str, Any],
         device: torch.device,
@@ -55,7 +55,9 @@ class ActivationMemory:
         chosen = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for number in self.layers:
             for name in chosen:
-                self._wrap(model.transformer.layers[number], name)
+                layer = model.transformer.layers[number]
+                assert isinstance(layer, TransformerLayer)
+                self._wrap(layer, name)
         self.begin_micro_batch(policy.keep_micro_batches)
 
     def begin_micro_batch(self, index: int) -> None:
@@ -67,15 +69,15 @@ class ActivationMemory:
             else:
                 vars(module).pop("forward", None)
 
-    def _wrap(self, layer: nn.Module, name: str) -> None:
+    def _wrap(self, layer: TransformerLayer, name: str) -> None:
         if name in RECOMPUTED:
             module = layer.get_submodule(RECOMPUTED[name])
             self._forwards.append((module, recomputed(module.forward, self._streams, self._store)))
             return
-        for producer, consumer in REMADE[name]:
+        for producer, consumer in remade(layer, name):
             pair = layer.get_submodule(producer), layer.get_submodule(consumer)
-            remade = Remade(*pair)
-            self._forwards += zip(pair, (remade.produce, remade.consume), strict=True)
+            both = Remade(*pair)
+            self._forwards += zip(pair, (both.produce, both.consume), strict=True)
 
     def _chosen_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
         to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"

@@ -187,7 +187,7 @@ class Saver:
         return {
             **Parallelism.of(self.config)._asdict(),
             "model": model.config.to_dict(),
-            "generation": model.generation_config.to_dict(),
+            "generation": model.generation_config.to_dict() if model.generation_config is not None else None,
             "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
             "kinds": states.kinds(),
             "progress": self.zero.progress(),

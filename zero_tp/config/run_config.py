@@ -160,6 +160,12 @@ class RunConfig:
         """Return the whole config with every default of `zero_tp` and every "auto" filled in; it loads again."""
         return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
+    @property
+    def labelled(self) -> float:
+        """Return the share of a sample's tokens that have labels."""
+        masked = self.zero_tp.masked
+        return 1.0 if masked is None else masked.mask_probability
+
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
         return without_effect(self._deepspeed, self.zero_tp)
@@ -170,9 +176,15 @@ class RunConfig:
         return Path(self.zero_tp.model[FROM]) if FROM in self.zero_tp.model else None
 
     def hf_config(self) -> PreTrainedConfig:
-        """Return a new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention."""
+        """Return a new Hugging Face config object of `zero_tp.model`, with `zero_tp.attention` as its attention and, of
+        an encoder without a sentence head, the class that has none."""
         config = copy.deepcopy(self._hf_config)
         config._attn_implementation = self.zero_tp.attention
+        masked = self.zero_tp.masked
+        if masked is not None and not masked.sentence_order:
+            from zero_tp.models.architectures import architecture_of
+
+            config.architectures = [str(architecture_of(config).without_sentences)]
         return config
 
 

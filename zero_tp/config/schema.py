@@ -262,9 +262,20 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     config = written_config(model) if FROM not in model else _config_from(model, saved)
     spec = architecture_of(config).spec(config)
+    _check_objective(zero_tp, spec.causal, config)
     spec.check(zero_tp.parallel.tensor)
     _check_length(zero_tp, spec.positions, config)
     return config
+
+
+def _check_objective(zero_tp: ZeroTP, causal: bool, config: PreTrainedConfig) -> None:
+    if causal == (zero_tp.masked is None):
+        return
+    if causal:
+        problem, remedy = f"{config.model_type} is a causal decoder", "leave it out, or train another model"
+        raise ConfigError("zero_tp.objective", f'"masked" does not train this model: {problem}', remedy)
+    problem = f'"causal" does not train this model: {config.model_type} is no causal decoder'
+    raise ConfigError("zero_tp.objective", problem, 'set it to "masked"')
 
 
 def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:

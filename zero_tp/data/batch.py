@@ -10,7 +10,8 @@ begin is read from the index and not guessed from end-of-document tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,14 @@ class Batch(NamedTuple):
         positions = None if self.position_ids is None else _moved(self.position_ids, device)
         return Batch(_moved(self.input_ids, device), _moved(self.labels, device), positions, self.document_ids)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what a `CausalLM` takes beside the input ids."""
+        return {
+            "shift_labels": self.labels,
+            "position_ids": self.position_ids,
+            "document_ids": self.document_ids,
+        }
+
 
 class MaskedBatch(dict[str, Tensor]):
     """A batch of the masked objective has the arguments of transformers' BertForPreTraining, int64.
@@ -51,11 +60,35 @@ class MaskedBatch(dict[str, Tensor]):
     - `labels` [m, s]: the token that was masked there, or -100.
     - `next_sentence_label` [m]: 0 where the segments are in order, 1 where they are swapped, -100 in an empty row; none
       where rows have one segment.
+    - `label_places` [n], which `to` adds: where labels are not -100, counted row after row.
     """
 
+    @property
+    def input_ids(self) -> Tensor:
+        return self["input_ids"]
+
+    @property
+    def labels(self) -> Tensor:
+        return self["labels"]
+
     def to(self, device: torch.device) -> MaskedBatch:
-        """Move it as `Batch.to` does."""
-        return MaskedBatch({name: _moved(part, device) for name, part in self.items()})
+        """Move it as `Batch.to` does. The host finds the places of the labels: for an accelerator it would wait."""
+        places = (self.labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+        return MaskedBatch({name: _moved(part, device) for name, part in {"label_places": places, **self}.items()})
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what a `MaskedLM` takes beside the input ids."""
+        return {name: part for name, part in self.items() if name != "input_ids"}
+
+
+AnyBatch = Batch | MaskedBatch
+
+
+def as_batch(given: AnyBatch | tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> AnyBatch:
+    """Return a batch as it is, a Batch of (input ids, shifted labels), or a MaskedBatch of tensors by name."""
+    if isinstance(given, Batch | MaskedBatch):
+        return given
+    return MaskedBatch(given) if isinstance(given, Mapping) else Batch(*given)
 
 
 def _moved(part: Tensor, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import HuggingFaceScorer, ParallelScorer, Subject
 from zero_tp.files import InvalidJson, read_object
+from zero_tp.models.architectures import ARCHITECTURES
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights
@@ -128,6 +129,7 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         raise UserError(f"--model {path}: no config.json in it: not a Hugging Face model directory")
     find_weights(path, allow_pickle)
     config = open_config(path)
+    _check_causal(path, config)
     return ModelDirectory(path, config, _open_tokenizer(tokenizer or path, config), allow_pickle)
 
 
@@ -148,11 +150,19 @@ def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest.files)
     config = config_of(checkpoint, manifest)
+    _check_causal(path, config)
     found = tokenizer_of(tokenizer, manifest.tokenizer)
     if found is None:
         raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
     note = "" if manifest.hashed else f"{checkpoint / MANIFEST} is {UNHASHED}"
     return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest.step, note=note)
+
+
+def _check_causal(path: Path, config: PretrainedConfig) -> None:
+    """Raise a UserError for an encoder, which the tasks can't score; transformers has causal classes of some."""
+    table = ARCHITECTURES.get(config.model_type)
+    if table is not None and not table.causal:
+        raise UserError(f"--model {path}: {config.model_type} is not a causal language model")
 
 
 def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:

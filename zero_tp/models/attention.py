@@ -1,4 +1,4 @@
-"""Causal self-attention is split by heads (arXiv 1909.08053, section 3).
+"""Self-attention, causal or in both directions, is split by heads (arXiv 1909.08053, section 3).
 
 s sequence, b batch, h hidden, a heads, d head size, t TP size.
 """
@@ -45,12 +45,12 @@ class AttentionCore(nn.Module):
 
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
         super().__init__()
-        self.p, self.streams = spec.dropouts.attention, streams
+        self.p, self.streams, self.causal = spec.dropouts.attention, streams, spec.causal
 
     @staticmethod
     def mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
-        """Return what is added to the scores, [b or 1, 1, s, keys]: 0, or -∞ where nothing is seen; or what else tells
-        the core who sees whom. Layers that see alike share it.
+        """Return what is added to the scores, [b or 1, 1, s or 1, keys]: 0, or -∞ where nothing is seen; or what else
+        tells the core who sees whom. Layers that see alike share it.
 
         Args:
             like: of the dtype and on the device of the activations; its second dimension is b.
@@ -65,7 +65,7 @@ VARLEN_HEAD_SIZE = 192
 
 
 def why_masked(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> str:
-    """Return why `varlen_attn` can't compute what is not causal alone, so that it takes a mask; "" where it can."""
+    """Return why `varlen_attn` can't compute what is not plain, so that it takes a mask; "" where it can."""
     reasons = {
         "padding takes one": mask.padding is not None,
         "cached keys take one": (mask.first_key, mask.keys) != (mask.first_query, mask.queries),
@@ -87,7 +87,7 @@ class SDPACore(AttentionCore):
 
     @staticmethod
     def mask(mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | Packed | None:
-        if mask.is_causal_alone:
+        if mask.is_plain:
             return None
         if why_masked(mask, spec, like.dtype, like.device):
             return AttentionCore.mask(mask, spec, like)
@@ -97,7 +97,7 @@ class SDPACore(AttentionCore):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Packed | None) -> Tensor:
         if isinstance(mask, Packed):
             return packed_attention(query, key, value, mask)
-        causal = mask is None and query.shape[2] > 1  # a single query sees every key
+        causal = self.causal and mask is None and query.shape[2] > 1  # a single query sees every key
         dropped = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
             key, value = for_each_head(key, value, query.shape[1])  # beside a mask CUDA's fused kernels take no groups
@@ -190,17 +190,27 @@ def described(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    documents: bool,
+    documents: bool = False,
+    padded: bool = False,
 ) -> str:
     """Say what computes the attention of a training micro-batch of b `rows`, what masks it takes, and why.
 
     Args:
         tensor: t.
         documents: the rows have several.
+        padded: the rows have padding.
     """
     pieces = Pieces.of_rows(rows, length, torch.device("meta")) if documents else None
+    padding = torch.empty(rows, length, device="meta") if padded else None
     ways = Counter(
-        _way(spec, tensor, rows, AttentionMask(length, length, pieces=pieces, window=window), dtype, device)
+        _way(
+            spec,
+            tensor,
+            rows,
+            AttentionMask(length, length, padding=padding, pieces=pieces, window=window, causal=spec.causal),
+            dtype,
+            device,
+        )
         for window in spec.windows
     )
     if len(ways) == 1:
@@ -211,14 +221,16 @@ def described(
 def _way(
     spec: TransformerSpec, tensor: int, rows: int, mask: AttentionMask, dtype: torch.dtype, device: torch.device
 ) -> str:
-    apart = ["documents"] if mask.pieces is not None else []
+    apart = ["padding"] if mask.padding is not None else []
+    if mask.pieces is not None:
+        apart.append("documents")
     if mask.window is not None and mask.queries > mask.window:
         apart.append(f"a window of {mask.window}")
-    seen = " and ".join(apart) or "causality"
+    seen = " and ".join(apart) or ("causality" if mask.causal else "nothing")
     taken = f"a mask of {mask.elements * dtype.itemsize / 2**20:,.1f} MiB for {seen}"
     if spec.attention == "eager":
         return f"eager, {taken}"
-    if mask.is_causal_alone:
+    if mask.is_plain:
         return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}"
     if why := why_masked(mask, spec, dtype, device):
         return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}, {taken} ({why})"
@@ -232,16 +244,23 @@ def _back_end(
     heads, each = spec.heads // tensor, spec.heads // spec.kv_heads
     groups = max(1, heads // each) if heads % each == 0 or heads < each else heads
     added = None
-    if not mask.is_causal_alone:
+    if not mask.is_plain:
         groups = groups if device.type == "cpu" else heads
-        added = torch.empty((), dtype=dtype, device=device).expand(rows, 1, mask.queries, mask.keys)
+        queries = mask.queries if mask.causal else 1
+        added = torch.empty((), dtype=dtype, device=device).expand(rows, 1, queries, mask.keys)
     query, key = (
         torch.empty(rows, each, mask.queries, spec.head_size, dtype=dtype, device=device, requires_grad=True)
         for each in (heads, groups)
     )
     with back_ends(device):
         chosen = torch._fused_sdp_choice(
-            query, key, key, added, spec.dropouts.attention, added is None, enable_gqa=groups != heads
+            query,
+            key,
+            key,
+            added,
+            spec.dropouts.attention,
+            added is None and mask.causal,
+            enable_gqa=groups != heads,
         )
     return BACK_ENDS[SDPBackend(chosen)]
 

@@ -73,7 +73,8 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A mask says which token sees which: causal, past a cache, within a window, within a document, not padding.
+    """A mask says which token sees which: the causal order, past a cache, within a window, within a document, not
+    padding.
 
     These are the facts; `seen` makes them a tensor.
 
@@ -82,7 +83,8 @@ class AttentionMask:
         first_query, first_key: their places in the whole sequence; a cache with a window has dropped the keys before.
         padding: [b, all tokens so far], 1 for a token and 0 for padding; None when nothing is padded.
         pieces: of the documents; None when there is one document.
-        window: how many tokens a token sees, itself among them; None: all before it.
+        window: how many tokens a token sees, itself among them; None: all that it may see.
+        causal: a token sees itself and those before it; else all of its row.
     """
 
     queries: int
@@ -92,27 +94,34 @@ class AttentionMask:
     padding: Tensor | None = None
     pieces: Pieces | None = None
     window: int | None = None
+    causal: bool = True
 
     @property
     def elements(self) -> int:
-        """Return the elements of the mask: s·k, b times that where rows see differently."""
+        """Return the elements of the mask: s·k, b times that where rows see differently; k a row where the order is not
+        causal."""
         rows = self.pieces.rows if self.pieces is not None else 1 if self.padding is None else self.padding.shape[0]
-        return rows * self.queries * self.keys
+        return rows * self.keys * (self.queries if self.causal else 1)
 
     @property
-    def is_causal_alone(self) -> bool:
-        """Return whether each token sees itself and all keys before it, and the keys end with the queries."""
+    def is_plain(self) -> bool:
+        """Return whether each token sees all keys, or where the order is causal itself and all before it, with keys
+        that end with the queries."""
+        if not self.causal:
+            return self.padding is None
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
         ends = self.first_key + self.keys == self.first_query + self.queries
         aligned = self.queries in (1, self.keys)
         return self.padding is None and self.pieces is None and not windowed and ends and aligned
 
     def seen(self, device: torch.device) -> Tensor:
-        """Return the mask as booleans, [b or 1, 1, s, k].
+        """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] where the order is not causal.
 
         A token that sees none at all (padding on the left) sees itself, so that its softmax is defined; nobody reads
-        its output.
+        its output. In a row of nothing but padding they see all of it, where the order is not causal.
         """
+        if not self.causal:
+            return self._seen_by_all(device)
         query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[:, None]
         key = torch.arange(self.first_key, self.first_key + self.keys, device=device)[None, :]
         seen = (key <= query)[None, None]
@@ -127,6 +136,13 @@ class AttentionMask:
             kept = torch.nn.functional.pad(kept, (0, self.keys - kept.shape[1]), value=True)
             seen = seen & kept[:, None, None, :]
         return seen | ((key == query) & ~seen.any(-1, keepdim=True))
+
+    def _seen_by_all(self, device: torch.device) -> Tensor:
+        assert self.window is None and self.pieces is None and self.queries == self.keys
+        if self.padding is None:
+            return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
+        kept = self.padding.to(device).bool()
+        return (kept | ~kept.any(1, keepdim=True))[:, None, None, :]
 
 
 @dataclass(frozen=True)

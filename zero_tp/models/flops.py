@@ -1,6 +1,7 @@
 """Count the FLOPs that a model needs by its mathematics, and the share of a device's peak that a run reaches.
 
-Two FLOPs a multiply-add. s sequence, h hidden, a heads, k KV heads, d head size, L layers, v vocabulary.
+Two FLOPs a multiply-add; what is done once a row, as by a pooler, is left out. s sequence, h hidden, a heads, k KV
+heads, d head size, L layers, v vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ForwardFlops(NamedTuple):
-    """A forward has these FLOPs: of one layer's weights, of one layer's attention core, of the output layer."""
+    """A forward has these FLOPs: of one layer's weights, of one layer's attention core, of the head."""
 
     layer: float
     core: float
@@ -25,22 +26,33 @@ def layer_products(spec: TransformerSpec) -> int:
     return attention + spec.mlp_matrices * spec.hidden * spec.mlp_size
 
 
-def forward_flops(spec: TransformerSpec, batch: int, length: int) -> ForwardFlops:
+def head_products(spec: TransformerSpec) -> int:
+    """Return the multiply-adds of the head a label: the output layer's, and an encoder's dense layer before it."""
+    return spec.hidden * (spec.vocabulary + (0 if spec.causal else spec.hidden))
+
+
+def forward_flops(spec: TransformerSpec, batch: int, length: int, labelled: float = 1.0) -> ForwardFlops:
     """Return the FLOPs of a forward of `batch` sequences.
 
     The core counts every score, as the papers do, also those that a mask hides.
+
+    Args:
+        labelled: share of the tokens that go through the head.
     """
     tokens = batch * length
     core = 4.0 * tokens * length * spec.heads * spec.head_size
-    return ForwardFlops(2.0 * tokens * layer_products(spec), core, 2.0 * tokens * spec.hidden * spec.vocabulary)
+    return ForwardFlops(2.0 * tokens * layer_products(spec), core, 2.0 * tokens * labelled * head_products(spec))
 
 
-def model_flops(spec: TransformerSpec, global_batch: int, length: int) -> float:
+def model_flops(spec: TransformerSpec, global_batch: int, length: int, labelled: float = 1.0) -> float:
     """Return the FLOPs of one step, forward and backward, whatever is recomputed.
 
     With GPT-2's layers this is equation 7 of arXiv 2205.05198.
+
+    Args:
+        labelled: see `forward_flops`.
     """
-    layer, core, logits = forward_flops(spec, global_batch, length)
+    layer, core, logits = forward_flops(spec, global_batch, length, labelled)
     return 3 * (spec.layers * (layer + core) + logits)
 
 

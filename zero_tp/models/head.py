@@ -1,24 +1,32 @@
-"""The output layer turns hidden states into a loss, scores of labels, or logits.
+"""Heads turn hidden states into losses, scores of labels, or logits.
 
-s sequence, b batch, h hidden, v vocabulary, t TP size.
+s sequence, b batch, h hidden, v vocabulary, t TP size, n labels.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from zero_tp.constants import IGNORE_INDEX
+from zero_tp.models.mlp import Activation
+from zero_tp.models.norm import NORMS
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.collectives import gather_from_sequence_region
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.layout import split_vocabulary
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
-from zero_tp.parallel.parameter import Normal, ParameterMaker
+from zero_tp.parallel.linear import ReplicatedLinear
+from zero_tp.parallel.loss import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits,
+    vocab_parallel_loss_and_choices,
+)
+from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
 from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
 
 
-class OutputLayer(ElementwiseModule):
-    """The output layer; its weight [⌈v/t⌉, h] is the word embedding when tied.
+class VocabularyLayer(ElementwiseModule):
+    """A layer with a row a token; its weight [⌈v/t⌉, h] is the word embedding when tied.
 
     A tied weight is a parameter of this module too: ZeRO-3 gathers a parameter around the modules that own it.
     """
@@ -37,6 +45,10 @@ class OutputLayer(ElementwiseModule):
                 Normal(spec.init_std),
             )
         )
+
+
+class OutputLayer(VocabularyLayer):
+    """The output layer of a causal model gives each position's loss, scores or logits."""
 
     def forward(
         self,
@@ -72,3 +84,76 @@ class OutputLayer(ElementwiseModule):
         return vocab_parallel_token_scores(
             whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group, ignore_index=IGNORE_INDEX
         )
+
+
+class TokenDecoder(VocabularyLayer):
+    """The decoder of masked tokens has a bias of its own. It sees hidden states of chosen positions alone, whole on
+    every rank."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
+        super().__init__(make, spec, embedding)
+        self.bias = make.make("bias", (spec.vocabulary,), split_vocabulary(spec.vocabulary), Constant(0.0))
+
+    def forward(
+        self, rows: Tensor, labels: Tensor | None, *, each_token: bool = False, divisor: Tensor | float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (loss, number of labels that are the first choice) of rows [n, 1, h] with labels [n, 1], or with
+        `each_token` the scores of each label [n, 1]; without labels (logits [n, 1, v], nothing)."""
+        vocabulary, group = self.vocabulary, self.group
+        if labels is None:
+            logits = vocab_parallel_logits(rows, self.weight, bias=self.bias, vocabulary=vocabulary, group=group)
+            return logits, logits.new_empty(0)
+        if each_token:
+            return vocab_parallel_token_scores(
+                rows, self.weight, labels, bias=self.bias, vocabulary=vocabulary, group=group
+            )
+        return vocab_parallel_loss_and_choices(
+            rows,
+            self.weight,
+            self.bias,
+            labels,
+            vocabulary=vocabulary,
+            group=group,
+            divisor=divisor,
+            run=self.elementwise,
+        )
+
+
+class MaskedTokenHead(nn.Module):
+    """The head of masked tokens is a dense layer, the MLP's activation, a norm, and the decoder (arXiv 1810.04805).
+
+    Whatever the sequence is split over, it works on whole rows that are the same on every TP rank.
+    """
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
+        super().__init__()
+        self.dense = ReplicatedLinear(make.child("dense"), spec.hidden, spec.hidden, init=Normal(spec.init_std))
+        self.activation = Activation(spec.activation)
+        self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, part=False)
+        self.decoder = TokenDecoder(make.child("decoder"), spec, embedding)
+
+    def forward(
+        self, rows: Tensor, labels: Tensor | None, *, each_token: bool = False, divisor: Tensor | float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the decoder does, of hidden states [n, h] with labels [n], without the dimension of 1."""
+        wide = self.norm(self.activation(self.dense(rows)))
+        column = None if labels is None else labels.unsqueeze(1)
+        found, beside = self.decoder(wide.unsqueeze(1), column, each_token=each_token, divisor=divisor)
+        if labels is None or each_token:
+            found, beside = found.squeeze(1), beside.squeeze(-1)
+        return found, beside
+
+
+class SentenceHead(nn.Module):
+    """The sentence head tells of a row's first token whether its segments are in order: the pooler, a dense layer with
+    tanh, and a linear layer with two outputs. [b, h] → [b, 2]; rows are the same on every TP rank."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+        super().__init__()
+        init = Normal(spec.init_std)
+        self.pooler = ReplicatedLinear(make.child("pooler"), spec.hidden, spec.hidden, init=init)
+        self.classifier = ReplicatedLinear(make.child("classifier"), spec.hidden, 2, init=init)
+
+    def forward(self, first: Tensor) -> Tensor:
+        scores: Tensor = self.classifier(torch.tanh(self.pooler(first)))
+        return scores

@@ -17,20 +17,21 @@ from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
-class LearnedPosition(nn.Module):
-    """A vector is learned for each position. Under SP each rank looks up its own positions: partial gradients."""
+class LearnedVectors(nn.Module):
+    """A vector is learned for each position, or each token type. Under SP each rank looks up those of its own tokens:
+    partial gradients."""
 
-    def __init__(self, make: ParameterMaker, positions: int, hidden: int, *, init: Normal):
+    def __init__(self, make: ParameterMaker, count: int, hidden: int, *, init: Normal):
         super().__init__()
         layout = Replicated("partial" if make.topology.sequence else "identical")
-        self.weight = make.make("weight", (positions, hidden), layout, init)
+        self.weight = make.make("weight", (count, hidden), layout, init)
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, numbers: Tensor) -> Tensor:
         """Look up the vectors. [s, b or 1] → [s, b or 1, h]."""
-        return F.embedding(positions, self.weight)
+        return F.embedding(numbers, self.weight)
 
 
-POSITIONS: dict[str, type[LearnedPosition] | None] = {"learned": LearnedPosition, "rotary": None}
+POSITIONS: dict[str, type[LearnedVectors] | None] = {"learned": LearnedVectors, "rotary": None}
 """What is added to the word embedding; rotary positions add nothing."""
 
 Rotation = tuple[Tensor, Tensor]

@@ -39,7 +39,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """A spec has the choices that make one decoder. Tables of norm.py, mlp.py and others give classes by name.
+    """A spec has the choices that make one transformer. Tables of norm.py, mlp.py and others give classes by name.
 
     Attributes:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
@@ -50,7 +50,12 @@ class TransformerSpec:
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
         query_key_norm: a norm over each head's d features of queries and keys.
-        windows: of each layer, how many tokens a token sees, itself among them; None: all before it.
+        windows: of each layer, how many tokens a token sees, itself among them; None: all that it may see.
+        causal: a token sees those before it alone, and the model has a language-model head; else it sees all of its
+            row, and the model has the heads that masked pretraining needs (models/head.py).
+        sentence_head: one of those is the pooler with the sentence head.
+        token_types: rows of the embedding of token types; 0: there is none.
+        embedding_norm: a norm follows the sum of the embeddings.
         tied: whether the output layer is the word embedding.
         padding_token: whose row of the word embedding starts as zeros and gets no gradient from the look-up.
         init_std: σ of N(0, σ). residual_std: that of the weights that end a residual branch.
@@ -82,6 +87,10 @@ class TransformerSpec:
     query_key_norm: bool = False
     padding_token: int | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
+    causal: bool = True
+    sentence_head: bool = False
+    token_types: int = 0
+    embedding_norm: bool = False
 
     @property
     def mlp_matrices(self) -> int:

@@ -1,9 +1,11 @@
-"""The one Transformer has an embedding, pre-norm layers and a final norm.
+"""The one Transformer has an embedding, layers and, unless each layer ends with a norm, a final one.
 
 s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP [s/t, b, h].
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from zero_tp.models.attention import CORES, Attention
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
-from zero_tp.models.position import POSITIONS, rotation
+from zero_tp.models.position import POSITIONS, LearnedVectors, rotation
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -21,8 +23,8 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 
 
 class Embedding(nn.Module):
-    """The embedding adds words and learned positions, if there are any, then drops out. Token ids [s, b] → [s, b, h],
-    [s/t, b, h] under SP."""
+    """The embedding adds words, token types and learned positions, as far as there are any, norms the sum if the spec
+    says so, and drops out. Token ids [s, b] → [s, b, h], [s/t, b, h] under SP."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
         super().__init__()
@@ -35,20 +37,36 @@ class Embedding(nn.Module):
         self.position = None
         if position is not None:
             self.position = position(make.child("position"), spec.positions, spec.hidden, init=init)
+        self.token_type = None
+        if spec.token_types:
+            self.token_type = LearnedVectors(make.child("token_type"), spec.token_types, spec.hidden, init=init)
+        self.norm: nn.Module = nn.Identity()
+        if spec.embedding_norm:
+            part = make.topology.sequence
+            self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, part=part)
         self.dropout = dropout
 
-    def forward(self, tokens: Tensor, positions: Tensor, *, sequence: bool) -> Tensor:
-        """Embed `tokens`; they and `positions` [s, b or 1] are whole also under SP."""
+    def forward(self, tokens: Tensor, positions: Tensor, types: Tensor | None = None, *, sequence: bool) -> Tensor:
+        """Embed `tokens`; they, their `types` (by default 0) and `positions` [s, b or 1] are whole also under SP."""
         stream = self.word(tokens, sequence=sequence)
+        length = stream.shape[0]
+        first = self.tensor_rank * length if sequence else 0
+        if self.token_type is not None:
+            types = torch.zeros_like(tokens) if types is None else types
+            stream = stream + self.token_type(types[first : first + length])
         if self.position is not None:
-            length = stream.shape[0]
-            first = self.tensor_rank * length if sequence else 0
             stream = stream + self.position(positions[first : first + length])
-        return self.dropout(stream)
+        return self.dropout(self.norm(stream))
 
 
 class TransformerLayer(nn.Module):
-    """A layer has these parts; its class says how they meet the residual stream, whose shape it keeps."""
+    """A layer has these parts; its class says how they meet the residual stream, whose shape it keeps.
+
+    Attributes:
+        remade_norms: the norms whose outputs can be made again in backward, each with the module that it is made for.
+    """
+
+    remade_norms: ClassVar[tuple[tuple[str, str], ...]] = (("attention_norm", "attention"), ("mlp_norm", "mlp"))
 
     def __init__(
         self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
@@ -70,6 +88,16 @@ class SequentialLayer(TransformerLayer):
         return x + self.dropout(self.mlp(self.mlp_norm(x), context=context))
 
 
+class PostNormLayer(TransformerLayer):
+    """In the original layer the residual stream itself is normed, after each sum (arXiv 1706.03762, section 3.1)."""
+
+    remade_norms = (("attention_norm", "mlp"),)
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        x = self.attention_norm(x + self.dropout(self.attention(x, context=context)))
+        return self.mlp_norm(x + self.dropout(self.mlp(x, context=context)))
+
+
 class ParallelLayer(TransformerLayer):
     """Attention and MLP both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745, section 2.1)."""
 
@@ -78,7 +106,11 @@ class ParallelLayer(TransformerLayer):
         return mlp + self.dropout(self.attention(self.attention_norm(x), context=context)) + x
 
 
-LAYERS: dict[str, type[TransformerLayer]] = {"sequential": SequentialLayer, "parallel": ParallelLayer}
+LAYERS: dict[str, type[TransformerLayer]] = {
+    "sequential": SequentialLayer,
+    "parallel": ParallelLayer,
+    "post_norm": PostNormLayer,
+}
 
 
 class Transformer(nn.Module):
@@ -96,9 +128,11 @@ class Transformer(nn.Module):
             )
             for number in range(spec.layers)
         )
-        self.final_norm = NORMS[spec.norm](
-            make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=make.topology.sequence
-        )
+        self.final_norm: nn.Module = nn.Identity()
+        if spec.layer != "post_norm":
+            self.final_norm = NORMS[spec.norm](
+                make.child("final_norm"), spec.hidden, spec.norm_epsilon, part=make.topology.sequence
+            )
 
     def context(
         self,
@@ -123,7 +157,7 @@ class Transformer(nn.Module):
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
-                facts = AttentionMask(length, keys, past, first, padding, pieces, window)
+                facts = AttentionMask(length, keys, past, first, padding, pieces, window, self.spec.causal)
                 masks[window] = mask(facts, self.spec, like)
         rotary, turning = self.spec.rotary, None
         if rotary is not None:
@@ -138,15 +172,17 @@ class Transformer(nn.Module):
         tokens: Tensor,
         padding: Tensor | None = None,
         *,
+        types: Tensor | None = None,
         positions: Tensor | None = None,
         pieces: Pieces | None = None,
         cache: Cache | None = None,
         sequence: bool,
     ) -> Tensor:
-        """Return the hidden states after the final norm.
+        """Return the hidden states after the last norm.
 
         Args:
             padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
+            types: of the tokens, [s, b]; by default 0.
             positions: [b or 1, s]; by default those after the cached ones.
             sequence: run on sequence shards (SP).
             pieces: of documents, which tokens see alone.
@@ -156,7 +192,7 @@ class Transformer(nn.Module):
         past = int(cache.get_seq_length()) if cache is not None else 0
         if positions is None:
             positions = torch.arange(past, past + length, device=tokens.device)[None]
-        stream = self.embedding(tokens, positions.t(), sequence=sequence)
+        stream = self.embedding(tokens, positions.t(), types, sequence=sequence)
         context = self.context(
             length,
             stream,

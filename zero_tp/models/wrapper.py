@@ -1,8 +1,10 @@
-"""The model has a Hugging Face face: ZeroTPForCausalLM is a PreTrainedModel whose config is the native one."""
+"""Models have a Hugging Face face: ZeroTPForCausalLM and ZeroTPForPreTraining are PreTrainedModels whose config is the
+native one."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,20 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from zero_tp.errors import UserError
 from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.causal_lm import CausalLM
+from zero_tp.models.masked_lm import MaskedLM
+from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import agree_on_tokens, random_numbers_of_first
 from zero_tp.topology import Topology
 from zero_tp.weights.export import save_pretrained
 from zero_tp.weights.load import PretrainedSource
 
 
-class ZeroTPForCausalLM(CausalLM, PreTrainedModel, GenerationMixin):
-    """This model is a `CausalLM`, which says its arguments, as transformers knows models."""
+class HuggingFaceModel(ParallelModel, PreTrainedModel):
+    """This is what transformers wants of a model, and both kinds of ours share."""
 
     main_input_name = "input_ids"
     _supports_sdpa = True
-    _no_split_modules = ["SequentialLayer", "ParallelLayer"]  # noqa: RUF012 - transformers' own declaration
-    _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
+    _no_split_modules = ["SequentialLayer", "ParallelLayer", "PostNormLayer"]  # noqa: RUF012 - transformers' own
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         PreTrainedModel.__init__(self, config)
@@ -34,6 +37,48 @@ class ZeroTPForCausalLM(CausalLM, PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the layers' constructors have filled their parameters, the same for every TP size."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        directory: str | os.PathLike[str],
+        topology: Topology | None = None,
+        *,
+        allow_pickle: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
+
+        Args:
+            allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
+            options: `seed`, `dtype`, `device` of the constructor.
+
+        Raises:
+            UserError: no such model there, an unsupported architecture, or weights that do not fit it.
+        """
+        config = pretrained_config(Path(directory))
+        seed = options.get("seed", 0)
+        source = PretrainedSource(Path(directory), config, allow_pickle=allow_pickle, seed=seed)
+        if source.drawn:
+            warnings.warn(source.told(), stacklevel=2)
+        return cls(config, topology, source=source, **options)
+
+    def save_pretrained(  # type: ignore[override]
+        self, directory: str | os.PathLike[str], **options: Any
+    ) -> None:
+        """Write the native Hugging Face model. Collective: every rank calls it, global rank 0 writes.
+
+        Args:
+            options: `dtype` of the written weights (default: the model's), `max_shard_size` such as "5GB".
+        """
+        parameters = dict(self.named_parameters())
+        save_pretrained(directory, parameters, self.config, self.topology, generation=self.generation_config, **options)
+
+
+class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
+    """This model is a `CausalLM`, which says its arguments, as transformers knows models."""
+
+    _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *arguments: Any, **options: Any) -> Any:
@@ -57,35 +102,11 @@ class ZeroTPForCausalLM(CausalLM, PreTrainedModel, GenerationMixin):
             raise RuntimeError("generate: the tensor parallel ranks ended with different tokens")
         return output
 
-    @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        directory: str | os.PathLike[str],
-        topology: Topology | None = None,
-        *,
-        allow_pickle: bool = False,
-        **options: Any,
-    ) -> Any:
-        """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
 
-        Args:
-            allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
-            options: `seed`, `dtype`, `device` of the constructor.
+class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
+    """This model is a `MaskedLM`, which says its arguments, as transformers knows models.
 
-        Raises:
-            UserError: no such model there, an unsupported architecture, or weights that do not fit it.
-        """
-        config = pretrained_config(Path(directory))
-        source = PretrainedSource(Path(directory), config, allow_pickle=allow_pickle)
-        return cls(config, topology, source=source, **options)
+    A config whose `architectures` names the class without a sentence head (`BertForMaskedLM`) has none.
+    """
 
-    def save_pretrained(  # type: ignore[override]
-        self, directory: str | os.PathLike[str], **options: Any
-    ) -> None:
-        """Write the native Hugging Face model. Collective: every rank calls it, global rank 0 writes.
-
-        Args:
-            options: `dtype` of the written weights (default: the model's), `max_shard_size` such as "5GB".
-        """
-        parameters = dict(self.named_parameters())
-        save_pretrained(directory, parameters, self.config, self.topology, generation=self.generation_config, **options)
+    _tied_weights_keys = {"head.decoder.weight": "transformer.embedding.word.weight"}  # noqa: RUF012

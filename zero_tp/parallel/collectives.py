@@ -155,3 +155,22 @@ def gather_from_sequence_region(tensor: Tensor, group: Group) -> Tensor:
 def reduce_scatter_to_sequence_region(tensor: Tensor, group: Group) -> Tensor:
     """Scatter sums (ḡ): forward reduce-scatter along the sequence, backward all-gather. [s, b, h] → [s/t, b, h]."""
     return tensor if group_size(group) == 1 else _ReduceScatterToSequenceRegion.apply(tensor, group)
+
+
+def gather_rows(tensor: Tensor, places: Tensor, group: Group, *, sequence: bool) -> Tensor:
+    """Gather the rows at n places of the whole [s, b, h], on every rank. [s, b, h], or [s/t, b, h] when `sequence` →
+    [n, h].
+
+    On sequence shards a rank adds its own rows to the others' zeros (f̄): forward an all-reduce of [n, h], backward
+    nothing, as every rank has the whole gradient of the rows.
+
+    Args:
+        places: in the whole tensor with its first two dimensions flattened, [n].
+    """
+    rows = tensor.flatten(0, 1)
+    if not sequence or group_size(group) == 1:
+        return rows[places]
+    own = places - group_rank(group) * len(rows)
+    elsewhere = (own < 0) | (own >= len(rows))
+    found = rows[own.masked_fill(elsewhere, 0)].masked_fill(elsewhere.unsqueeze(1), 0.0)
+    return reduce_from_tensor_region(found, group)

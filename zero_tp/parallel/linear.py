@@ -1,4 +1,4 @@
-"""Linear layers are split by columns or by rows (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
+"""Linear layers are split by columns or by rows, or not at all (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
 
 s sequence, b batch, i input features, o output features, t TP size. Without SP activations enter and leave whole,
 [s, b, ·]; under SP they enter and leave as sequence shards, [s/t, b, ·].
@@ -247,3 +247,15 @@ class RowParallelLinear(nn.Module):
         """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
         output: Tensor = _RowParallel.apply(tensor, self.weight, self.bias, self.group, sequence)
         return output
+
+
+class ReplicatedLinear(nn.Module):
+    """This linear layer is whole on every rank, which all give it the same input. [*, i] → [*, o]."""
+
+    def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, init: Normal):
+        super().__init__()
+        self.weight = make.make("weight", (outputs, inputs), Replicated(), init)
+        self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0))
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return F.linear(tensor, self.weight, self.bias)

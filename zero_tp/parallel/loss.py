@@ -49,9 +49,9 @@ def adds_up(sequence: int, positions: int, dtype: torch.dtype) -> bool:
     return positions < sequence or dtype == torch.float16
 
 
-def shard_logits(hidden: Tensor, weight: Tensor, valid: int) -> Tensor:
+def shard_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int) -> Tensor:
     """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get no probability."""
-    return _without_padding((hidden @ weight.t()).float(), valid)
+    return _without_padding(F.linear(hidden, weight, bias).float(), valid)
 
 
 def _without_padding(logits: Tensor, valid: int) -> Tensor:
@@ -73,6 +73,13 @@ class Softmax(NamedTuple):
     greatest: Tensor
     total: Tensor
     others: Tensor
+
+    def chosen_first(self, chosen: Tensor) -> Tensor:
+        """Tell of which rows a rank's first choice is the whole vocabulary's: that of the first rank that has the
+        greatest logit. [t, n, *], whether each rank's own is a label → [n, *]."""
+        has_it = self.maxima == self.greatest
+        first = has_it & (has_it.cumsum(0) == 1)
+        return (first.view(*first.shape, *(1,) * (chosen.ndim - 2)) & chosen).any(0)
 
 
 def exchange_softmax(maximum: Tensor, total: Tensor, others: Tensor, group: Group) -> Softmax:
@@ -97,6 +104,11 @@ def _sums(logits: Tensor, valid: int) -> tuple[Tensor, Tensor]:
     return maximum, (wide - maximum.unsqueeze(1)).exp_().sum(1)
 
 
+def _first_choices(logits: Tensor, valid: int) -> Tensor:
+    """Return the first column of each row's maximum, [n]."""
+    return _without_padding(logits.float(), valid).argmax(1)
+
+
 def _probabilities(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) -> Tensor:
     """Return exp(logit - maximum) · factor, fp32 [n, v/t]."""
     return (_without_padding(logits.float(), valid) - maximum.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1))
@@ -107,19 +119,24 @@ def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: i
 
 
 def _log_probability(
-    logits: Tensor, target: Tensor, valid: int, group: Group, run: Elementwise
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, valid: int, group: Group, run: Elementwise, choosing: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the log-probability of the target [n]; each row's maximum on this rank [n], and what exp(logit - maximum)
-    times is the probability [n].
+    times is the probability [n]; when `choosing`, whether the target is the first choice [n].
 
     `target` [n] is this rank's row, -1 where another rank holds it. The maximum is taken off before the logarithm of
     the sum: adding the two first would round the loss to the maximum's last digit.
     """
     at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
     maximum, total = run.rows(_sums, (logits,), valid, elsewhere=SLICE_ELEMENTS)
-    softmax = exchange_softmax(maximum, total, at_target.unsqueeze(0), group)
+    others = at_target.unsqueeze(0)
+    if choosing:
+        chosen = run.rows(_first_choices, (logits,), valid, elsewhere=SLICE_ELEMENTS) == target
+        others = torch.stack((at_target, chosen.float()))
+    softmax = exchange_softmax(maximum, total, others, group)
     log_probability = softmax.others[:, 0].sum(0) - softmax.greatest - softmax.total.log()
-    return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total
+    right = softmax.chosen_first(softmax.others[:, 1] == 1) if choosing else None
+    return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total, right
 
 
 def _differences_(
@@ -163,29 +180,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         vocabulary: int,
         ignore: int,
         group: Group,
         sequence: bool,
         divisor: Tensor | float | None,
+        choosing: bool,
         differentiate: bool,
         run: Elementwise,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         if sequence:
             hidden = all_gather(hidden, group)
         length, batch, _ = hidden.shape
         first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
-        needs_hidden, needs_weight = (differentiate and needed for needed in ctx.needs_input_grad[:2])
+        needs = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
+        needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
         if not isinstance(divisor, Tensor):
             divisor = counted.sum() if divisor is None else hidden.new_full((), divisor, dtype=torch.float32)
         count = divisor.to(hidden.device, torch.float32)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        right = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         weight_gradient = None
         rows, columns = weight.shape
+        bias_gradient = torch.zeros(rows, dtype=torch.float32, device=hidden.device) if needs_bias else None
         step = block_positions(length, batch, rows, columns, weight.dtype)
         if needs_weight and adds_up(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
@@ -195,14 +217,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             piece = hidden[start : start + step].flatten(0, 1).masked_fill(~keep.unsqueeze(1), 0.0)
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
-            logits = piece @ weight.t()
-            log_probability, maximum, factor = _log_probability(logits, target, valid, group, run)
+            logits = F.linear(piece, weight, bias)
+            log_probability, maximum, factor, chosen = _log_probability(logits, target, valid, group, run, choosing)
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
-            if not (needs_hidden or needs_weight):
+            if chosen is not None:
+                right += (chosen & keep).sum()
+            if not any(needs):
                 continue
             _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0), run)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
+            if bias_gradient is not None:
+                bias_gradient += logits.sum(0, dtype=torch.float32)
             if weight_gradient is not None:
                 _add_product_(weight_gradient, logits, piece)
             elif needs_weight:
@@ -210,20 +236,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_gradient is not None and group_size(group) > 1:
             leave = reduce_scatter if sequence else all_reduce
             hidden_gradient = leave(hidden_gradient, group)
-        ctx.save_for_backward(hidden_gradient, weight_gradient, count)
+        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, count)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return loss / count
+        ctx.mark_non_differentiable(right)
+        return loss / count, right
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_gradient, weight_gradient, count = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient, weight_gradient, bias_gradient, count = ctx.saved_tensors
         # With no counted token the loss is 0/0 = nan and the gradient zero, as in torch.
         scale = gradient.float() / count.masked_fill(count == 0, 1.0)
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
             _scaled(hidden_gradient, scale, hidden_dtype),
             _scaled(weight_gradient, scale, weight_dtype),
-            *(None,) * 8,
+            _scaled(bias_gradient, scale, weight_dtype),
+            *(None,) * 9,
         )
 
 
@@ -232,6 +260,7 @@ def vocab_parallel_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
+    bias: Tensor | None = None,
     vocabulary: int,
     group: Group,
     sequence: bool = False,
@@ -239,7 +268,7 @@ def vocab_parallel_cross_entropy(
     divisor: Tensor | float | None = None,
     run: Elementwise = IN_PIECES,
 ) -> Tensor:
-    """Return the mean cross entropy of `hidden` Wᵀ against `labels`, over the tokens that are not ignored.
+    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored.
 
     Forward over TP: all-gather of the hidden states under SP, one all-gather of 3 numbers a token, and all-reduce
     (reduce-scatter under SP) of the hidden gradient when one is needed. Backward: none.
@@ -248,6 +277,7 @@ def vocab_parallel_cross_entropy(
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
         labels: whole [s, b], each the token that its position predicts, or `ignore_index`.
+        bias: this rank's [⌈v/t⌉] of the output layer's, if it has one.
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: of the sum of the losses, instead of the number of labels that are not ignored; a tensor of no
             dimension keeps the host from waiting for it.
@@ -257,14 +287,37 @@ def vocab_parallel_cross_entropy(
         fp32 scalar, equal on all TP ranks; nan when every label is ignored, as torch's cross entropy gives, but 0 with
         a `divisor`.
     """
-    return _LinearCrossEntropy.apply(
-        hidden, weight, labels, vocabulary, ignore_index, group, sequence, divisor, torch.is_grad_enabled(), run
-    )
+    given = (vocabulary, ignore_index, group, sequence, divisor, False, torch.is_grad_enabled(), run)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *given)[0]
+    return loss
 
 
-def vocab_parallel_logits(hidden: Tensor, weight: Tensor, *, vocabulary: int, group: Group) -> Tensor:
+def vocab_parallel_loss_and_choices(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    vocabulary: int,
+    group: Group,
+    divisor: Tensor | float | None = None,
+    run: Elementwise = IN_PIECES,
+) -> tuple[Tensor, Tensor]:
+    """Return what `vocab_parallel_cross_entropy` does of whole hidden states, and the number of labels that are the
+    model's first choice, fp32 without gradient.
+
+    That takes another pass over the logits and one number more a token in the all-gather.
+    """
+    given = (vocabulary, IGNORE_INDEX, group, False, divisor, True, torch.is_grad_enabled(), run)
+    loss, right = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *given)
+    return loss, right
+
+
+def vocab_parallel_logits(
+    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, vocabulary: int, group: Group
+) -> Tensor:
     """Return the whole logits on every TP rank. [s, b, h] → [s, b, v]; all-gather over TP, no gradient through it."""
-    local = F.linear(hidden, weight).detach()
+    local = F.linear(hidden, weight, bias).detach()
     if group_size(group) == 1:
         return local[..., :vocabulary]
     gathered = all_gather(local.unsqueeze(0), group)  # [t, s, b, v/t]

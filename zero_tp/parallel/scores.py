@@ -31,9 +31,16 @@ class TokenScores(NamedTuple):
 
 @torch.no_grad()
 def vocab_parallel_token_scores(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, vocabulary: int, group: Group, ignore_index: int = IGNORE_INDEX
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    vocabulary: int,
+    group: Group,
+    ignore_index: int = IGNORE_INDEX,
 ) -> TokenScores:
-    """Return the scores of `labels` under softmax(`hidden` Wᵀ); equal on all TP ranks.
+    """Return the scores of `labels` under softmax(`hidden` Wᵀ + `bias`); equal on all TP ranks.
 
     One all-gather over TP of 2 + 2k numbers for each position with a target, in fp32.
 
@@ -56,7 +63,7 @@ def vocab_parallel_token_scores(
         if not len(chunk):
             continue
         wanted = flat_labels[chunk]
-        logits = loss.shard_logits(flat_hidden[chunk], weight, valid)
+        logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid)
         nll[chunk], greedy[chunk] = scores_of_logits(logits, wanted, first=first, valid=valid, group=group)
     scored = flat_labels != ignore_index
     return TokenScores(nll.where(scored, 0.0).view(labels.shape), (greedy & scored).view(labels.shape))
@@ -83,8 +90,5 @@ def scores_of_logits(
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
     softmax = loss.exchange_softmax(best, total, torch.cat((own, chosen), 1).t(), group)
     owns, choices = softmax.others.transpose(1, 2).chunk(2, 2)  # [t, n, k]
-    # The first rank that has the greatest logit has the first token that has it.
-    has_it = softmax.maxima == softmax.greatest
-    first_to_have = (has_it & (has_it.cumsum(0) == 1)).unsqueeze(2)
     nll = softmax.total.log().unsqueeze(1) - (owns.sum(0) - softmax.greatest.unsqueeze(1))
-    return TokenScores(nll, (first_to_have & (choices == 1)).any(0))
+    return TokenScores(nll, softmax.chosen_first(choices == 1))

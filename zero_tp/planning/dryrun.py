@@ -31,10 +31,11 @@ from transformers import PretrainedConfig
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.constants import DTYPES
-from zero_tp.data.batch import Batch
+from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.models import context
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.causal_lm import CausalLM
+from zero_tp.models.model import model_class
+from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as cross_entropy
 from zero_tp.planning.accelerator import accelerator
@@ -70,7 +71,7 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
             order = [numbers[each] for each in contexts(every)]
         rotary = spec.rotary and replace(spec.rotary, by_length=False)  # fake positions have no greatest one
         windows = tuple(kind.window for kind in measured)
-        model = CausalLM(
+        model = model_class(spec)(
             config,
             topology_of(workload.tensor, workload.sequence),
             source=Unfilled(),
@@ -84,10 +85,22 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         settings = {**workload.checkpointing, "contiguous_memory_optimization": False}
         policy = _Numbered(**workload.policy.model_dump(), numbers=again)
         ActivationMemory(model, policy, settings, device)
-        tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
-        documents = torch.zeros(workload.batch, workload.length, dtype=torch.long)
-        parts = measure(model, Batch(tokens, tokens, *([tokens, documents] if workload.documents else [])))
+        parts = measure(model, batch_of(workload, spec, device))
     return joined(parts, order)
+
+
+def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) -> AnyBatch:
+    """Return a micro-batch of the workload, without any data."""
+    tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
+    if spec.causal:
+        documents = torch.zeros(workload.batch, workload.length, dtype=torch.long)
+        return Batch(tokens, tokens, *([tokens, documents] if workload.documents else []))
+    names = ("input_ids", "token_type_ids", "attention_mask", "labels")
+    batch = MaskedBatch(dict.fromkeys(names, tokens))
+    batch["label_places"] = torch.zeros(workload.labels, dtype=torch.long, device=device)
+    if spec.sentence_head:
+        batch["next_sentence_label"] = tokens[:, 0]
+    return batch
 
 
 def pieces_that_differ(start: int, stop: int, step: int) -> Sequence[int]:

@@ -40,6 +40,7 @@ class Layer:
         head_size, kv_heads, mlp_size: d, k and f where they are not h/a, a and 4h.
         gated: the MLP multiplies its activation's output with a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
+        remade_norms: how many norms' outputs can be made again.
     """
 
     s: int
@@ -55,6 +56,7 @@ class Layer:
     gated: bool = False
     residual_dropout: bool = True
     attention_dropout: bool = True
+    remade_norms: int = 2
 
     @property
     def sbh(self) -> int:
@@ -136,12 +138,12 @@ def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[st
     Args:
         modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps beside its inputs,
             Q, K and V in 16 bits; `mlp_activation` 8sbh/t, the activation's output; `norm` 4sbh, under SP 4sbh/t, the
-            outputs of the two norms.
+            outputs of the two norms, or 2sbh, that of the first, where the residual stream itself is normed.
     """
     saved = {
         "attention_core": core(layer),
         "mlp_activation": layer.element * layer.wide,
-        "norm": 2 * layer.element * layer.residual,
+        "norm": layer.remade_norms * layer.element * layer.residual,
     }
     return kept(layer, core) - sum(saved[module] for module in modules)
 
@@ -155,7 +157,7 @@ def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
     return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
-def kept_outside_layers(layer: Layer, v: int, *, pipeline: int = 1, dropout: bool = True) -> float:
+def kept_outside_layers(layer: Layer, v: float, *, pipeline: int = 1, dropout: bool = True) -> float:
     """Return sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
 
     The mask of the embedding's dropout, sbh a micro-batch in flight; the input of the final norm and of the output
@@ -165,6 +167,7 @@ def kept_outside_layers(layer: Layer, v: int, *, pipeline: int = 1, dropout: boo
 
     Args:
         layer: one of the layers. dropout: whether the input has any.
+        v: where not every token has a label, as many times the share of those that do.
     """
     last = 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t if pipeline == 1 else 0.0
     return (layer.residual * pipeline if dropout else 0.0) + last

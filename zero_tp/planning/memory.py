@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig
 
 from zero_tp.config import RunConfig
-from zero_tp.models.causal_lm import CausalLM
+from zero_tp.models.architectures import architecture_of
+from zero_tp.models.model import model_class
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.dryrun import dry_run
@@ -36,7 +37,8 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
     Raises:
         UserError: an architecture or size that is not supported.
     """
-    model = CausalLM(config, Topology(tensor, sequence, world=tensor), device="meta")
+    spec = architecture_of(config).spec(config)
+    model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
     matrices: list[int] = []
     flats: list[int] = []
     whole = 0
@@ -50,7 +52,7 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
         if sizes := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
             modules.append(sizes)
             parts = name.split(".")
-            after = name == "head" or "final_norm" in parts
+            after = parts[0] != "transformer" or "final_norm" in parts
             layers.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
     return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(layers)), whole)
 

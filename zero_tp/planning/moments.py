@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zero_tp.data.batch import Batch
-from zero_tp.models.causal_lm import CausalLM
+from zero_tp.data.batch import AnyBatch
+from zero_tp.models.model import ParallelModel
 from zero_tp.planning.tracking import Allocation, Allocations
 
 
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     gradients: int
 
 
-def measure(model: CausalLM, batch: Batch) -> list[Part]:
+def measure(model: ParallelModel, batch: AnyBatch) -> list[Part]:
     """Run one micro-batch forward and backward; each gradient goes as soon as it is done.
 
     Args:
@@ -68,12 +68,7 @@ def measure(model: CausalLM, batch: Batch) -> list[Part]:
         for layer in layers:
             layer.register_forward_pre_hook(begins)
         begin = allocations.clock
-        loss = model(
-            batch.input_ids,
-            shift_labels=batch.labels,
-            position_ids=batch.position_ids,
-            document_ids=batch.document_ids,
-        ).loss
+        loss = model(batch.input_ids, **batch.arguments()).loss
         turned = allocations.clock
         loss.backward()
         del loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zero_tp.models.transformer import LAYERS
 from zero_tp.planning import formulas
 from zero_tp.planning.memory import Model
 from zero_tp.planning.workload import Workload
@@ -42,6 +43,7 @@ class PaperView:
             gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
+            remade_norms=len(LAYERS[spec.layer].remade_norms),
         )
 
     def layer_bytes(self, *, recomputes: bool) -> float:
@@ -69,7 +71,10 @@ class PaperView:
         """Return what is kept outside the layers."""
         spec = self.model.spec
         return formulas.kept_outside_layers(
-            self.layer, spec.vocabulary, pipeline=self.pipeline, dropout=spec.dropouts.embedding > 0
+            self.layer,
+            self.workload.labelled * spec.vocabulary,
+            pipeline=self.pipeline,
+            dropout=spec.dropouts.embedding > 0,
         )
 
     def bytes(self) -> dict[str, float]:

@@ -106,7 +106,9 @@ class Plan:
     @property
     def model_flops(self) -> float:
         """Return the model FLOPs of one step, all devices together."""
-        return model_flops(self.model.spec, self.config.global_batch, self.config.zero_tp.data.sequence_length)
+        config = self.config
+        length = config.zero_tp.data.sequence_length
+        return model_flops(self.model.spec, config.global_batch, length, config.labelled)
 
     @property
     def mfu(self) -> float | None:

@@ -219,14 +219,15 @@ def _estimate(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment
     logits (as the loss of parallel/loss.py makes them), and an eager core its scores' gradients.
     """
     paper, layers = PaperView(model, workload, zero.at.stage, zero.at.data), model.spec.layers
-    logits = 4.0 * workload.length * workload.batch * model.spec.vocabulary / workload.tensor
+    logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
     kept = paper.layers_bytes() + paper.outside_bytes() - logits
     again = paper.layer_bytes(recomputes=False)
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
-    positions = block_positions(workload.length, workload.batch, shard, model.spec.hidden, dtype)
-    wide = adds_up(workload.length, positions, dtype)
+    length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
+    positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
+    wide = adds_up(length, positions, dtype)
     gradient = (4 if wide else workload.element) * shard * model.spec.hidden
-    block = workload.element * positions * workload.batch * shard
+    block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
     most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
     total = float(zero.parameters.total)

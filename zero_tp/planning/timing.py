@@ -92,8 +92,8 @@ class Timing:
         rate = peak * 1e12 * self.device.matrix_share
         at, spec, stages = self.at, self.spec, self.pipeline
         micro = self.zero.accumulation
-        layer, core, logits = (flops / at.tensor for flops in forward_flops(spec, at.batch, at.length))
-        core *= 1.0 if spec.attention == "eager" else 0.5  # a fused kernel leaves out what the causal mask hides
+        layer, core, logits = (flops / at.tensor for flops in forward_flops(spec, at.batch, at.length, at.labelled))
+        core *= 0.5 if spec.causal and spec.attention == "sdpa" else 1.0  # a fused kernel leaves out what is hidden
         layers = spec.layers / stages
         last = logits if stages == 1 else logits / stages  # the last stage does it while others wait for less
         products = micro * 3 * (layers * (layer + core) + last) / rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ class Workload:
         cpu: the ranks are CPU processes; else they have accelerators.
         checkpointing: DeepSpeed's `activation_checkpointing` block.
         documents: a token sees its own document alone (`data.document_attention` "reset").
+        labelled: share of the tokens that have labels.
         varlen: the accelerators run `varlen_attn`, so that documents and windows need no mask.
     """
 
@@ -35,7 +37,13 @@ class Workload:
     policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
     checkpointing: Mapping[str, Any] = field(default_factory=dict)
     documents: bool = False
+    labelled: float = 1.0
     varlen: bool = True
+
+    @property
+    def labels(self) -> int:
+        """Return the most labels of a micro-batch."""
+        return math.ceil(self.labelled * self.length) * self.batch
 
     @property
     def element(self) -> int:
@@ -65,6 +73,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         cpu=cpu,
         policy=block.recompute_policy,
         checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
-        documents=block.data.document_attention == "reset",
+        documents=block.data.document_attention == "reset" and block.masked is None,
+        labelled=config.labelled,
         varlen=varlen,
     )

@@ -22,9 +22,10 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config.resolve import dtype_name
 from zero_tp.config.schema import Spike
 from zero_tp.constants import DTYPES, IGNORE_INDEX
-from zero_tp.data.batch import Batch
+from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
-from zero_tp.models.causal_lm import CausalLM
+from zero_tp.models.architectures import architecture_of
+from zero_tp.models.model import ParallelModel, model_class
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise
 from zero_tp.parallel.layout import audit, whole_shape
@@ -73,7 +74,7 @@ class TrainingEngine:
         seed: int,
         device: torch.device | str = "cpu",
         source: WeightSource | None = None,
-        model: type[CausalLM] = CausalLM,
+        model: type[ParallelModel] | None = None,
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
         trace_nonfinite: bool = False,
@@ -86,7 +87,7 @@ class TrainingEngine:
             deepspeed_config: without a `zero_tp` block and without `"auto"`.
             seed: of weights and dropout.
             source: of the initial weights instead of the seed.
-            model: the model's class; `ZeroTPForCausalLM` can also generate.
+            model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
             recompute: what backward computes again; by default nothing.
             spike: bounds on loss and gradient norm; by default none.
             trace_nonfinite: look at every layer's output and gradient, for `nonfinite`.
@@ -102,7 +103,8 @@ class TrainingEngine:
         # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
         source = source or DrawnTogether(seed, topology.data_group)
         with self.zero.construction():
-            self.model = model(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
+            chosen = model or model_class(architecture_of(config).spec(config))
+            self.model = chosen(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
         audit(self.model, topology, local_shape)
         self.activations = ActivationMemory(
             self.model,
@@ -117,6 +119,7 @@ class TrainingEngine:
         self.engine = self.zero.engine
         self.gradient_norm = float("nan")
         self.skipped, self.spike = False, ""
+        self._figures = torch.full((len(self.model.figures),), float("nan"))
         self._spikes = spike
         self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
         self.mark: Callable[[str], None] = lambda doing: None
@@ -125,13 +128,18 @@ class TrainingEngine:
         self._hooks_checked = False
 
     @property
+    def figures(self) -> dict[str, float]:
+        """Return the model's figures of the last step, equal on all ranks. The host waits for the device."""
+        return dict(zip(self.model.figures, self._figures.tolist(), strict=True))
+
+    @property
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         return float(self.zero.optimizer.param_groups[0]["lr"])
 
     def train_step(
         self,
-        micro_batches: Sequence[Batch | tuple[Tensor, Tensor]],
+        micro_batches: Sequence[AnyBatch | tuple[Tensor, Tensor]],
         *,
         guarded: int | None = None,
         guard_gradients: bool = False,
@@ -139,20 +147,22 @@ class TrainingEngine:
         """Run forward, backward and one optimizer step.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
-        over micro-batches and ranks.
+        over micro-batches and ranks; of masked rows that of the masked tokens, and the mean over the rows of the loss
+        of their order.
 
         Args:
-            micro_batches: one Batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
+            micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
             guarded: the step's number, where what DP ranks hold alike is compared just before its update.
             guard_gradients: whether its first micro-batch is run twice then.
 
         Returns:
-            That mean, equal on all ranks; nan when every label is ignored. Two all-reduces of one number over DP.
+            That mean, equal on all ranks; nan when every label is ignored. Two all-reduces of one number over DP, and
+            one of the model's figures, if it has any.
 
         Raises:
             UserError: what is held alike, or computed again, differs.
         """
-        batches = [Batch(*micro_batch) for micro_batch in micro_batches]
+        batches = [as_batch(micro_batch) for micro_batch in micro_batches]
         # DeepSpeed takes the mean over micro-batches and DP ranks. Dividing each one's sum of losses by the mean number
         # of labels makes it the mean over all labels.
         share = self._labels(batches).double() / (len(batches) * self.topology.data)
@@ -162,12 +172,16 @@ class TrainingEngine:
             self.trace.begin()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        figures = torch.zeros(len(self.model.figures), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
-            loss = self._loss(self.engine, batch, num_items_in_batch=share)
+            output = self._forward(self.engine, batch, num_items_in_batch=share)
+            loss: Tensor = output.loss
             self.mark("backward")
             self.zero.backward(loss)
             total += loss.detach()
+            for number, name in enumerate(self.model.figures):
+                figures[number] += getattr(output, name).detach()
             if index < len(batches) - 1:
                 self.zero.step()
         if not self._hooks_checked:
@@ -175,6 +189,8 @@ class TrainingEngine:
             self._hooks_checked = True
         self.mark("update")
         mean = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
+        if self.model.figures:
+            self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
         if guarded is not None:
             check_duplicates(self.zero, guarded)
         bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
@@ -194,28 +210,22 @@ class TrainingEngine:
         loss, norm = numbers.tolist()
         return math.isfinite(loss) and math.isfinite(norm) and norm >= 0 and bound.exceeded(loss, norm)
 
-    def _repeat(self, batch: Batch, share: Tensor, step: int) -> None:
+    def _repeat(self, batch: AnyBatch, share: Tensor, step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
         self.activations.begin_micro_batch(-1)  # keeps everything: recomputation needs a whole backward
         scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
 
         def run() -> Tensor:
-            return self._loss(self.model, batch, num_items_in_batch=share) * scale
+            loss: Tensor = self._forward(self.model, batch, num_items_in_batch=share).loss
+            return loss * scale
 
         check_repeated(run, self.model, self.model.streams, step)
 
-    def _loss(self, model: Any, batch: Batch, **options: Any) -> Tensor:
-        loss: Tensor = model(
-            batch.input_ids,
-            shift_labels=batch.labels,
-            position_ids=batch.position_ids,
-            document_ids=batch.document_ids,
-            **options,
-        ).loss
-        return loss
+    def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
+        return model(batch.input_ids, **batch.arguments(), **options)
 
-    def _labels(self, batches: Sequence[Batch]) -> Tensor:
+    def _labels(self, batches: Sequence[AnyBatch]) -> Tensor:
         """Count the labels of all DP ranks' batches that are not ignored. One all-reduce of one number over DP.
 
         The host does not wait for the number.
@@ -224,21 +234,25 @@ class TrainingEngine:
         return all_reduce(torch.stack(counts).sum(), self.topology.data_group)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch | tuple[Tensor, Tensor]]) -> float:
-        """Return the mean loss a token over the batches of all DP ranks, which are as `train_step` takes them.
+    def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Return the "loss", and what else the model has figures of, over the batches of all DP ranks, which are as
+        `train_step` takes them.
 
-        Each rank has as many batches.
+        Each is a mean: over the labels, or over the rows. Each rank has as many batches.
 
         Raises:
             UserError: no label to score in any batch.
         """
         self.engine.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in (Batch(*given) for given in batches):
-            sums[0] += self._loss(self.engine, batch, reduction="none").double().sum()
-            sums[1] += (batch.labels != IGNORE_INDEX).sum()
+        sums, names = torch.zeros(2, 1, dtype=torch.float64, device=self.device), ["loss"]
+        for batch in map(as_batch, batches):
+            output = self._forward(self.engine, batch, reduction="none")
+            totals = self.model.totals(output, batch.arguments())
+            names, pairs = list(totals), list(totals.values())
+            sums = sums + torch.stack([torch.stack([total, count.double()]) for total, count in pairs], 1)
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.engine.train()
-        if count == 0:
+        if not all(count):
             raise UserError("validation data holds nothing to score")
-        return total / count
+        means = {name: each / of for name, each, of in zip(names, total, count, strict=True)}
+        return {"loss": sum(mean for name, mean in means.items() if name.endswith("loss")), **means}

@@ -28,8 +28,8 @@ from zero_tp.data.samples import FixedSamples
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
-from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.flops import model_flops
+from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
@@ -94,14 +94,15 @@ class Tools:
     Attributes:
         tasks: (engine, rows of a forward) → the figures of each zero-shot task on the model that trains, beside every
             validation (zero_tp/evaluation/live.py). Collective over all ranks.
-        model: the class of the model that trains, which such tasks may want to generate with.
+        model: the class of the model that trains, with which such tasks may want to generate; by default that of its
+            objective.
         forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
         profiler: makes the profiler of an engine; called on rank 0 alone.
         watch: of this rank.
     """
 
     tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
-    model: type[CausalLM] = CausalLM
+    model: type[ParallelModel] | None = None
     forecast: Callable[[RunConfig, str], Forecast] | None = None
     profiler: Callable[[TrainingEngine], Profiler] | None = None
     watch: Watch | None = None
@@ -144,6 +145,7 @@ def train(
         found = agree(found, directory, run.read())
         if found.checkpoint is not None:
             found = take_whole(found, directory, config, check_all_there, resume_from)
+        pretrained = run.pretrained() if found.checkpoint is None else None
         with hushed(verbose):
             engine = TrainingEngine(
                 run.model_config,
@@ -151,7 +153,7 @@ def train(
                 config.deepspeed_config(),
                 seed=config.zero_tp.training.seed,
                 device=device,
-                source=run.pretrained() if found.checkpoint is None else Zeros(),
+                source=pretrained if found.checkpoint is None else Zeros(),
                 model=tools.model,
                 recompute=config.zero_tp.recompute_policy,
                 spike=config.zero_tp.training.spike,
@@ -169,6 +171,8 @@ def train(
         if topology.rank == 0:
             for note in notes:
                 print(note)
+            if pretrained is not None and pretrained.drawn:
+                print(pretrained.told())
             _announce(run, engine, manifest)
             if not finished:
                 write_config(directory, config.resolved())
@@ -201,7 +205,8 @@ def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | Non
     spec, data = engine.model.spec, config.zero_tp.data
     documents = data.document_attention == "reset"
     sizes = (engine.topology.tensor, config.micro_batch, data.sequence_length)
-    print(f"attention: {described(spec, *sizes, engine.dtype, engine.device, documents=documents)}")
+    rows = {"documents": documents, "padded": not spec.causal}
+    print(f"attention: {described(spec, *sizes, engine.dtype, engine.device, **rows)}")
     for note in (*engine.activations.notes, *(f"without effect: {line}" for line in config.without_effect())):
         print(note)
     if config.zero_tp.compile:
@@ -244,12 +249,19 @@ class _Loop:
         spec, length = engine.model.spec, self.settings.data.sequence_length
         self.meter = StepMeter(
             self.config.global_batch * length,
-            model_flops(spec, self.config.global_batch, length),
+            model_flops(spec, self.config.global_batch, length, self.config.labelled),
             self.topology.world,
             device_peak_flops(self.device.type, engine.dtype, dist.barrier),
             self.steps,
         )
-        self.reporter = Reporter(run.directory, first, self.steps, self.settings.logging.interval, start_step=done)
+        self.reporter = Reporter(
+            run.directory,
+            first,
+            self.steps,
+            self.settings.logging.interval,
+            start_step=done,
+            figures=engine.model.figures,
+        )
         if first:
             self.reporter.watch(engine.engine.monitor)
         self.skips_in_a_row = 0
@@ -274,7 +286,7 @@ class _Loop:
                     evaluated = last or _due(step, self.settings.evaluation.interval)
                     if self.run.validation and evaluated:
                         self._enter("evaluation", step)
-                        reporter.validation(step, self._validation_loss(self.run.validation))
+                        reporter.validation(step, self._validation(self.run.validation))
                     if self.tasks is not None and evaluated:
                         self._enter("evaluation", step)
                         reporter.tasks(step, self.tasks(self.engine, self.config.micro_batch))
@@ -365,6 +377,7 @@ class _Loop:
                     self.engine.gradient_norm,
                     self.meter.read(step),
                     memory_gib(self.device.type),
+                    self.engine.figures,
                 )
             )
         if self.engine.spike:
@@ -395,7 +408,7 @@ class _Loop:
             "lower optimizer.params.lr, or look at the data of this step"
         )
 
-    def _validation_loss(self, samples: FixedSamples[Any]) -> float:
+    def _validation(self, samples: FixedSamples[Any]) -> dict[str, float]:
         limit = self.settings.evaluation.batches * self.config.global_batch
         batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
         return self.engine.evaluate([batch.to(self.device) for batch in batches])

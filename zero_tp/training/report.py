@@ -9,8 +9,8 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,8 @@ LOGGED = (
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A record is a step. Its loss is the mean over the global batch; its norm is of all gradients before clipping."""
+    """A record is a step. Its loss is the mean over the global batch, and so is what else the objective has figures of;
+    its norm is of all gradients before clipping."""
 
     step: int
     consumed_samples: int
@@ -40,6 +41,7 @@ class StepRecord:
     grad_norm: float
     speed: Speed
     memory_gib: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 # --- formatting: pure functions ---------------------------------------------------------------------------------------
@@ -86,23 +88,31 @@ def format_duration(seconds: float | None) -> str:
     return f"{days}d{hours % 24:02d}h" if days < 100 else f"{days}d"
 
 
-def _columns(step: str, total_steps: int, cells: tuple[str, ...]) -> str:
-    widths = (9, 8, 9, 9, 8, 11, 6, 8, 6)
+WIDTHS = (8, 9, 9, 8, 11, 6, 8, 6)
+
+
+def _columns(step: str, total_steps: int, loss: str, shares: Mapping[str, str], cells: Sequence[str]) -> str:
     first = step.rjust(max(len("step"), 2 * len(str(total_steps)) + 1))
-    return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+    accuracies = (cell.rjust(len(name)) for name, cell in shares.items())
+    others = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+    return "  ".join([first, loss.rjust(9), *accuracies, *others])
 
 
-def format_header(total_steps: int) -> str:
+def accuracies_of(figures: Iterable[str]) -> dict[str, str]:
+    """Return the columns of those figures that are accuracies, and their names."""
+    return {name.replace("_accuracy", " right"): name for name in figures if name.endswith("_accuracy")}
+
+
+def format_header(total_steps: int, figures: Sequence[str] = ()) -> str:
     """Return the names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
-    names = ("loss", "lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "peak GiB", "ETA")
-    return _columns("step", total_steps, names)
+    names = ("lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "peak GiB", "ETA")
+    return _columns("step", total_steps, "loss", {name: name for name in accuracies_of(figures)}, names)
 
 
 def format_line(record: StepRecord, total_steps: int) -> str:
-    """Format one step, aligned below `format_header(total_steps)`."""
+    """Format one step, aligned below `format_header`."""
     speed = record.speed
     cells = (
-        format_number(record.loss),
         f"{record.learning_rate:.2e}",
         format_number(record.grad_norm),
         format_rate(speed.tokens_per_second_per_device),
@@ -112,7 +122,14 @@ def format_line(record: StepRecord, total_steps: int) -> str:
         f"{record.memory_gib:.2f}",
         format_duration(speed.eta_seconds),
     )
-    return _columns(f"{record.step}/{total_steps}", total_steps, cells)
+    shares = {column: f"{record.figures[name]:.1%}" for column, name in accuracies_of(record.figures).items()}
+    return _columns(f"{record.step}/{total_steps}", total_steps, format_number(record.loss), shares, cells)
+
+
+def _format_figure(name: str, value: float) -> str:
+    if name.endswith("accuracy"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if name == "perplexity" else f"{value:.4f}"
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------
@@ -232,6 +249,7 @@ class Reporter:
         total_steps: the run's last step.
         interval: steps a log line.
         terminal: show a progress bar; None: if stdout and stderr are terminals.
+        figures: names of what the objective tells of a step beside its loss.
         start_step: the step that this start resumes from, 0 for a new run. Later lines of metrics.jsonl are cut off.
 
     A disk that is full, or whatever else keeps a line from being written, is told once and counted at the end.
@@ -245,6 +263,7 @@ class Reporter:
         interval: int,
         terminal: bool | None = None,
         start_step: int = 0,
+        figures: Sequence[str] = (),
     ) -> None:
         self.rank0 = rank0
         self.total_steps = total_steps
@@ -261,7 +280,7 @@ class Reporter:
             self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True, leave=False)
         with self.loss.of(str(self._metrics)):
             self._cut()
-        self.say(format_header(total_steps))
+        self.say(format_header(total_steps, figures))
 
     def due(self, step: int) -> bool:
         """Return whether `step` is logged, alike on every rank, so that what a line needs may be a collective."""
@@ -276,12 +295,15 @@ class Reporter:
         """Print the step's line and append it to metrics.jsonl."""
         self.say(format_line(record, self.total_steps))
         values = {**vars(record), **vars(record.speed)}
-        self._append({name: values[name] for name in LOGGED})
+        self._append({name: values[name] for name in LOGGED} | dict(record.figures))
 
-    def validation(self, step: int, loss: float) -> None:
-        """Print and append a validation loss [nats a token] with its perplexity."""
-        self.say(f"validation at step {step}: loss {loss:.4f}, perplexity {perplexity(loss):.2f}")
-        self._append({"step": step, "validation_loss": loss, "validation_perplexity": perplexity(loss)})
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Print and append a validation "loss" [nats], with the other figures or, where there are none, its
+        perplexity."""
+        shown = dict(figures) if len(figures) > 1 else {**figures, "perplexity": perplexity(figures["loss"])}
+        told = (f"{name.replace('_', ' ')} {_format_figure(name, value)}" for name, value in shown.items())
+        self.say(f"validation at step {step}: {', '.join(told)}")
+        self._append({"step": step, **{f"validation_{name}": value for name, value in shown.items()}})
 
     def tasks(self, step: int, figures: Mapping[str, Mapping[str, float | None]]) -> None:
         """Print and append the zero-shot figures of each task by their names, `task/figure` in metrics.jsonl."""

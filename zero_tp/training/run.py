@@ -83,7 +83,12 @@ class PreparedRun:
         """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
         if self.config.pretrained is None:
             return None
-        return PretrainedSource(self.config.pretrained, self.model_config, allow_pickle=self.allow_pickle)
+        return PretrainedSource(
+            self.config.pretrained,
+            self.model_config,
+            allow_pickle=self.allow_pickle,
+            seed=self.config.zero_tp.training.seed,
+        )
 
     def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
         """Check that what a run reads besides its file has not changed since it was started.

@@ -24,7 +24,14 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place
-from zero_tp.models.architectures import Weight, aliases_of, architecture_of, to_theirs, weights_of
+from zero_tp.models.architectures import (
+    Weight,
+    aliases_of,
+    architecture_of,
+    native_class_of,
+    to_theirs,
+    weights_of,
+)
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
@@ -156,22 +163,23 @@ def write_native(
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
     architecture = architecture_of(config)
     config = copy.deepcopy(config)
-    config.dtype, config.architectures = entries[0].dtype, [architecture.native_class]
+    name_of_class = native_class_of(config)
+    config.dtype, config.architectures = entries[0].dtype, [name_of_class]
     native, aliases = native_model(config), aliases_of(config)
     expected = {name: tuple(like.shape) for name, like in native.state_dict().items() if name not in aliases}
     found = {entry.name: tuple(entry.shape) for entry in entries}
     for name in expected.keys() | found.keys():
         if found.get(name) != expected.get(name):
-            raise UserError(
-                f"tensor {name}: {architecture.native_class} expects {expected.get(name)}, found {found.get(name)}"
-            )
+            raise UserError(f"tensor {name}: {name_of_class} expects {expected.get(name)}, found {found.get(name)}")
     named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
     shards = plan_shards(named, max_shard_size)
     target = target.resolve()
     with partial_directory(target) as temporary:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
-        (generation or native.generation_config).save_pretrained(temporary)
+        settings = generation or getattr(native, "generation_config", None)
+        if settings is not None:  # of a model that generates
+            settings.save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
         put_in_place(temporary, target, lambda name: fnmatch(name, "model*.safetensors*"))

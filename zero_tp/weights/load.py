@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
@@ -17,10 +18,18 @@ from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.files import read_json
-from zero_tp.models.architectures import Architecture, Weight, aliases_of, architecture_of, weights_of
+from zero_tp.models.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Weight,
+    aliases_of,
+    architecture_of,
+    native_class_of,
+    weights_of,
+)
 from zero_tp.models.architectures.configs import CONFIG, read_config_json
 from zero_tp.parallel.layout import Layout
-from zero_tp.parallel.parameter import Init
+from zero_tp.parallel.parameter import Drawn, Init
 from zero_tp.tensors.files import DTYPE_NAMES
 from zero_tp.topology import Topology
 from zero_tp.weights.files import is_finite, is_regular, open_weights
@@ -39,20 +48,33 @@ MOST_LAYERS = 10_000
 
 
 def native_model(config: PretrainedConfig) -> Any:
-    """Build the model of the native transformers class, which weights come from and go to, on the meta device."""
+    """Build the model of the native transformers class, which weights come from and go to, on the meta device.
+
+    Of an architecture without a table it is the causal one.
+    """
     with init_empty_weights(include_buffers=True):
+        if config.model_type in ARCHITECTURES:
+            native = getattr(transformers, native_class_of(config))
+            # MegatronBert has no SDPA: what ours computes with is none of its business.
+            options = {} if native._supports_sdpa else {"attn_implementation": "eager"}
+            return native._from_config(config, **options)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 class PretrainedSource:
-    """This `WeightSource` reads a Hugging Face directory: a rank's slices of a tensor when its parameter is made."""
+    """This `WeightSource` reads a Hugging Face directory: a rank's slices of a tensor when its parameter is made.
 
-    def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False):
+    Attributes:
+        drawn: the heads that the files do not have, in words; they are drawn from the seed.
+    """
+
+    def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
         """Check that the directory's tensors are those of the config's model. Reads no tensor.
 
         Args:
             config: the model's, of a supported model_type.
             allow_pickle: read pickled weights where there are no safetensors.
+            seed: of the heads that the files do not have.
 
         Raises:
             UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
@@ -67,16 +89,27 @@ class PretrainedSource:
         aliases = aliases_of(config)
         # Old files hold an alias beside its source.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
+        heads = architecture_of(config).heads
+        self.drawn = [what for what, names in heads.items() if _lacks(names, expected.keys(), self.stored)]
+        lacking = "|".join(heads[what] for what in self.drawn)
+        self._drawn = Drawn(seed)
         for name, shape in expected.items():
             if name in self.stored:
                 _check_kind(directory, self.stored[name], self.tensors[self.stored[name]], shape)
-            elif name not in aliases:
+            elif name not in aliases and not re.fullmatch(lacking, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
+
+    def told(self) -> str:
+        """Say which heads are drawn."""
+        return f"{self.directory}: has no weights of {', '.join(self.drawn)}: drawn from the seed"
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
         weight = self.weights[name]
+        if weight.names[0] not in self.stored:
+            self._drawn.fill(local, name, whole, layout, init, topology)
+            return
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
             if start < stop:  # equal where a rank has padding alone
                 rows.copy_(self._read(weight, layout.dim, start, stop, whole[0]))
@@ -115,23 +148,38 @@ def _names(
 ) -> dict[str, str]:
     """Return name in the native class → name in the files.
 
-    Files of the bare decoder leave out the prefix of the class with a head; what the architecture ignores is left out.
+    Files of the bare model leave out the prefix of the class with a head; what the architecture ignores is left out.
     """
     stored: dict[str, str] = {}
     named = {theirs: name for name, theirs in architecture.stored.items()}
     for found, tensor in tensors.items():
         name = named.get(found, found)
+        for old, new in architecture.old_endings.items():
+            name = name.removesuffix(old) + new if name.endswith(old) else name
         name = name if name in expected else architecture.base_prefix + name
         if name in stored:
             raise UserError(f"{directory}: tensors {stored[name]} and {found} are both {name}")
         if name in expected:
             stored[name] = found
-        elif not any(re.fullmatch(f"({re.escape(architecture.base_prefix)})?{old}", found) for old in architecture.old):
+        elif not _is_known(name, architecture):
             raise UserError(
                 f"{directory}: unexpected tensor {found} of shape {tuple(tensor.shape)}; {architecture.native_class} "
                 "with this config.json has none of that name"
             )
     return stored
+
+
+def _is_known(name: str, architecture: Architecture) -> bool:
+    """Tell whether a tensor, named with the prefix, is of a head that this model has not, or no weight at all."""
+    patterns = [*architecture.heads.values(), *(re.escape(architecture.base_prefix) + old for old in architecture.old)]
+    bare = name.removeprefix(architecture.base_prefix)
+    return any(re.fullmatch(pattern, each) for pattern in patterns for each in (name, bare))
+
+
+def _lacks(pattern: str, expected: Collection[str], stored: Collection[str]) -> bool:
+    """Tell whether files have none of the tensors that a head of this model has."""
+    names = [name for name in expected if re.fullmatch(pattern, name)]
+    return bool(names) and not any(name in stored for name in names)
 
 
 def not_finite(directory: Path, name: str, tensor: Tensor) -> UserError:

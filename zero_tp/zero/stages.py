@@ -24,7 +24,7 @@ from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
-    from zero_tp.models.causal_lm import CausalLM
+    from zero_tp.models.model import ParallelModel
 
 Veto = Callable[[float], bool]
 """Decides from the gradient norm, on every rank alike, that a step is skipped."""
@@ -63,7 +63,7 @@ class ZeroEngine(ABC):
 
     lock_step = False
     vetoed: float | None = None
-    model: CausalLM
+    model: ParallelModel
     engine: Any
     loss_scale: LossScale | None
     optimizer: Any
@@ -78,7 +78,7 @@ class ZeroEngine(ABC):
         """Return the context in which the model has to be built."""
         return nullcontext()
 
-    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
         """Make DeepSpeed's engine. Collective over all ranks."""
         self.model = model
         with without_compiler():
@@ -208,7 +208,7 @@ class WithoutZero(ZeroEngine):
         self._last_norm = float("nan")
         super().__init__({**settings, "gradient_clipping": 0.0}, topology)
 
-    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         # In 16 bit DeepSpeed wraps the optimizer, and keeps fp32 copies of the weights as its masters.
         self._wrapped = hasattr(self.optimizer, "loss_scale_config")
@@ -316,7 +316,7 @@ class PartitionedStates(ZeroEngine):
             settings = {**settings, "zero_optimization": zero}
         super().__init__(settings, topology)
 
-    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         measure_in_pieces(self.optimizer)
         if self._alone:
@@ -387,7 +387,7 @@ class PartitionedParameters(ZeroEngine):
 
     lock_step = True
 
-    def initialize(self, model: CausalLM, parameter_groups: list[dict[str, Any]]) -> None:
+    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
         super().initialize(model, parameter_groups)
         measure_in_pieces(self.optimizer)
         measured = self.optimizer._get_norm_groups

@@ -13,9 +13,11 @@ from zero_tp.models.architectures.table import Architecture, Weight, to_theirs
 
 _MODULES = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
 ARCHITECTURES: dict[str, Architecture] = {
-    module.__name__.rpartition(".")[2]: module.ARCHITECTURE for module in _MODULES if hasattr(module, "ARCHITECTURE")
+    getattr(module, "MODEL_TYPE", module.__name__.rpartition(".")[2]): module.ARCHITECTURE
+    for module in _MODULES
+    if hasattr(module, "ARCHITECTURE")
 }
-"""By model_type, which is the name of the table's file."""
+"""By model_type, which is the name of the table's file where that can be one."""
 
 __all__ = [
     "ARCHITECTURES",
@@ -24,6 +26,7 @@ __all__ = [
     "Weight",
     "aliases_of",
     "architecture_of",
+    "native_class_of",
     "to_theirs",
     "weights_of",
 ]
@@ -47,6 +50,16 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
 def aliases_of(config: PretrainedConfig) -> dict[str, str]:
     """Return the tensors that are tied to another, alias → source; files hold the source."""
     return architecture_of(config).tied if config.tie_word_embeddings else {}
+
+
+def native_class_of(config: PretrainedConfig) -> str:
+    """Return the name of the transformers class that a model of this config is exported as.
+
+    An encoder whose `architectures` names the class without a sentence head has none.
+    """
+    architecture = architecture_of(config)
+    other = architecture.without_sentences
+    return other if other is not None and config.architectures == [other] else architecture.native_class
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
-from zero_tp.models.architectures.fields import TOKENS, Fields
+from zero_tp.models.architectures.fields import FIXED_IN_DECODERS, OF_DECODERS, Fields
 from zero_tp.models.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.models.architectures.table import Architecture, Weight
 from zero_tp.models.spec import Dropouts, TransformerSpec
@@ -66,8 +66,8 @@ def fields(
         dropouts=("attention_dropout", *dropouts),
         choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
         read=("tie_word_embeddings", *ROPE, *read),
-        fixed=fixed or {},
-        irrelevant={**TOKENS, **(irrelevant or {})},
+        fixed={**FIXED_IN_DECODERS, **(fixed or {})},
+        irrelevant={**OF_DECODERS, **(irrelevant or {})},
         undeclared={**ROPE_UNDECLARED, **(undeclared or {})},
     )
 

@@ -16,6 +16,16 @@ OF_A_HEAD = "of a head that is not trained"
 TOKENS = dict.fromkeys(("use_cache", "bos_token_id", "eos_token_id"), "generation reads it")
 """Declared by every config here."""
 
+OF_DECODERS = {
+    **TOKENS,
+    "is_decoder": "the model is a causal decoder whatever it says",
+    "chunk_size_feed_forward": "no decoder reads it",
+}
+FIXED_IN_DECODERS: dict[str, tuple[Any, str]] = {
+    "is_causal": (True, "the model is a causal decoder"),
+    "use_bidirectional_attention": (False, "the model is a causal decoder"),
+}
+
 OF_EVERY_CONFIG = {
     "model_type": "it chose the table",
     "_commit_hash": "where the file came from",
@@ -33,13 +43,11 @@ OF_EVERY_CONFIG = {
     "return_dict": "how outputs are wrapped",
     "output_hidden_states": "what is returned besides",
     "output_attentions": "what is returned besides",
-    "chunk_size_feed_forward": "no decoder reads it",
     "id2label": OF_A_HEAD,
     "label2id": OF_A_HEAD,
     "num_labels": OF_A_HEAD,
     "problem_type": OF_A_HEAD,
     "task_specific_params": "generation reads it",
-    "is_decoder": "the model is a causal decoder whatever it says",
     "finetuning_task": "a note of who wrote the file",
     "prefix": "generation reads it",
     "tokenizer_class": "the tokenizer's own file decides",
@@ -57,11 +65,9 @@ OF_EVERY_CONFIG = {
 """Fields that `config.json` may have whatever the model_type, and why they change nothing."""
 
 FIXED_IN_EVERY_CONFIG: dict[str, tuple[Any, str]] = {
-    "is_encoder_decoder": (False, "the model is a decoder alone"),
-    "add_cross_attention": (False, "the model is a decoder alone"),
+    "is_encoder_decoder": (False, "the model is one stack of layers"),
+    "add_cross_attention": (False, "the model is one stack of layers"),
     "pruned_heads": ({}, "every head is computed"),
-    "is_causal": (True, "the model is a causal decoder"),
-    "use_bidirectional_attention": (False, "the model is a causal decoder"),
     "attention_chunk_size": (None, "attention in chunks is not computed"),
     "per_layer_config": (None, "all layers have the same sizes"),
     "quantization_config": (None, "quantized weights are not trained; give whole ones"),

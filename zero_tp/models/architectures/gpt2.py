@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from zero_tp.models.architectures import common
-from zero_tp.models.architectures.fields import OF_A_HEAD, TOKENS, Fields
+from zero_tp.models.architectures.fields import FIXED_IN_DECODERS, OF_A_HEAD, OF_DECODERS, Fields
 from zero_tp.models.architectures.table import Architecture, Weight
 from zero_tp.models.spec import TransformerSpec
 
@@ -16,12 +16,13 @@ FIELDS = Fields(
     choices={"activation_function": tuple(common.ACTIVATIONS)},
     read=("tie_word_embeddings",),
     fixed={
+        **FIXED_IN_DECODERS,
         "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
         "scale_attn_by_inverse_layer_idx": (False, "attention is not scaled by the layer's index"),
         "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
     },
     irrelevant={
-        **TOKENS,
+        **OF_DECODERS,
         "n_ctx": "the old name of n_positions, which is in every file beside it",
         "pad_token_id": "the class gives it no row of its own",
         **dict.fromkeys(

@@ -28,7 +28,7 @@ class Weight:
     """A weight is one parameter under both names; `{layer}` stands for the layer's number.
 
     Attributes:
-        ours: its name in ZeroTPForCausalLM.
+        ours: its name in our model.
         theirs: its name in the Hugging Face class; several when our parameter is theirs one after another, in equal
             parts.
         transposed: Hugging Face stores [in, out] (Conv1D).
@@ -111,10 +111,13 @@ class Architecture:
         weights: every parameter of a model of this spec; those with `{layer}` once a layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that an export opens as.
+        without_sentences: of an encoder, that of the class which has no sentence head.
         stored: names that files give other than the class's, {the class's: the files'}.
         base_prefix: what files of the class without a head leave out before its tensors' names.
         old: patterns of tensors that older versions of the class saved and that are no weights (buffers), without the
             prefix.
+        heads: what files may lack, as it was not trained with them → a pattern of its tensors. It is drawn then.
+        old_endings: endings of tensors' names in old files → those of the class.
     """
 
     fields: Fields
@@ -123,8 +126,16 @@ class Architecture:
     tied: dict[str, str]
     native_class: str
     base_prefix: str
+    without_sentences: str | None = None
     old: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
+    old_endings: Mapping[str, str] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def causal(self) -> bool:
+        """Return whether its models are causal decoders, of which none has a sentence head."""
+        return self.without_sentences is None
 
     def spec(self, config: PretrainedConfig) -> TransformerSpec:
         """Return what the model of a config is made of.

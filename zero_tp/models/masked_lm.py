@@ -1,0 +1,201 @@
+"""MaskedLM is an encoder with the heads of masked pretraining (arXiv 1810.04805), split over the TP group.
+
+s sequence, b batch, h hidden, v vocabulary, t TP size, n labels that are not ignored.
+
+Only the positions that have a label go through the head of masked tokens: 15 % of all, and of the product with the
+vocabulary as much. Their hidden states are gathered on every TP rank, under SP by an all-reduce of [n, h].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from zero_tp.constants import IGNORE_INDEX
+from zero_tp.models.head import MaskedTokenHead, SentenceHead
+from zero_tp.models.model import ParallelModel, check_shape
+from zero_tp.parallel.collectives import gather_rows
+from zero_tp.parallel.parameter import ParameterMaker
+
+
+@dataclass
+class PreTrainingOutput(ModelOutput):
+    """This output is what a forward returns; its first three are those of transformers' class.
+
+    Attributes:
+        loss: masked_loss + sentence_loss, as far as they are there.
+        prediction_logits: [b, s, v], whole on every TP rank and without gradient.
+        seq_relationship_logits: [b, 2], likewise.
+        masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
+        masked_accuracy, sentence_accuracy: the share of either that the model's first choice has right, divided as the
+            losses are, fp32 without gradient; with `reduction="none"` which, bool [b, s] and [b].
+    """
+
+    loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    seq_relationship_logits: Tensor | None = None
+    masked_loss: Tensor | None = None
+    sentence_loss: Tensor | None = None
+    masked_accuracy: Tensor | None = None
+    sentence_accuracy: Tensor | None = None
+
+
+FIGURES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
+
+
+def places_of(labels: Tensor) -> Tensor:
+    """Return where labels [b, s] are not ignored: numbers of tokens, counted row after row, ascending. [n]"""
+    return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+class MaskedLM(ParallelModel):
+    """This model is an encoder with a head of masked tokens and, if its spec says so, a sentence head."""
+
+    causal = False
+
+    def _make_heads(self, make: ParameterMaker) -> None:
+        self.head = MaskedTokenHead(make.child("head"), self.spec, self.transformer.embedding.word.weight)
+        self.sentence_head = SentenceHead(make.child("sentence_head"), self.spec) if self.spec.sentence_head else None
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head.decoder
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return FIGURES if self.spec.sentence_head else ("masked_accuracy",)
+
+    def totals(self, output: Any, given: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        labels = {"masked": given["labels"], "sentence": given.get("next_sentence_label")}
+        counts = {kind: (each != IGNORE_INDEX).sum() for kind, each in labels.items() if each is not None}
+        kinds = {name: name.partition("_")[0] for name in FIGURES}
+        return {
+            name: (getattr(output, name).double().sum(), counts[kind]) for name, kind in kinds.items() if kind in counts
+        }
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        *,
+        label_places: Tensor | None = None,
+        return_logits: bool | None = None,
+        return_dict: bool | None = None,
+        reduction: Literal["mean", "none"] = "mean",
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> PreTrainingOutput:
+        """Return the losses and, when asked or when there are no labels, logits.
+
+        Args:
+            input_ids: [b, s].
+            attention_mask: [b, s], 1 for a token and 0 for padding, which no token sees.
+            token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
+            labels: [b, s], the token at a masked position; -100 is ignored.
+            next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
+            label_places: where `labels` are not ignored, [n], as `places_of` gives it; without it an accelerator is
+                waited for.
+            return_logits: also return both kinds of logits.
+            reduction: `none` gives each token's and each row's loss, for evaluation, without gradient.
+            num_items_in_batch: what the sum of the masked tokens' losses is divided by, instead of their number: the
+                forwards of one step can share a number.
+
+        Returns:
+            Losses are means, fp32, equal on all TP ranks; with `none` `masked_loss` is [b, s], 0 where a label is
+            ignored, `sentence_loss` is [b], and `loss` is None.
+
+        Raises:
+            UserError: s does not divide by t while gradients are taken under SP, or exceeds the positions.
+            ValueError: a shape that does not fit, an unknown reduction, a sentence label without a sentence head,
+                `return_dict=False`.
+            RuntimeError: a token id, type or label out of its range (on an accelerator: when it is next synchronised).
+        """
+        if reduction not in ("mean", "none"):
+            raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
+        self._check_call("PreTrainingOutput", return_dict)
+        batch, length = input_ids.shape
+        self._check_length(length)
+        shapes = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "labels": labels}
+        for name, given in shapes.items():
+            check_shape(name, given, (batch,), length)
+        check_shape("position_ids", position_ids, (1, batch), length)
+        self._check_ids("token ids", input_ids)
+        if token_type_ids is not None:
+            inside = (token_type_ids >= 0) & (token_type_ids < self.spec.token_types)
+            torch._assert_async(inside.all(), f"token types must be in [0, type_vocab_size = {self.spec.token_types})")
+        sequence = self._runs_sequence_parallel(length)
+        hidden = self.transformer(
+            input_ids.t().contiguous(),
+            attention_mask,
+            types=None if token_type_ids is None else token_type_ids.t().contiguous(),
+            positions=position_ids,
+            sequence=sequence,
+        )
+        output = PreTrainingOutput()
+        if labels is not None:
+            self._check_ids("labels", labels, ignore=IGNORE_INDEX)
+            places = places_of(labels) if label_places is None else label_places
+            self._score_tokens(output, hidden, labels, places, sequence, reduction, num_items_in_batch)
+        scores = None
+        wants_logits = return_logits or labels is None
+        if self.sentence_head is not None and (next_sentence_label is not None or wants_logits):
+            first = torch.arange(batch, device=hidden.device)
+            scores = self.sentence_head(gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence))
+            output.seq_relationship_logits = scores.detach()
+        if next_sentence_label is not None:
+            if scores is None:
+                raise ValueError("next_sentence_label, but the model has no sentence head")
+            _score_sentences(output, scores, next_sentence_label, reduction)
+        if reduction == "mean":
+            losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
+            output.loss = sum(losses[1:], losses[0]) if losses else None
+        if wants_logits:
+            every = torch.arange(batch * length, device=hidden.device)
+            with torch.no_grad():
+                rows = gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence)
+                logits, _ = self.head(rows, None)
+            output.prediction_logits = logits.unflatten(0, (length, batch)).transpose(0, 1)
+        return output
+
+    def _score_tokens(
+        self,
+        output: PreTrainingOutput,
+        hidden: Tensor,
+        labels: Tensor,
+        places: Tensor,
+        sequence: bool,
+        reduction: str,
+        divisor: Tensor | float | None,
+    ) -> None:
+        """Fill in the losses of the labels at `places`."""
+        batch, length = labels.shape
+        row, position = places // length, places % length
+        rows = gather_rows(hidden, position * batch + row, self.topology.tensor_group, sequence=sequence)
+        wanted = labels.flatten()[places]
+        if reduction == "mean":
+            output.masked_loss, right = self.head(rows, wanted, divisor=divisor)
+            output.masked_accuracy = right / (len(wanted) if divisor is None else divisor)
+            return
+        loss, right = self.head(rows, wanted, each_token=True)
+        output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
+        output.masked_accuracy = right.new_zeros(batch * length).index_put((places,), right).view(batch, length)
+
+
+def _score_sentences(output: PreTrainingOutput, scores: Tensor, labels: Tensor, reduction: str) -> None:
+    """Fill in the losses of the rows' labels [b] under scores [b, 2]."""
+    if labels.shape != scores.shape[:1]:
+        raise ValueError(f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}")
+    counted = labels != IGNORE_INDEX
+    inside = (labels == 0) | (labels == 1) | ~counted
+    torch._assert_async(inside.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
+    right = scores.detach().argmax(1) == labels
+    output.sentence_loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction)
+    output.sentence_accuracy = right if reduction == "none" else right.sum() / counted.sum()
