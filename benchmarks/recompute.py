@@ -2,7 +2,8 @@
 """Forward, backward and overhead of one transformer layer under recomputation: table 4 of arXiv 2205.05198.
 
 Five rows: everything kept, SP, full recomputation, selective, selective + SP. They run in turns on the same ranks; each
-time is the median over the rounds, each ratio is taken within a round, against the row that keeps everything.
+time is the median over the rounds, each ratio is taken within a round, against the row that keeps everything. Beside it
+stands what the row adds to the FLOPs of the layer's products (the paper's appendix A).
 
     python benchmarks/recompute.py --output benchmarks/results/      2 CPU ranks, or the GPUs of this machine
     torchrun --nproc-per-node 8 benchmarks/recompute.py --tensor 8   ranks that a launcher started
@@ -54,6 +55,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4 if cuda else 2, help="micro-batch b" + default)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16" if cuda else "fp32", help="dtype" + default)
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager", help="attention" + default)
+    parser.add_argument("--dropout", type=float, default=0.1, help="everywhere in the layer" + default)
     parser.add_argument("--rounds", type=int, default=20, help="times that each row runs" + default)
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     return parser.parse_args()
@@ -67,6 +69,7 @@ def layer_of(options: argparse.Namespace, topology: Topology, mode: str, device:
         n_head=options.heads,
         n_positions=options.sequence,
         vocab_size=128,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), options.dropout),
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -116,9 +119,17 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, list
     return found
 
 
+def added_flops(options: argparse.Namespace, mode: str) -> float:
+    """What a mode adds to the FLOPs of a layer's products, of which backward has twice those of forward."""
+    attention = options.sequence / (6 * options.hidden)  # 4bs²h of 24bsh²
+    return {"none": 0.0, "full": 1.0, "selective": attention / (1 + attention)}[mode] / 3
+
+
 def report(options: argparse.Namespace, found: dict[str, list[tuple[float, float, float]]], device: str) -> None:
     rows: dict[str, Any] = {}
-    print(f"{'':>16} {'forward':>9} {'backward':>9} {'both':>9}  overhead (quartiles)     paper, 22 B on 8 A100")
+    print(
+        f"{'':>16} {'forward':>9} {'backward':>9} {'both':>9}  overhead (quartiles)      FLOPs    paper, 22 B on 8 A100"
+    )
     for name, times in found.items():
         seconds = [statistics.median(time[phase] for time in times) for phase in range(3)]
         ratios = [mine[2] / base[2] for mine, base in zip(times, found["none"], strict=True)]
@@ -127,7 +138,7 @@ def report(options: argparse.Namespace, found: dict[str, list[tuple[float, float
             f"{name:>16} "
             + " ".join(f"{1e3 * value:>6.1f} ms" for value in seconds)
             + f"  {100 * (middle - 1):+5.1f} % ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f})"
-            + f"     {PAPER_OVERHEAD[name]:+d} %"
+            + f"  {100 * added_flops(options, ROWS[name][1]):+5.1f} %  {PAPER_OVERHEAD[name]:+d} %"
         )
         against = [
             statistics.median(mine[phase] / base[phase] for mine, base in zip(times, found["none"], strict=True))
@@ -137,10 +148,14 @@ def report(options: argparse.Namespace, found: dict[str, list[tuple[float, float
             "median_seconds": dict(zip(PHASES, seconds, strict=True)),
             "median_ratio_to_none": dict(zip(PHASES, against, strict=True)),
             "quartiles_of_ratio_both": [low, middle, high],
+            "added_flops_percent": 100 * added_flops(options, ROWS[name][1]),
             "paper_overhead_percent": PAPER_OVERHEAD[name],
         }
     if options.output:
-        layer = {key: getattr(options, key) for key in ("hidden", "heads", "sequence", "batch", "dtype", "attention")}
+        layer = {
+            key: getattr(options, key)
+            for key in ("hidden", "heads", "sequence", "batch", "dtype", "attention", "dropout")
+        }
         result = {"device": device, "tensor": options.tensor, "layer": layer, "rounds": options.rounds, "rows": rows}
         write_result(options.output, f"recompute-{'cuda' if 'cuda' in device else 'cpu'}", result)
 

@@ -55,6 +55,8 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "ztp-z1-1p": (1, {"stage": 1}),
     "ds-z2": (2, {"stage": 2}),
     "ztp-z2": (2, {"stage": 2}),
+    "ztp-z1": (2, {"stage": 1}),
+    "ztp-z3": (2, {"stage": 3}),
     "autotp": (2, {"stage": 1, "tensor": 2}),
     "ztp-tp": (2, {"stage": 1, "tensor": 2}),
     "ztp-sp": (2, {"stage": 1, "tensor": 2, "sequence": True}),
@@ -64,7 +66,7 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Name → (ranks, what is asked of DeepSpeed and of TP)."""
 RATIOS = (
-    *(("ztp-1p", "hf-1p"), ("ztp-z2", "ds-z2"), ("ztp-sp", "autotp"), ("ztp-sp", "ztp-tp")),
+    *(("ztp-1p", "hf-1p"), ("ztp-z2", "ds-z2"), ("ztp-sp", "autotp"), ("ztp-sp", "ztp-tp"), ("ztp-z3", "ztp-z1")),
     *(("ztp-1p-compiled", "hf-1p"), ("ztp-z2-compiled", "ds-z2"), ("ztp-sp-compiled", "autotp")),
 )
 
