@@ -31,7 +31,7 @@ OTHER_MACHINE_SECONDS = 15 * 60
 AFTER_THE_WATCH_SECONDS = 30
 
 # Parameters of mallopt(3), whose values are ints.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 _TOP_PAD_BYTES = 2**28
 
 
@@ -235,8 +235,9 @@ def keep_freed_memory() -> None:
     """Keep freed memory in this process, where that can be.
 
     glibc maps every large block afresh and gives it back when it is freed, and a training step makes and frees the same
-    blocks again: each time the system fills every page of them with zeros.
+    blocks again: each time the system fills every page of them with zeros. Threads would have heaps of their own, of
+    64 MiB, and map what is larger, as gloo's do for each reduction, so that all threads share one heap.
     """
     if can_keep_freed_memory():
-        for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES)):
+        for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES), (_ARENA_MAX, 1)):
             ctypes.CDLL(None).mallopt(name, value)
