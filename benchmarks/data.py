@@ -1,15 +1,23 @@
 #!/usr/bin/env python3
-"""How fast a corpus is prepared and read, and how well duplicates are found.
+"""How fast a corpus is prepared and read, and how well duplicates are found. Dated results with --output DIR.
 
-python benchmarks/data.py duplicates --output benchmarks/results/   # rensa beside datasketch, against true Jaccard
+Parts: duplicates (rensa beside datasketch, against true Jaccard similarities), prepare (beside tokenizers alone, and
+beside megatron-core's builder), read.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
+import os
 import random
+import statistics
+import struct
 import sys
+import tempfile
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,16 +118,185 @@ def duplicates(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"duplicates": duplicates}
+# --- preparing --------------------------------------------------------------------------------------------------------
+
+_encoder: Any
+
+
+def megatron_begin(path: str) -> None:
+    global _encoder
+    from tokenizers import Tokenizer
+
+    _encoder = Tokenizer.from_file(path)
+    _encoder.encode_special_tokens = True
+
+
+def megatron_encode(line: str) -> list[int]:
+    return [*_encoder.encode(json.loads(line)["text"], add_special_tokens=False).ids, 0]
+
+
+def by_megatron(source: Path, tokenizer: Path, output: Path, processes: int) -> tuple[int, float]:
+    """Prepare as Megatron-LM's tools/preprocess_data.py does: a pool encodes, one process builds → tokens, seconds.
+
+    The imports are not counted.
+    """
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    tokens, begun = 0, time.perf_counter()
+    pool = multiprocessing.get_context("fork").Pool(processes, megatron_begin, (str(tokenizer / "tokenizer.json"),))
+    with pool, open(source, encoding="utf-8") as lines:
+        builder = IndexedDatasetBuilder(f"{output}.bin", dtype=np.uint16)
+        for ids in pool.imap(megatron_encode, lines, 32):
+            builder.add_document(ids, [len(ids)])
+            tokens += len(ids)
+        builder.finalize(f"{output}.idx")
+    return tokens, time.perf_counter() - begun
+
+
+def alone(source: Path, tokenizer: Path) -> tuple[int, float]:
+    """Encode all texts, which are in memory, by tokenizers' batch encoder in one thread → tokens, seconds."""
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in source.read_text("utf-8").splitlines()]
+    tokens, begun = 0, time.perf_counter()
+    for at in range(0, len(texts), 100):
+        tokens += sum(len(each.ids) + 1 for each in encoder.encode_batch_fast(texts[at : at + 100]))
+    return tokens, time.perf_counter() - begun
+
+
+def ours(source: Path, tokenizer: Path, output: Path, processes: int) -> tuple[int, float]:
+    """Prepare by prepare_data.py's own function → tokens, seconds."""
+    from zero_tp.data.prepare import PrepareSettings, prepare
+
+    begun = time.perf_counter()
+    report = prepare([source], output, PrepareSettings(str(tokenizer)), processes=processes).report
+    return sum(split["tokens"] for split in report["splits"].values()), time.perf_counter() - begun
+
+
+def in_a_fork(run: Callable[[], tuple[int, float]]) -> tuple[int, float, float]:
+    """Run it in a process of its own → what it returns, and the CPU seconds of it and its children."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            sender.send((*run(), sum(os.times()[:4])))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    sender.close()
+    found: tuple[int, float, float] = receiver.recv()
+    os.waitpid(child, 0)
+    return found
+
+
+def preparing(options: argparse.Namespace) -> dict[str, Any]:
+    """All ways in turns; the median of the rounds."""
+    import zero_tp.data.prepare
+
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        folder, chance = Path(name), random.Random(options.seed)
+        tokenizer, source = folder / "first" / "tokenizer", folder / "texts.jsonl"
+
+        def first() -> tuple[int, float]:  # in a fork: a process whose tokenizer has threads can't be forked
+            zero_tp.data.prepare.prepare(
+                [CORPUS], folder / "first", zero_tp.data.prepare.PrepareSettings("bpe:32768"), processes=1
+            )
+            return 0, 0.0
+
+        in_a_fork(first)
+        words = [text.split(" ") for text in zero_tp.data.documents.read_documents(CORPUS)]
+        pieces = [" ".join(each[at : at + 600]) for each in words for at in range(0, len(each), 600)]
+        with open(source, "w", encoding="utf-8") as file:
+            for _ in range(options.copies):
+                chance.shuffle(pieces)
+                file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
+        builder, many = f"megatron-core's builder, {cores} processes", f"prepare, {cores} processes"
+        ways: dict[str, Callable[[int], tuple[int, float]]] = {
+            "tokenizers alone, one thread": lambda turn: alone(source, tokenizer),
+            "prepare, one process with threads": lambda turn: ours(source, tokenizer, folder / f"a{turn}", 1),
+            many: lambda turn: ours(source, tokenizer, folder / f"b{turn}", cores),
+            builder: lambda turn: by_megatron(source, tokenizer, folder / f"c{turn}", cores),
+        }
+        taken, worked = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+        for turn in range(options.rounds):
+            for way, run in ways.items():
+                os.environ["TOKENIZERS_PARALLELISM"] = "true" if way.endswith("threads") else "false"
+                tokens, seconds, cpu = in_a_fork(lambda: run(turn))  # noqa: B023
+                taken[way].append(tokens / seconds)
+                worked[way].append(tokens / cpu)
+                print(f"{way}: {tokens / seconds:,.0f} tokens/s, {tokens / cpu:,.0f} a CPU second", flush=True)
+        found = {way: round(statistics.median(rates)) for way, rates in taken.items()}
+        base = found["tokenizers alone, one thread"] * cores
+        return {
+            "bytes": source.stat().st_size,
+            "tokens/s": found,
+            "tokens a CPU second": {way: round(statistics.median(rates)) for way, rates in worked.items()},
+            f"of {cores} × tokenizers alone": {way: round(rate / base, 3) for way, rate in found.items()},
+        }
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def reading(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens of a CPU second in one thread, in batches of 8 × 2048; and what an index of 10¹² tokens takes to open."""
+    import numpy as np
+    import torch
+
+    from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+    from zero_tp.data.samples import PackedSamples
+
+    torch.set_num_threads(1)
+    chance, result = np.random.default_rng(options.seed), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as name:
+        prefix = f"{name}/c"
+        with IndexedWriter(prefix, 50_000) as writer:
+            for _ in range(50):
+                sizes = chance.integers(1, 2000, 1000)
+                writer.add_documents(chance.integers(0, 50_000, sizes.sum()), sizes)
+        for separate in (False, True):
+            samples = PackedSamples({prefix: 1.0}, 2048, options.seed, separate=separate)
+            begun, steps = time.process_time(), 1000
+            for step in range(steps):
+                samples.rank_batches(step, 8, 8, 1, 0, 1)
+            taken = time.process_time() - begun
+            result["documents apart" if separate else "documents run on"] = round(steps * 8 * 2048 / taken)
+        sequences = 100_000_000
+        with open(f"{name}/big.idx", "wb") as file:
+            file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, sequences + 1))
+            for dtype, factor, count in (("<i4", 0, sequences), ("<i8", 20_000, sequences), ("<i8", 1, sequences + 1)):
+                for at in range(0, count, 10**6):
+                    numbers = np.arange(at, min(at + 10**6, count)) * factor if factor else np.full(10**6, 10_000)
+                    file.write(numbers.astype(dtype).tobytes())
+        with open(f"{name}/big.bin", "wb") as file:
+            file.truncate(sequences * 20_000)
+        begun = time.perf_counter()
+        tokens = IndexedCorpus(f"{name}/big").tokens
+        result[f"seconds to open {tokens:,} tokens in {sequences:,} documents"] = round(time.perf_counter() - begun, 3)
+    return result
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "duplicates": duplicates,
+    "prepare": preparing,
+    "read": reading,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--copies", type=int, default=6, help="of the shipped corpus, 10.8 MB each (default: 6)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write a dated result there")
     options = parser.parse_args()
     result = PARTS[options.part](options)
+    print(json.dumps(result, indent=1, ensure_ascii=False))
     if options.output is not None:
         write_result(options.output, f"data-{options.part}", {"seed": options.seed, **result})
 

@@ -19,7 +19,6 @@ it is read again once they differ. It may be deleted.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import hashlib
@@ -51,6 +50,7 @@ DTYPES: dict[int, np.dtype] = {
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
 _PART = 2**24  # bytes that are hashed while the ids in them are compared
 _INDEX_BLOCK = 2**18  # entries
+_SPREAD = 64  # blocks of an index that are compared when it is opened; all are before a run trains on it
 _CLOCK_TICK = 0.01  # seconds: a file system's times can be as coarse
 _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
 
@@ -152,30 +152,37 @@ class IndexedCorpus:
         self._pointers = whole[at : at + 8 * sequences].view("<i8")
         at += 8 * sequences
         self._documents = whole[at : at + 8 * boundaries].view("<i8")
-        self.tokens = int(self._sizes.sum(dtype=np.int64))
-        self._check(index, data)
+        # The index' last entry: to add all of a billion takes seconds. `_check` compares.
+        self.tokens = int(self._pointers[-1]) // self.dtype.itemsize + int(self._sizes[-1]) if sequences else 0
+        self._check(index, data, _SPREAD)
         self._data: npt.NDArray = (
             np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
         )
 
-    def _check(self, index: Path, data: Path) -> None:
+    def _check(self, index: Path, data: Path, most: int | None = None) -> None:
+        """Raise a UserError where index and data don't fit; of more than `most` blocks the index looks at those alone,
+        which lie evenly spread, the first and the last among them."""
         needed, found = self.tokens * self.dtype.itemsize, data.stat().st_size
         if needed != found:
             raise UserError(
                 f"{data}: {needed:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {found:,}"
             )
-        end = 0
-        for block in _blocks(len(self._sizes)):
+        for block in _blocks(len(self._sizes), most):
             sizes = self._sizes[block].astype(np.int64)
+            end = (
+                int(self._pointers[block.start - 1]) // self.dtype.itemsize + int(self._sizes[block.start - 1])
+                if block.start
+                else 0
+            )
             ends = end + np.cumsum(sizes)
             if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
                 raise UserError(
                     f"{index}: sequences don't follow each other without gaps in {data.name}: write it again"
                 )
-            end = int(ends[-1])
         bounds = self._documents
         whole = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
-        if not whole or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in _blocks(len(self))):
+        blocks = _blocks(len(self), most)
+        if not whole or any((np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in blocks):
             raise UserError(f"{index}: document boundaries don't run from 0 to {len(self._sizes):,} sequences")
 
     def __len__(self) -> int:
@@ -197,6 +204,7 @@ class IndexedCorpus:
         path, digest = bin_path(self.prefix), hashlib.sha256()
         smallest, largest = 0, -1
         try:
+            self._check(idx_path(self.prefix), path)
             stamp = _after_a_tick(path)
             count = _PART // self.dtype.itemsize
             with ThreadPoolExecutor(1) as hashing:
@@ -263,11 +271,8 @@ class IndexedCorpus:
 
     def sequences(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return which of the tokens that `read` gives begin a sequence, as their numbers in it, rising."""
-        numbers = range(len(self._sizes))
-        first, last = (
-            bisect.bisect_left(numbers, token * self.dtype.itemsize, key=lambda number: int(self._pointers[number]))
-            for token in (start, start + count)
-        )
+        ends = np.array([start, start + count]) * self.dtype.itemsize
+        first, last = _not_above(self._pointers, ends - 1).tolist()
         begins = self._pointers[first:last][self._sizes[first:last] > 0]
         return begins.astype(np.int64) // self.dtype.itemsize - start
 
@@ -292,13 +297,12 @@ class IndexedCorpus:
 
     def documents(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return the number of the document of each token that `read` gives, int64 [count]; an empty one has none."""
-        numbers = range(len(self) + 1)
-        first, last = (
-            bisect.bisect_right(numbers, token, key=lambda number: int(self.first_tokens(number, number + 1)[0]))
-            for token in (start, start + count - 1)
-        )
-        begins = self.first_tokens(first - 1, last)
-        return np.searchsorted(begins, np.arange(start, start + count), side="right") + (first - 2)
+        ends = np.array([start, start + count - 1]) * self.dtype.itemsize
+        sequences = _not_above(self._pointers, ends) - 1
+        first, last = (_not_above(self._documents, sequences) - 1).tolist()
+        begins = self.first_tokens(first, last + 1)
+        begins[0] = start
+        return np.repeat(np.arange(first, last + 1), np.diff(begins, append=start + count))
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Return tokens `start` … `start + count - 1` of the flat stream, a new int64 array [count].
@@ -311,10 +315,27 @@ class IndexedCorpus:
         return self._data[start : start + count].astype(np.int64)
 
 
-def _blocks(count: int) -> Iterator[slice]:
-    """Yield slices of `count` entries of an index: what is looked at of one is in memory, never of all."""
-    for start in range(0, count, _INDEX_BLOCK):
-        yield slice(start, min(start + _INDEX_BLOCK, count))
+def _not_above(ascending: npt.NDArray[np.int64], values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return how many entries are at most each of the values. It looks at log2 of them; `np.searchsorted` would copy
+    all of an index, whose entries are not aligned."""
+    low, high = np.zeros(len(values), np.int64), np.full(len(values), len(ascending), np.int64)
+    for _ in range(len(ascending).bit_length()):
+        middle = np.minimum((low + high) // 2, len(ascending) - 1)
+        right = (low < high) & (ascending[middle] <= values)
+        low, high = np.where(right, middle + 1, low), np.where(right | (low >= high), high, middle)
+    return low
+
+
+def _blocks(count: int, most: int | None = None) -> Iterator[slice]:
+    """Yield slices of `count` entries of an index: what is looked at of one is in memory, never of all.
+
+    Args:
+        most: so many of them, evenly spread, where there are more.
+    """
+    blocks = -(-count // _INDEX_BLOCK)
+    chosen = range(blocks) if most is None or blocks <= most else [i * (blocks - 1) // (most - 1) for i in range(most)]
+    for block in chosen:
+        yield slice(block * _INDEX_BLOCK, min((block + 1) * _INDEX_BLOCK, count))
 
 
 def _read_header(index: Path) -> tuple[np.dtype, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -24,6 +25,13 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def _mix_all(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return `_mix` of each; uint64 wraps as the mask there does."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def _folded(key: tuple[int, ...]) -> int:
     state = 0
     for part in key:
@@ -37,9 +45,7 @@ def uniforms(*key: int) -> Iterator[float]:
     while True:
         x = state + steps
         state = x[-1]
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        yield from (((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53).tolist()
+        yield from ((_mix_all(x) >> np.uint64(11)) * 2.0**-53).tolist()
 
 
 class Permutation:
@@ -71,3 +77,18 @@ class Permutation:
             i = left << half | right
             if i < self.size:
                 return i
+
+    def entries(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the entries of many numbers at once, int64 as they are. IndexError: one lies outside."""
+        if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.size):
+            raise IndexError(f"entries {numbers.min()} to {numbers.max()} of a permutation of {self.size}")
+        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        found = numbers.astype(np.uint64)
+        walking = np.arange(found.size)
+        while walking.size:
+            left, right = found[walking] >> half, found[walking] & mask
+            for key in self._keys:
+                left, right = right, left ^ (_mix_all(right ^ np.uint64(key)) & mask)
+            found[walking] = left << half | right
+            walking = walking[found[walking] >= self.size]
+        return found.astype(np.int64)

@@ -11,7 +11,8 @@ Letters: s sequence length, B global batch, m micro-batch, d data-parallel size,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -82,6 +83,18 @@ class TrainingSamples(ABC, Generic[BatchType]):
         order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
         return SampleSource(corpus, epoch, order[position])
 
+    def sources(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the corpus and the window of each of many samples, int64 as `numbers`; the same as `source`."""
+        corpora, nth = self._blend.locate_all(numbers)
+        passes = np.array(self.windows)[corpora]
+        epochs, positions = nth // passes, nth % passes
+        windows = np.empty_like(numbers)
+        for corpus, epoch in set(zip(corpora.tolist(), epochs.tolist(), strict=True)):
+            chosen = (corpora == corpus) & (epochs == epoch)
+            order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
+            windows[chosen] = order.entries(positions[chosen])
+        return corpora, windows
+
     def rank_batches(
         self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
     ) -> list[BatchType]:
@@ -144,13 +157,21 @@ class PackedSamples(TrainingSamples[Batch]):
         windows = self._stack(numbers)
         return separated(windows, self._documents(numbers)) if self.separate else continued(windows)
 
-    def _stack(self, numbers: range) -> Tensor:
-        return torch.from_numpy(np.stack([self[k] for k in numbers]))
+    def _stack(self, numbers: Iterable[int]) -> Tensor:
+        """Return the tokens of samples, int64 [samples, s + 1]."""
+        return self._rows(numbers, IndexedCorpus.read)
 
-    def _documents(self, numbers: range) -> Tensor:
-        s, sources = self.sequence_length, map(self.source, numbers)
-        rows = [self.corpora[source.corpus].documents(source.window * s, s + 1) for source in sources]
-        return torch.from_numpy(np.stack(rows))
+    def _documents(self, numbers: Iterable[int]) -> Tensor:
+        """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
+        return self._rows(numbers, IndexedCorpus.documents)
+
+    def _rows(self, numbers: Iterable[int], of: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]]) -> Tensor:
+        s = self.sequence_length
+        corpora, windows = self.sources(np.fromiter(numbers, np.int64))
+        rows = np.empty((len(corpora), s + 1), np.int64)
+        for row, corpus, window in zip(rows, corpora.tolist(), windows.tolist(), strict=True):
+            row[:] = of(self.corpora[corpus], window * s, s + 1)
+        return torch.from_numpy(rows)
 
 
 def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
@@ -210,6 +231,40 @@ class _Blend:
         periods, i = divmod(k, self.period)
         corpus = int(self._corpus[i])
         return corpus, periods * int(self.shares[corpus]) + int(self._before[i])
+
+    def locate_all(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return `locate` of each of many samples."""
+        periods, i = numbers // self.period, numbers % self.period
+        corpora = self._corpus[i]
+        return corpora, periods * self.shares[corpora] + self._before[i]
+
+
+class ReadAhead(Generic[BatchType]):
+    """A thread reads the next step's batches while this one trains; it is a context manager, which ends the thread.
+
+    What a step trains on stays a function of its number alone.
+    """
+
+    def __init__(self, read: Callable[[int], list[BatchType]], last: int) -> None:
+        """Read ahead up to the step `last`."""
+        self._read: Callable[[int], list[BatchType]] = read
+        self._last = last
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._pending: tuple[int, Future[list[BatchType]]] | None = None
+
+    def __enter__(self) -> ReadAhead[BatchType]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, step: int) -> list[BatchType]:
+        """Return the batches of `step`, and begin with those after it. Raises what reading them raises."""
+        pending, self._pending = self._pending, None
+        batches = pending[1].result() if pending is not None and pending[0] == step else self._read(step)
+        if step < self._last:
+            self._pending = step + 1, self._thread.submit(self._read, step + 1)
+        return batches
 
 
 class FixedSamples(ABC, Generic[BatchType]):

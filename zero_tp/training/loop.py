@@ -24,7 +24,7 @@ from zero_tp.checkpoint.resume import agree, check_all_there, look, resume, take
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Timeouts
-from zero_tp.data.samples import FixedSamples
+from zero_tp.data.samples import FixedSamples, ReadAhead
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
@@ -265,6 +265,7 @@ class _Loop:
         if first:
             self.reporter.watch(engine.engine.monitor)
         self.skips_in_a_row = 0
+        self.ahead: ReadAhead[Any] = ReadAhead(self._read, self.steps)
         self.watch = tools.watch
         if self.watch is not None:
             engine.mark = self.watch.mark
@@ -272,8 +273,19 @@ class _Loop:
             engine.zero, self.config, run.directory, run.tokenizer, run.corpora, run.validation_corpora, done
         )
 
+    def _read(self, step: int) -> list[Any]:
+        """Return what this rank trains on at `step`."""
+        return self.run.samples.rank_batches(
+            step - 1,
+            self.config.global_batch,
+            self.config.micro_batch,
+            self.config.accumulation,
+            self.topology.data_rank,
+            self.topology.data,
+        )
+
     def train(self) -> None:
-        with self.reporter as reporter, self.requests.accepting():
+        with self.reporter as reporter, self.requests.accepting(), self.ahead:
             self.meter.start()
             for step in range(self.done + 1, self.steps + 1):
                 self._enter("step", step)
@@ -348,14 +360,7 @@ class _Loop:
         self.reporter.say(f"{told}, training goes on")
 
     def _step(self, step: int) -> None:
-        batches = self.run.samples.rank_batches(
-            step - 1,
-            self.config.global_batch,
-            self.config.micro_batch,
-            self.config.accumulation,
-            self.topology.data_rank,
-            self.topology.data,
-        )
+        batches = self.ahead.take(step)
         learning_rate = self.engine.learning_rate
         with self.profiler.around(step) if self.profiler is not None else nullcontext():
             loss = self.engine.train_step(
