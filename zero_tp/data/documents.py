@@ -751,6 +751,22 @@ def find_sources(
     return found
 
 
+def stream(
+    inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
+) -> Iterator[tuple[str, Document | Problem]]:
+    """Yield every document of the inputs with its place, in order, and a Problem where there is none.
+
+    Args: see `find_sources`.
+
+    Raises:
+        UserError: an input is missing or can't be read.
+    """
+    for source in find_sources(inputs, text_key, documents):
+        for block in source.blocks():
+            for place, document in block.documents():
+                yield where(block.source, place), document
+
+
 def _printable(path: Path) -> str:
     """Return a path as reports may have it: names of files may hold any bytes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

@@ -155,13 +155,13 @@ class PackedSamples(TrainingSamples[Batch]):
 
     def _batch(self, numbers: range) -> Batch:
         windows = self._stack(numbers)
-        return separated(windows, self._documents(numbers)) if self.separate else continued(windows)
+        return separated(windows, self.documents(numbers)) if self.separate else continued(windows)
 
     def _stack(self, numbers: Iterable[int]) -> Tensor:
         """Return the tokens of samples, int64 [samples, s + 1]."""
         return self._rows(numbers, IndexedCorpus.read)
 
-    def _documents(self, numbers: Iterable[int]) -> Tensor:
+    def documents(self, numbers: Iterable[int]) -> Tensor:
         """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
         return self._rows(numbers, IndexedCorpus.documents)
 

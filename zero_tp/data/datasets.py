@@ -1,0 +1,119 @@
+"""A corpus, or a blend of several, as the two kinds of data set of PyTorch, for plain loops and `transformers.Trainer`.
+
+Both give the samples of `PackedSamples`, in its order: sample k is a pure function of corpora, weights, sequence length
+and seed, so that a run may begin at any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from zero_tp.data.batch import positions_of
+from zero_tp.data.samples import PackedSamples
+from zero_tp.errors import UserError
+
+Prefixes = str | Path | Mapping[str, float]
+
+
+class _Samples:
+    def __init__(
+        self, prefixes: Prefixes, sequence_length: int, seed: int, samples: int | None, separate: bool
+    ) -> None:
+        weights = dict(prefixes) if isinstance(prefixes, Mapping) else {str(prefixes): 1.0}
+        if sequence_length < 2 or (samples is not None and samples < 1):
+            raise UserError(f"sequence length {sequence_length}, samples {samples}: at least 2 and 1")
+        self.packed = PackedSamples(weights, sequence_length, seed, separate=separate)
+        self.count = sum(self.packed.windows) if samples is None else samples
+
+    def item(self, k: int) -> dict[str, Tensor]:
+        """Return sample k as a Hugging Face model takes it: it shifts the labels itself."""
+        packed = self.packed
+        ids = torch.from_numpy(packed[k][:-1])
+        found = {"input_ids": ids, "labels": ids.clone()}
+        if packed.separate:
+            documents = packed.documents(range(k, k + 1))[:, :-1]
+            found["position_ids"] = positions_of(documents)[0]
+            found["labels"][found["position_ids"] == 0] = -100
+        return found
+
+
+class CorpusDataset(Dataset[dict[str, Tensor]]):
+    """A corpus is a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the same ids.
+
+    A DataLoader need not shuffle it: the order is drawn by the seed, anew for each pass.
+
+    Args:
+        prefixes: a corpus' prefix, or prefix → weight of several.
+        sequence_length: s.
+        seed: of the order.
+        samples: the length; None: as many as one pass over all corpora has. It may be more than that.
+        separate: give `position_ids` too, which begin at 0 with each document, for attention that takes packed rows; a
+            document's first token is no label.
+
+    Raises:
+        UserError: see `PackedSamples`.
+    """
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        sequence_length: int,
+        seed: int = 1234,
+        samples: int | None = None,
+        *,
+        separate: bool = False,
+    ) -> None:
+        self._samples = _Samples(prefixes, sequence_length, seed, samples, separate)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._samples.count
+
+    def __getitem__(self, k: int) -> dict[str, Tensor]:
+        if not 0 <= k < len(self):
+            raise IndexError(f"sample {k} of {len(self)}")
+        return self._samples.item(k)
+
+
+class CorpusStream(IterableDataset[dict[str, Tensor]]):
+    """A corpus is an iterable data set: the items of `CorpusDataset`, shared out over ranks and a DataLoader's workers.
+
+    Together they give each sample once; worker w of W of rank r of R those with k mod (R·W) = r·W + w.
+
+    Args:
+        first: the number of the first sample, such as those that a run has seen.
+        samples: how many there are from there on, over all ranks; None: without end.
+        rank, world: which share is given.
+    """
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        sequence_length: int,
+        seed: int = 1234,
+        samples: int | None = None,
+        *,
+        first: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        separate: bool = False,
+    ) -> None:
+        if not 0 <= rank < world or first < 0:
+            raise UserError(
+                f"rank {rank} of {world}, first sample {first}: a rank below the world, and a sample from 0"
+            )
+        self._samples = _Samples(prefixes, sequence_length, seed, samples, separate)
+        self._first, self._count, self._rank, self._world = first, samples, rank, world
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        k = self._first + self._rank * workers + number
+        while self._count is None or k < self._first + self._count:
+            yield self._samples.item(k)
+            k += self._world * workers
