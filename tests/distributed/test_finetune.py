@@ -1,0 +1,63 @@
+"""launch/finetune.py as a person starts it: two ranks, both variants, one table, and the model that it saves."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForPreTraining
+
+from tests.launched import ROOT, script
+from zero_tp.data.documents import read_documents
+from zero_tp.data.tokenizer import train_wordpiece
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small BERT as an export has it, and sentences to be told from such without their first word."""
+    folder = tmp_path_factory.mktemp("finetune")
+    text = next(iter(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz")))
+    tokenizer = train_wordpiece(lambda: iter([text]), 300, cased=False)
+    tokenizer.save_pretrained(str(folder / "export"))
+    BertForPreTraining(BertConfig(vocab_size=300, **SIZES)).save_pretrained(str(folder / "export"))
+    words, chance = text.split(), random.Random(1)
+    rows = []
+    for _ in range(400):
+        at, kind = chance.randrange(len(words) - 6), chance.choice(["congress", "people"])
+        rows.append({"first": " ".join([kind, *words[at : at + 5]]), "label": kind})
+    for name, part in {"train": rows[:320], "validation": rows[320:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+@pytest.mark.thorough
+def test_both_variants_are_in_one_table(workplace: Path) -> None:
+    done = script(
+        "launch/finetune.py", workplace, "--model", "export", "--task", "classification", "--train", "train.jsonl",
+        "--validation", "validation.jsonl", "--epochs", "4", "--lr", "3e-3", "--length", "32", "--save", "saved",
+        "--zero-stage", "3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.splitlines()[-4:]
+    assert table[0] == "classification, 320 training examples"
+    assert [line.split()[0] for line in table[1:]] == ["weights", "pretrained", "random"]
+    assert table[1].split()[1:] == ["accuracy"]
+    assert float(table[2].split()[1].rstrip("%")) > 95, "its first word says which it is"
+    model = AutoModelForSequenceClassification.from_pretrained(workplace / "saved")
+    assert model.config.id2label == {0: "congress", 1: "people"}
+
+
+@pytest.mark.thorough
+def test_a_mistake_is_one_line(workplace: Path) -> None:
+    given = ["--model", "export", "--train", "train.jsonl", "--validation", "validation.jsonl"]
+    for task, message in {"mnli": "no field 'sentence1'", "squad": "not valid JSON", "qnli": "invalid choice"}.items():
+        done = script("launch/finetune.py", workplace, *given, "--task", task)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    done = script("launch/finetune.py", workplace, "--model", "nowhere", *given[2:], "--task", "classification")
+    assert done.returncode == 2 and "nowhere" in done.stderr and done.stderr.count("\n") == 1
