@@ -43,18 +43,25 @@ def main() -> None:
         "--input",
         nargs="+",
         action="extend",
-        required=True,
         metavar="FILE|DIR|GLOB|-|hf:NAME",
         help="what to read, see below",
     )
     parser.add_argument(
         "--tokenizer",
-        required=True,
         metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
         help="a Hugging Face tokenizer directory, or what to train: a byte-level BPE of SIZE tokens, or a WordPiece "
         "vocabulary for the masked objective, of text without capitals and accents or as it is",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
+    parser.add_argument("--eos", metavar="TOKEN", help="of a given tokenizer: what ends a document (default: its eos)")
+    parser.add_argument(
+        "--tokenizer-documents", type=int, metavar="N", help="train the tokenizer on N documents (default: all)"
+    )
+    show = parser.add_argument_group("instead of preparing")
+    show.add_argument("--show", type=Path, metavar="DIR", help="print documents and packed samples of a corpus as text")
+    show.add_argument("--sample", type=int, default=3, metavar="N", help="how many of each (default: 3)")
+    show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="of samples (default: 256)")
+    show.add_argument("--html", type=Path, metavar="FILE", help="draw the corpus of --show as one page instead")
     parser.add_argument(
         "--validation-fraction",
         type=float,
@@ -115,8 +122,23 @@ def main() -> None:
     parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
     parser.add_argument("--overwrite", action="store_true", help="replace an OUTPUT made with other inputs or settings")
     arguments = parser.parse_args()
+    if arguments.show is not None:
+        from zero_tp.data.show import shown, write_page
+
+        if arguments.html is not None:
+            write_page(arguments.show, arguments.html)
+            print(f"wrote {arguments.html}")
+            return
+        for text in shown(arguments.show, arguments.sample, arguments.sequence_length):
+            print(text)
+        return
+    if missing := [f"--{name}" for name in ("input", "tokenizer", "output") if getattr(arguments, name) is None]:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    if arguments.html is not None:
+        parser.error("--html draws the corpus of --show DIR")
 
     from zero_tp.data.prepare import PrepareSettings, prepare
+    from zero_tp.data.tokenizer import suggested_size
 
     settings = PrepareSettings(
         arguments.tokenizer,
@@ -130,6 +152,8 @@ def main() -> None:
         arguments.deduplicate,
         tuple(arguments.decontaminate),
         arguments.split_sentences,
+        arguments.eos,
+        arguments.tokenizer_documents,
     )
     prepared = prepare(
         arguments.input,
@@ -164,7 +188,9 @@ def main() -> None:
             f"{figures['tokens']:,} tokens"
         )
     unigram = report["unigram"]
-    print(f"vocabulary: {report['vocabulary_size']:,} tokens")
+    size = report["vocabulary_size"]
+    advice = f"; a vocab_size of {suggested_size(size):,} suits any TP size" if size != suggested_size(size) else ""
+    print(f"vocabulary: {size:,} tokens{advice}")
     print(
         f"   unigram: {unigram['train_entropy']:.3f} nats a token "
         f"(validation {unigram['validation_cross_entropy']:.3f}): a model must get below this to have learnt any order"

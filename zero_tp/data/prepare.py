@@ -43,6 +43,7 @@ from zero_tp.data.documents import (
 )
 from zero_tp.data.indexed import IndexedWriter, content_path, token_dtype
 from zero_tp.data.pool import in_order, usable_cores
+from zero_tp.data.show import REMOVED, SPLITS
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates
 from zero_tp.data.spool import MOST_PROBLEMS, Found, Spool, merged
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer
@@ -62,9 +63,7 @@ from zero_tp.validation import Block as Record
 from zero_tp.validation import Count, Positive, validate
 
 REPORT = "report.json"
-REMOVED = "removed.jsonl"
 FORMAT = 1  # raised when the same settings would give other files
-SPLITS = ("train", "validation")
 OWN_DIRECTORIES = ("tokenizer",)
 _SMALL = 4 << 20  # bytes of inputs that are read before other processes have started
 _CHANGED = "it changed while it was read: run this again"
@@ -85,6 +84,8 @@ class PrepareSettings:
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
         decontaminate: files of evaluation sets: documents that overlap with one are dropped.
+        eos: the token that ends documents, of a given tokenizer; None: its own eos token.
+        tokenizer_documents: train the tokenizer on so many of the training documents; None: all.
         sentences: split documents into sentences, by the rules of the language of this ISO 639 code.
     """
 
@@ -99,6 +100,8 @@ class PrepareSettings:
     deduplicate: str | None = None
     decontaminate: tuple[Path, ...] = ()
     sentences: str | None = None
+    eos: str | None = None
+    tokenizer_documents: int | None = None
 
     def steps(self) -> dict[str, Any]:
         """Return the steps that are taken beyond reading, tokenising and splitting, those alone."""
@@ -106,6 +109,7 @@ class PrepareSettings:
             **{"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate},
             "decontaminate": [file_sha256(path) for path in self.decontaminate],
             "sentences": self.sentences,
+            **{"eos": self.eos, "tokenizer_documents": self.tokenizer_documents},
         }
         return {name: value for name, value in steps.items() if value}
 
@@ -373,6 +377,13 @@ def _check_settings(settings: PrepareSettings) -> None:
     whole = validation >= 1 and float(validation).is_integer()
     if not whole and not 0 < validation < 1:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+    trained = TokenizerSpec.parse(settings.tokenizer).directory is None
+    if settings.eos is not None and trained:
+        raise UserError(f"eos {settings.eos!r}: {settings.tokenizer} has its own; it is for a given tokenizer")
+    if settings.tokenizer_documents is not None and (not trained or settings.tokenizer_documents < 1):
+        raise UserError(
+            f"tokenizer_documents {settings.tokenizer_documents}: at least 1, for a tokenizer that is trained"
+        )
     if settings.sentences is not None:
         if not re.fullmatch("[a-z]{2,3}", settings.sentences):
             raise UserError(f"language {settings.sentences!r}: its ISO 639 code is needed, such as en")
@@ -462,7 +473,7 @@ class _Preparation:
         self.stamps = [_stamp(source) for source in sources]
         small = all(source.path is not None for source in sources) and sum(map(_size, sources)) < _SMALL
         self.processes = processes or (1 if small else usable_cores())
-        self.tokenizer = load_tokenizer(spec.directory) if spec.directory is not None else None
+        self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
         encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
         sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
         self.work = Reading(settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets)
@@ -628,8 +639,9 @@ class _Preparation:
         if not trained.exists():
             between = self.directory / "tokenizer.new"
             remove(between)
+            which = documents.drawn(~held_out, self.settings.tokenizer_documents)
             tokenizer = self.spec.train(lambda: iter(tqdm(
-                documents.texts(~held_out), "training the tokenizer", int((~held_out).sum()), unit=" documents",
+                documents.texts(which), "training the tokenizer", int(which.sum()), unit=" documents",
                 disable=self.bar_disabled, leave=False,
             )))  # fmt: skip
             tokenizer.save_pretrained(str(between))
@@ -746,6 +758,17 @@ class Documents:
         entry = int(np.searchsorted(self.firsts, number, side="right")) - 1
         at = int(self.about["sketch"][self.firsts[entry] : number].sum())
         return self.part(entry, "sketches")[at : at + int(self.about["sketch"][number])]
+
+    def drawn(self, which: npt.NDArray[np.bool_], most: int | None) -> npt.NDArray[np.bool_]:
+        """Return `most` of those kept documents that `which` says, bool [documents]: those with the largest hashes, so
+        that their order plays no part. None: all."""
+        numbers = np.flatnonzero(which & self.kept)
+        if most is not None and most < len(numbers):
+            order = np.argsort(self.about["split"][numbers], kind="stable")
+            numbers = numbers[order[-most:]]
+        found = np.zeros(len(which), np.bool_)
+        found[numbers] = True
+        return found
 
     def texts(self, which: npt.NDArray[np.bool_]) -> Iterator[str]:
         """Yield the kept texts that `which`, bool [documents], says."""

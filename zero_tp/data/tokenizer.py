@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
+_ENDS = re.compile(r"<\W?(/s|eos|eod|end.?of.?(text|document|sentence)|im_end)\W?>")
 MOST_IDS = 2**24
 LARGEST = 2**24  # about 60 times the largest known vocabulary
 ALPHABET = 1000  # of a WordPiece vocabulary, as Google's: rarer characters are unknown
@@ -179,6 +180,11 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
     return BertTokenizer(vocab=train(size, tokens, 0), do_lower_case=not cased)
 
 
+def suggested_size(size: int) -> int:
+    """Return the vocabulary size from `size` up that TP of any usual size and tensor cores like: a multiple of 128."""
+    return -(-size // 128) * 128
+
+
 TRAINED = {
     "bpe": Trained(lambda texts, size: train_bpe(texts(), size), 257, f"256 bytes and {EOS}"),
     **{
@@ -227,8 +233,11 @@ def _check_ids(path: Path) -> None:
             raise UserError(f"{path}: the id {shown(id_)} is beyond every vocabulary; ids go up to {MOST_IDS - 1:,}")
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a Hugging Face directory.
+
+    Args:
+        eos: a token that it has, which is its eos token from now on.
 
     Raises:
         UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has no eos token and is none for the
@@ -240,8 +249,15 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
         raise UserError(f"tokenizer {directory}: can't be read: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
+    if eos is not None:
+        if eos not in tokenizer.get_vocab():
+            raise UserError(f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has")
+        tokenizer.eos_token = eos
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
-        raise UserError(f"tokenizer {directory}: it has no eos token, which must end each document")
+        likely = ", ".join(sorted(filter(_ENDS.fullmatch, tokenizer.get_vocab()))) or "none that is likely"
+        raise UserError(
+            f"tokenizer {directory}: it has no eos token, which must end each document: name one with --eos ({likely})"
+        )
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
