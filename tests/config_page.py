@@ -67,7 +67,7 @@ def page() -> str:
             "",
             *_table(("key", "type", "default", "meaning"), _rows(RecomputePolicy, "recompute.", mark=False)),
             "",
-            "`objective` as an object (not built yet):",
+            "`objective` as an object; `masked` alone has these defaults:",
             "",
             *_table(("key", "type", "default", "meaning"), _rows(MaskedObjective, "objective.", mark=False)),
             "",

@@ -42,7 +42,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from zero_tp.config import RunConfig
-    from zero_tp.data.batch import Batch
+    from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
     from zero_tp.parallel.parameter import Drawn
     from zero_tp.planning.memory import rank_memory
     from zero_tp.topology import Topology
@@ -67,7 +67,13 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     made._hooks_checked = True
     tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
     apart = block.data.document_attention == "reset"
-    batches = [Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if apart else []))] * config.accumulation
+    batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if apart else []))
+    if block.masked is not None:
+        masked = torch.arange(block.data.sequence_length) < config.labelled * block.data.sequence_length
+        ones = torch.ones_like(tokens)
+        names = {"token_type_ids": ones, "attention_mask": ones, "labels": tokens.masked_fill(~masked, -100)}
+        batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(made.device)
+    batches = [batch] * config.accumulation
     made.train_step(batches)
     gc.collect()
     tracker = MemTracker()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.papers import gpt_parameters, model_flops
+from tests.papers import bert_parameters, gpt_parameters, model_flops
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
@@ -68,6 +68,22 @@ def test_parameters_are_those_of_the_closed_formula() -> None:
         assert flops.model_flops(spec, 512, 1024) == pytest.approx(model_flops(512, 1024, 24, 1024, 50257))
         assert whole == gpt_parameters(24, 1024, 50257, 1024)
         assert whole / tensor <= parameters.total < whole / tensor * (1 + 0.02 * tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "billions"),
+    [("336m", 24, 1024, 0.336), ("1.3b", 24, 2048, 1.3), ("3.9b", 48, 2560, 3.9)],
+)
+def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidden: int, billions: float) -> None:
+    """With its heads; the head's FLOPs are those of the masked tokens."""
+    config = RunConfig.load(ROOT / "ds_configs" / f"bert_{name}.json", (), 8)
+    spec, _, whole = model_of(config.hf_config(), 1, False)
+    assert whole == bert_parameters(layers, hidden, 30522)
+    assert whole == pytest.approx(billions * 1e9, rel=0.02)
+    tokens, length = 1024 * 512, 512
+    dense = 24 * tokens * layers * hidden**2 + 4 * tokens * layers * length * hidden
+    head = 0.15 * 2 * tokens * hidden * (hidden + 30522)
+    assert flops.model_flops(spec, 1024, 512, config.labelled) == pytest.approx(3 * (dense + head))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import GPT2Config
 
+from tests.encoders import MODEL_TYPES as ENCODERS
+from tests.native import native_model
 from tests.planned import BASE, FILE
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.policy import RecomputePolicy
@@ -78,6 +80,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 4, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "use_sliding_window": False},
     "gpt_neox": {},
+    "bert": {"hidden_act": "gelu"},
+    "megatron-bert": {},
 }
 
 
@@ -111,9 +115,14 @@ CONFIGS += [
     ),
     ["zero_optimization.stage=2", "zero_optimization.contiguous_gradients=true", "zero_tp.parallel.tensor=4", *WIDE],
 ]
+MASKED = 'zero_tp.objective={"type": "masked", "mask_probability": 0.15}'
+CONFIGS += [
+    family("megatron-bert", "zero_optimization.stage=1", MASKED),
+    family("bert", "zero_optimization.stage=2", 'zero_tp.recompute={"mode":"selective","modules":["norm"]}', MASKED),
+]
 WORLD = 4
 NAMES = [
-    " ".join(re.sub(r'.*"model_type": "(\w+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
+    " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
 ]
 
 
@@ -378,10 +387,11 @@ def test_the_dry_run_counts_what_memtracker_counts() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -> None:
-    config = load(family(name, "zero_tp.parallel.tensor=1"))
+    encoder = name in ENCODERS
+    config = load(family(name, "zero_tp.parallel.tensor=1", *([MASKED] if encoder else [])))
     hf_config = config.hf_config()
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(hf_config)
+        theirs = native_model(hf_config, **({"attn_implementation": "eager"} if encoder else {}))
     spec, parameters, whole = model_of(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
     assert layer_products(spec) * spec.layers < whole

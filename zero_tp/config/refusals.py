@@ -286,7 +286,6 @@ def without_effect(config: dict[str, Any], zero_tp: ZeroTP) -> list[str]:
 
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "zero_tp.objective": ("causal",),
     f"{ACTIVATIONS}.profile": (False,),
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
     f"{ZERO}.offload_optimizer.super_offload": (False,),
