@@ -5,12 +5,13 @@ Each is a mistake of the kind that this field makes: the code still runs and tra
 
 from __future__ import annotations
 
-from tests.mutants import decoders, evaluation, inputs, layers, runs, trust
+from tests.mutants import decoders, encoders, evaluation, inputs, layers, runs, trust
 from tests.mutants.mutant import Mutant
 
 MUTANTS: dict[str, Mutant] = {
     **layers.MUTANTS,
     **decoders.MUTANTS,
+    **encoders.MUTANTS,
     **runs.MUTANTS,
     **evaluation.MUTANTS,
     **trust.MUTANTS,

@@ -10,7 +10,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import check_tokenizer
-from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.registry import check_kind, make_tasks
 from zero_tp.evaluation.subject import ParallelScorer, Subject
 from zero_tp.evaluation.task import TaskOptions
 
@@ -40,6 +40,7 @@ class LiveTasks:
         self.tokenizer, self.config = load_tokenizer(tokenizer), config
         check_tokenizer(self.tokenizer, config, tokenizer)
         self.tasks = make_tasks(names, data, options)
+        check_kind(self.tasks, causal=True)  # with the masked objective none is accepted
         for task in self.tasks:
             task.check(config.max_position_embeddings)
 

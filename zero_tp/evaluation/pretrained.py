@@ -3,6 +3,8 @@ is read, and then loaded."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,16 @@ from zero_tp.checkpoint.convert import config_of, tokenizer_of
 from zero_tp.checkpoint.directory import MANIFEST, check_sizes, find_checkpoint, in_use, read_manifest
 from zero_tp.checkpoint.manifest import UNHASHED
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.data.tokenizer import missing_for_masking, open_tokenizer
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.subject import HuggingFaceScorer, ParallelScorer, Subject
+from zero_tp.evaluation.subject import EncoderScorer, HuggingFaceScorer, ParallelScorer, Scorer, Subject
 from zero_tp.files import InvalidJson, read_object
-from zero_tp.models.architectures import ARCHITECTURES
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.architectures import ARCHITECTURES, architecture_of
+from zero_tp.models.architectures.configs import pretrained_config
+from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights
-from zero_tp.weights.load import open_config, open_model
+from zero_tp.weights.load import PretrainedSource, open_config, open_model
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class ModelDirectory:
         topology = topology or Topology()
         model = self._model(getattr(torch, dtype), device, topology).eval()
         return Subject(
-            (ParallelScorer if isinstance(model, ZeroTPForCausalLM) else HuggingFaceScorer)(model),
+            SCORERS.get(type(model), HuggingFaceScorer)(model),
             model,
             self.tokenizer,
             self.config,
@@ -87,7 +90,19 @@ class ModelDirectory:
             topology=topology,
         )
 
+    @property
+    def causal(self) -> bool:
+        """Return whether it is a causal model; else it is an encoder that there is a table for."""
+        table = ARCHITECTURES.get(self.config.model_type)
+        return table is None or table.causal
+
     def _model(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
+        if not self.causal:
+            config = without_sentences(pretrained_config(self.path))
+            encoder = PretrainedSource(self.path, config, allow_pickle=self.allow_pickle)
+            if encoder.drawn:
+                raise UserError(f"{self.path}: it has no weights of {', '.join(encoder.drawn)}, which predicts tokens")
+            return ZeroTPForPreTraining(config, topology, source=encoder, dtype=dtype, device=device)
         if topology.tensor > 1:
             return ZeroTPForCausalLM.from_pretrained(
                 self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
@@ -107,7 +122,24 @@ class CheckpointDirectory(ModelDirectory):
         """Load the fp32 masters; each rank reads what it holds. UserError: a file is missing or damaged."""
         with in_use(self.path) as manifest:
             source = CheckpointReader(self.path, manifest)
-            return ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
+            given: dict[str, Any] = {"source": source, "dtype": dtype, "device": device}
+            if self.causal:
+                return ZeroTPForCausalLM(self.config, topology, **given)
+            return ZeroTPForPreTraining(without_sentences(self.config), topology, **given)
+
+
+SCORERS: dict[type, Callable[[Any], Scorer]] = {
+    ZeroTPForCausalLM: ParallelScorer,
+    ZeroTPForPreTraining: EncoderScorer,
+}
+"""By the model's class; transformers' own are scored by another."""
+
+
+def without_sentences(config: PretrainedConfig) -> PretrainedConfig:
+    """Return an encoder's config for a model without the sentence head, which scores no tokens."""
+    changed = copy.deepcopy(config)
+    changed.architectures = [str(architecture_of(config).without_sentences)]
+    return changed
 
 
 def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
@@ -129,7 +161,6 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         raise UserError(f"--model {path}: no config.json in it: not a Hugging Face model directory")
     find_weights(path, allow_pickle)
     config = open_config(path)
-    _check_causal(path, config)
     return ModelDirectory(path, config, _open_tokenizer(tokenizer or path, config), allow_pickle)
 
 
@@ -150,19 +181,11 @@ def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest.files)
     config = config_of(checkpoint, manifest)
-    _check_causal(path, config)
     found = tokenizer_of(tokenizer, manifest.tokenizer)
     if found is None:
         raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
     note = "" if manifest.hashed else f"{checkpoint / MANIFEST} is {UNHASHED}"
     return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest.step, note=note)
-
-
-def _check_causal(path: Path, config: PretrainedConfig) -> None:
-    """Raise a UserError for an encoder, which the tasks can't score; transformers has causal classes of some."""
-    table = ARCHITECTURES.get(config.model_type)
-    if table is not None and not table.causal:
-        raise UserError(f"--model {path}: {config.model_type} is not a causal language model")
 
 
 def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:
@@ -173,10 +196,14 @@ def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizer
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path) -> None:
     """Raise a UserError if `path`'s tokenizer is empty, has more tokens than the model, or none to stand before a
-    text."""
+    text, or around one."""
     if not len(tokenizer):
         raise UserError(f"{path}: no tokenizer in it")
-    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+    table = ARCHITECTURES.get(config.model_type)
+    if table is not None and not table.causal:
+        if missing := missing_for_masking(tokenizer):
+            raise UserError(f"{path}: its tokenizer has no {missing[0]} token, which an encoder's rows need")
+    elif tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to stand before a text")
     vocabulary = config.get_text_config().vocab_size
     largest = max(tokenizer.get_vocab().values())

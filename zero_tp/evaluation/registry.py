@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError
 from zero_tp.evaluation.lambada import LambadaTask
+from zero_tp.evaluation.masked import MaskedTask
 from zero_tp.evaluation.perplexity import PerplexityTask
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.evaluation.wikitext import WikitextTask
@@ -18,10 +19,19 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.harness import Catalogue
 
 TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
-    task.name: task for task in (PerplexityTask, WikitextTask, LambadaTask)
+    task.name: task for task in (PerplexityTask, WikitextTask, LambadaTask, MaskedTask)
 }
-NEEDS_FILE = (PerplexityTask.name,)
+NEEDS_FILE = (PerplexityTask.name, MaskedTask.name)
 NAMES = f"{', '.join(TASKS)} and all of lm-eval's"
+
+
+def check_kind(tasks: Iterable[Task], *, causal: bool) -> None:
+    """Raise a UserError for a task that doesn't score such models."""
+    for task in tasks:
+        if task.causal and not causal:
+            raise UserError(f"{task.name}: scores causal models, and this one is an encoder; {MaskedTask.name} does")
+        if causal and not task.causal:
+            raise UserError(f"{task.name}: scores encoders, and this model is causal; {PerplexityTask.name} does")
 
 
 def parse_tasks(text: str) -> list[str]:

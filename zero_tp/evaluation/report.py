@@ -29,6 +29,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("accuracy", "accuracy", _percent),
     ("±", "accuracy_standard_error", _percent),
     ("perplexity", "perplexity", _figure),
+    ("pseudo-perplexity", "pseudo_perplexity", _figure),
     ("by T_o - 1", "perplexity_released_code", _figure),
     ("sub-word", "perplexity_subword", _figure),
     ("nats/token", "loss", _figure),

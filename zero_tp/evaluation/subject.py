@@ -123,6 +123,17 @@ class ParallelScorer:
         return TokenScores(output.loss, output.greedy)
 
 
+class EncoderScorer:
+    """This scorer calls a `ZeroTPForPreTraining`. A label is that of its own position, and there is one alternative."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
+        output = self.model(input_ids, labels=labels.squeeze(2), reduction="none")
+        return TokenScores(output.masked_loss.unsqueeze(2), output.masked_accuracy.unsqueeze(2))
+
+
 class HuggingFaceScorer:
     """This scorer calls a Hugging Face causal language model.
 

@@ -61,9 +61,11 @@ class Task(ABC):
     Attributes:
         name: as it was asked for.
         logged: the figures that a training run logs.
+        causal: it scores causal models; else encoders.
     """
 
     name: str
+    causal: ClassVar[bool] = True
     logged: ClassVar[tuple[str, ...]] = ()
 
     def check(self, positions: int) -> None:  # noqa: B027  # most tasks fit every model

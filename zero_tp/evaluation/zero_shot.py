@@ -14,7 +14,7 @@ import torch
 from zero_tp.constants import DTYPES
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.registry import check_kind, make_tasks
 from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.task import Task, TaskOptions, as_json
 from zero_tp.process.connect import connect
@@ -81,6 +81,7 @@ def evaluate(
     directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     length = directory.sequence_length(settings.sequence_length)
     tasks = make_tasks(names, data, settings)
+    check_kind(tasks, causal=directory.causal)
     for task in tasks:
         task.check(length)
     topology = Topology()
