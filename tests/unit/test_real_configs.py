@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.native import our_class
+from tests.papers import bert_parameters
 from zero_tp.errors import UserError
 from zero_tp.models.architectures.configs import pretrained_config
-from zero_tp.models.wrapper import ZeroTPForCausalLM
 
 PYTHIA = {
     "architectures": ["GPTNeoXForCausalLM"],
@@ -34,6 +35,27 @@ PYTHIA = {
     "use_cache": True,
     "use_parallel_residual": True,
     "vocab_size": 50304,
+}
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "gradient_checkpointing": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "transformers_version": "4.6.0.dev0",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "vocab_size": 30522,
 }
 LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
@@ -301,6 +323,38 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         14_659_507_200,
     ),
+    "bert-base-uncased": (BERT, 110_106_428),
+    "bert-base-multilingual-cased": (
+        {
+            **BERT,
+            "directionality": "bidi",
+            "pooler_fc_size": 768,
+            "pooler_num_attention_heads": 12,
+            "pooler_num_fc_layers": 3,
+            "pooler_size_per_head": 128,
+            "pooler_type": "first_token_transform",
+            "vocab_size": 119547,
+        },
+        178_566_653,
+    ),
+    "megatron-bert-uncased-345m": (
+        {
+            "attention_probs_dropout_prob": 0.1,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 1024,
+            "initializer_range": 0.02,
+            "intermediate_size": 4096,
+            "layer_norm_eps": 1e-12,
+            "max_position_embeddings": 512,
+            "model_type": "megatron-bert",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "type_vocab_size": 2,
+            "vocab_size": 30592,
+        },
+        bert_parameters(24, 1024, 30592),
+    ),
 }
 
 
@@ -308,7 +362,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 def test_published_files_are_read(name: str, tmp_path: Path) -> None:
     written, weights = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(written))
-    model = ZeroTPForCausalLM(pretrained_config(tmp_path), device="meta", dtype=torch.bfloat16)
+    config = pretrained_config(tmp_path)
+    model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
     assert sum(parameter.numel() for parameter in model.parameters()) == weights
 
 
