@@ -73,7 +73,8 @@ class ModelDirectory:
         batch_size: int = 8,
         sequence_length: int | None = None,
     ) -> Subject:
-        """Load the model: over TP ranks as zero_tp's own, else as transformers' own, whatever its architecture.
+        """Load the model: an encoder, and any over TP ranks, as zero_tp's own, else as transformers' own, whatever its
+        architecture.
 
         UserError: weights missing in the files, no such device, or an architecture that can't be split over TP ranks.
         """
