@@ -90,7 +90,8 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
         assert record["loss"] == pytest.approx(record["masked_loss"] + record["sentence_loss"], rel=1e-6)
         assert all(0 <= record[f"{figure}_accuracy"] <= 1 for figure in ("masked", "sentence"))
     assert trained[-1]["masked_loss"] < trained[0]["masked_loss"] - 0.05
-    assert trained[2]["learning_rate"] > trained[4]["learning_rate"] > 0, "it decays"
+    rates = [record["learning_rate"] for record in trained]
+    assert max(rates) > rates[4] > rates[5] > 0, "it decays"
 
     # Without TP, on two ranks, under ZeRO-3, two steps more.
     changes = ("parallel.tensor=1", "parallel.sequence=false", "training.steps=8", "evaluation.interval=8")
@@ -118,10 +119,10 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
 @THOROUGH
 def test_without_sentences_there_is_no_such_head(place: Path) -> None:
     objective = {"type": "masked", "sentence_order": False}
-    words = ("--set", f"zero_tp.objective={json.dumps(objective)}", "--set", "zero_tp.training.steps=1")
+    words = ("--set", f"zero_tp.objective={json.dumps(objective)}", "--set", "zero_tp.training.steps=3")
     done = pretrain(2, place, "--deepspeed_config", "run.json", "--output-dir", "words", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = [record for record in metrics_of(place / "words") if "loss" in record]
+    record, *_ = [record for record in metrics_of(place / "words") if "loss" in record]
     assert "masked_accuracy" in record and not {"sentence_accuracy", "masked_loss"} & record.keys()
     exported = script("launch/convert.py", place, "to-hf", "words", "--output", "export-words")
     assert exported.returncode == 0, exported.stderr
