@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 
 from tests.compare import check_close, grid, leaf, maker, piece_of, whole_gradient
@@ -97,6 +98,18 @@ def backward_like(layer: nn.Module, output: Tensor, upstream: Tensor, topology: 
     assert all(fired == 1 for fired in hooks.fired.values())
     named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
     return {name: whole_gradient(parameter, topology.tensor_group) for name, parameter in named.items()}
+
+
+def test_deepspeeds_linear_rounds_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`zero.Init` puts it in the place of torch's, for all that the process computes from then on."""
+    dtype = torch.bfloat16
+    weight, bias, tensor = torch.randn(24, HIDDEN).to(dtype), torch.randn(24).to(dtype), torch.randn(16, 3, HIDDEN)
+    make = maker(Topology(world=1), dtype, weight=weight, bias=bias)
+    layer = ColumnParallelLinear(make, HIDDEN, (24,), bias=True, init=INIT)
+    expected = F.linear(tensor.to(dtype), weight, bias)
+    monkeypatch.setattr(F, "linear", zero3_linear_wrap)
+    assert not torch.equal(F.linear(tensor.to(dtype), weight, bias), expected)
+    assert torch.equal(layer(tensor.to(dtype), sequence=False), expected)
 
 
 def linear(

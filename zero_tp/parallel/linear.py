@@ -44,6 +44,15 @@ Rows = tuple[int, int]
 """First and last + 1 of the output features that a rank computes of a replicated weight."""
 
 
+def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply as one matrix, and round once, after the bias. [*, i], [o, i] → [*, o].
+
+    DeepSpeed's `zero.Init` puts a linear of its own in the place of torch's, which rounds the product of a tensor of
+    more than two dimensions before it adds the bias.
+    """
+    return F.linear(tensor.flatten(0, -2), weight, bias).unflatten(0, tensor.shape[:-1])
+
+
 def _gathered_products(
     shard: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -98,7 +107,7 @@ class _ColumnParallel(torch.autograd.Function):
         own_biases = [_cut(bias, cut) for bias, cut in zip(biases, rows, strict=True)]
         if sequence:
             return _gathered_products(shard, [weight.t() for weight in own_weights], own_biases, group)[1]
-        return tuple(F.linear(shard, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
+        return tuple(_linear(shard, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,7 +211,7 @@ def column_parallel_linear(
     cuts = tuple(rows) if rows is not None else (None,) * len(weights)
     if group_size(group) == 1:
         cut = zip(weights, biases, cuts, strict=True)
-        return tuple(F.linear(tensor, _cut(weight, of), _cut(bias, of)) for weight, bias, of in cut)
+        return tuple(_linear(tensor, _cut(weight, of), _cut(bias, of)) for weight, bias, of in cut)
     outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, group, sequence, cuts, *weights, *biases)
     return outputs
 
@@ -258,4 +267,4 @@ class ReplicatedLinear(nn.Module):
         self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return F.linear(tensor, self.weight, self.bias)
+        return _linear(tensor, self.weight, self.bias)

@@ -416,7 +416,6 @@ class PartitionedParameters(ZeroEngine):
             mpu=self.topology,
             # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
             config_dict_or_path=self.settings,
-            mem_efficient_linear=False,
         )
 
     def states(self) -> OptimizerStates:
