@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForPreTraining, BertTokenizer, GPT2Conf
 
 from tests.launched import script
 from tests.pools import Pools
+from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.masked import MaskedTask
@@ -104,6 +105,7 @@ def test_what_a_task_cannot_score_is_refused(directory: Path) -> None:
         zero_shot.evaluate(directory / "bare", ["masked"], {"masked": texts["masked"]}, settings)
 
 
+@THOROUGH
 def test_the_command(directory: Path) -> None:
     words = ("--model", "model", "--tasks", "masked", "--data", "masked=texts.jsonl", "--output", "out.json")
     done = script("eval/zero_shot.py", directory, *words)

@@ -116,7 +116,7 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
     assert AutoTokenizer.from_pretrained(place / "export").mask_token == "[MASK]"
 
 
-@THOROUGH
+@pytest.mark.heavy
 def test_without_sentences_there_is_no_such_head(place: Path) -> None:
     objective = {"type": "masked", "sentence_order": False}
     words = ("--set", f"zero_tp.objective={json.dumps(objective)}", "--set", "zero_tp.training.steps=3")
