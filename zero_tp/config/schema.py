@@ -19,6 +19,8 @@ from zero_tp.validation import Block, Positive
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from zero_tp.models.spec import TransformerSpec
+
 FROM = "from_pretrained"
 
 Name = Annotated[str, Field(min_length=1)]
@@ -262,16 +264,21 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     config = written_config(model) if FROM not in model else _config_from(model, saved)
     spec = architecture_of(config).spec(config)
-    _check_objective(zero_tp, spec.causal, config)
+    _check_objective(zero_tp, spec, config)
     spec.check(zero_tp.parallel.tensor)
     _check_length(zero_tp, spec.positions, config)
     return config
 
 
-def _check_objective(zero_tp: ZeroTP, causal: bool, config: PreTrainedConfig) -> None:
-    if causal == (zero_tp.masked is None):
+def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:
+    masked = zero_tp.masked
+    if masked is not None and not spec.causal and masked.sentence_order and spec.token_types < 2:
+        problem = f"{spec.token_types}, but the samples of zero_tp.objective have 2 segments"
+        remedy = "use 2, or set zero_tp.objective.sentence_order to false"
+        raise ConfigError(f"{MODEL_KEY}.type_vocab_size", problem, remedy)
+    if spec.causal == (masked is None):
         return
-    if causal:
+    if spec.causal:
         problem, remedy = f"{config.model_type} is a causal decoder", "leave it out, or train another model"
         raise ConfigError("zero_tp.objective", f'"masked" does not train this model: {problem}', remedy)
     problem = f'"causal" does not train this model: {config.model_type} is no causal decoder'
