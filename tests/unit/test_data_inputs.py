@@ -254,8 +254,8 @@ def test_standard_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "a.txt").write_text("\n".join(f"document {i} of the good ones" for i in range(20)))
     arguments = [sys.executable, "launch/prepare_data.py", "--tokenizer", "bpe:300", "--processes", "1"]
+    prepare([tmp_path / "a.jsonl"], tmp_path / "file", PrepareSettings("bpe:300"))
     for name, words in {
-        "file": ["--input", str(tmp_path / "a.jsonl")],
         "stdin": ["--input", "-"],
         "lines": ["--input", "-", "--stdin-kind", "txt", "--documents", "line"],
     }.items():
@@ -272,19 +272,20 @@ HUB = """
 import sys
 from zero_tp.data.documents import find_sources
 from zero_tp.errors import UserError
-try:
-    print([document.text for each in find_sources(sys.argv[1:]) for block in each.blocks()
-        for _, document in block.documents()])
-except UserError as error:
-    print("refused:", error)
+for word in sys.argv[1:]:
+    try:
+        print([document.text for each in find_sources([word]) for block in each.blocks()
+            for _, document in block.documents()])
+    except UserError as error:
+        print("refused:", error)
 """
 
 
-def from_hub(home: Path, *words: str) -> str:
+def from_hub(home: Path, *words: str) -> list[str]:
     given = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", HUB, *words], cwd=ROOT, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
@@ -297,10 +298,11 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
     (repository / "refs" / "main").write_text(commit)
     (folder / "train-00000-of-00001.parquet").write_bytes(as_parquet(ROWS))
     (folder / "test-00000-of-00001.parquet").write_bytes(as_parquet(ROWS[:2]))
-    assert from_hub(tmp_path, "hf:someone/some-texts") == repr(TEXTS)
-    assert from_hub(tmp_path, "hf:someone/some-texts:default:test") == repr(TEXTS[:2])
-    assert "refused: hf:someone/others: can't be read" in (told := from_hub(tmp_path, "hf:someone/others"))
-    assert "without a network it must be in the cache" in told and "\n" not in told
+    words = ("hf:someone/some-texts", "hf:someone/some-texts:default:test", "hf:someone/others")
+    whole, test, refused = from_hub(tmp_path, *words)
+    assert whole == repr(TEXTS) and test == repr(TEXTS[:2])
+    assert refused.startswith("refused: hf:someone/others: can't be read")
+    assert "without a network it must be in the cache" in refused
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,8 @@ def test_a_page_of_its_own(tmp_path: Path) -> None:
 def test_the_command_shows(tmp_path: Path) -> None:
     prepared = run(tmp_path, TEXTS)
     words = [sys.executable, "launch/prepare_data.py", "--show", str(prepared.output)]
-    for more, told in ((["--sample", "1"], "--- train, document 0:"), (["--html", str(tmp_path / "a.html")], "wrote")):
-        done = subprocess.run([*words, *more], cwd=ROOT, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "") and told in done.stdout
+    done = subprocess.run([*words, "--sample", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "--- train, document 0:" in done.stdout
     done = subprocess.run(words[:2], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "required: --input, --tokenizer, --output" in done.stderr
 

@@ -233,6 +233,8 @@ def prepare(
     try:
         if (reused := _existing(output, sources, spec, settings, overwrite)) is not None:
             clear_partial(output, OWN_DIRECTORIES)
+            if not hidden_beside(output, "partial").exists():  # nobody writes there
+                shutil.rmtree(reading, ignore_errors=True)
             return reused
         with (
             partial_directory(output, OWN_DIRECTORIES) as partial,
