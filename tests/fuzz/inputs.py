@@ -197,6 +197,8 @@ def paths(chance: random.Random, workplace: Path) -> str:
     (script, *words), option = chance.choice(OUTPUTS + INPUTS)
     reads = ((script, *words), option) in INPUTS
     odd, what = odd_path(chance, workplace, reads)
+    if option == "--input" and what == "directory of all":
+        return "not read"  # all texts below it would be
     what = f"{script} {option or 'its argument'}: {what} ({odd[:60]!r})"
     before = kept(workplace)
     found = tried(script, [*words, *([option] if option else []), odd], workplace, what)
