@@ -23,9 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers import in_tiers
-from zero_tp.data import documents as module
-from zero_tp.data.documents import Document, Problem, Source, find_sources, read_documents
+from zero_tp.data import sources as module
+from zero_tp.data.documents import find_sources, read_documents
 from zero_tp.data.prepare import PrepareSettings, prepare
+from zero_tp.data.records import Document, Problem
+from zero_tp.data.sources import Source
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]

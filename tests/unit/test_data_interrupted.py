@@ -18,7 +18,7 @@ import pytest
 
 from tests.tiers import THOROUGH
 from tests.unit.test_data_prepare import write_jsonl
-from zero_tp.data import documents as reading
+from zero_tp.data import sources as reading
 from zero_tp.data import spool as spooling
 from zero_tp.data.prepare import PrepareSettings, prepare, shard_path
 from zero_tp.data.spool import Spool
@@ -101,9 +101,9 @@ def test_shards_that_do_not_belong_together(tmp_path: Path, tokenizer: str) -> N
 STARTED = """
 import sys
 from pathlib import Path
-from zero_tp.data import documents, prepare, spool
+from zero_tp.data import prepare, sources, spool
 spool.COMMIT_SECONDS = 0.0
-documents._BLOCK_RECORDS = 50
+sources._BLOCK_RECORDS = 50
 if __name__ == "__main__":
     source, output, tokenizer, processes = sys.argv[1:]
     settings = prepare.PrepareSettings(tokenizer, 0.1, deduplicate="near")

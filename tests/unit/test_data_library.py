@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from tests.tiers import THOROUGH
 from tests.unit.test_data_reading import write
 from zero_tp.data.datasets import CorpusDataset, CorpusStream
-from zero_tp.data.documents import Document, stream
+from zero_tp.data.documents import stream
+from zero_tp.data.records import Document
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
 

@@ -30,22 +30,15 @@ import numpy.typing as npt
 from pydantic import Field
 from tqdm import tqdm
 
-from zero_tp.data.documents import (
-    COLUMNAR,
-    DOCUMENTS,
-    KINDS,
-    Block,
-    Source,
-    file_sha256,
-    find_sources,
-    needed,
-    where,
-)
+from zero_tp.data.documents import find_sources
 from zero_tp.data.indexed import IndexedWriter, content_path, token_dtype
 from zero_tp.data.pool import in_order, usable_cores
+from zero_tp.data.records import Block, where
 from zero_tp.data.show import REMOVED, SPLITS
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates
+from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
 from zero_tp.data.spool import MOST_PROBLEMS, Found, Spool, merged
+from zero_tp.data.streams import needed
 from zero_tp.data.tokenizer import DocumentEncoder, TokenizerSpec, load_tokenizer
 from zero_tp.data.work import DOCUMENT, ENCODED, READ, Encoding, Reading, unpacked
 from zero_tp.errors import UserError, shown

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.documents import Block, Document, Problem, needed, where
 from zero_tp.data.indexed import token_dtype
+from zero_tp.data.records import Block, Document, Problem, where
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import MOST_PROBLEMS, Found
+from zero_tp.data.streams import needed
 from zero_tp.data.tokenizer import DocumentEncoder, Encoded
 
 DOCUMENT = np.dtype(

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_tp.data.documents import document_kind, read_documents, read_objects, text_of
+from zero_tp.data.documents import document_kind, read_documents, read_objects
+from zero_tp.data.records import text_of
 from zero_tp.errors import UserError
 from zero_tp.evaluation.subject import Subject, continuation_rows
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, origin_of, read_hub

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from zero_tp.data.documents import file_sha256, read_documents
+from zero_tp.data.documents import read_documents
+from zero_tp.data.sources import file_sha256
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import Subject
 
