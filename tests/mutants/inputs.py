@@ -92,7 +92,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "as-long-is-up-to-date": Mutant(
         "A prepared corpus is compared by the sizes of its files.",
-        "zero_tp/data/prepare.py",
+        "zero_tp/data/settings.py",
         "(found := file_sha256(path)) != expected.sha256:",
         "(found := expected.sha256) != expected.sha256:",
         (PREPARE + "test_a_changed_byte_is_no_output_that_is_up_to_date",),

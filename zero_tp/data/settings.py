@@ -1,0 +1,282 @@
+"""What decides a prepared corpus, and what its report says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from zero_tp.data.indexed import content_path
+from zero_tp.data.show import SPLITS
+from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
+from zero_tp.data.streams import needed
+from zero_tp.data.tokenizer import TokenizerSpec
+from zero_tp.errors import UserError, shown
+from zero_tp.files import (
+    InvalidJson,
+    read_object,
+)
+from zero_tp.validation import Block as Record
+from zero_tp.validation import Count, Positive, validate
+
+REPORT = "report.json"
+FORMAT = 1  # raised when the same settings would give other files
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """These settings and the inputs decide the output.
+
+    Attributes:
+        tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
+        validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
+        seed: of the split.
+        text_key: field of the text, where documents have fields; None: it is found.
+        documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
+        stdin: kind of standard input, one of `KINDS`.
+        repair: mend Unicode with ftfy.
+        min_tokens: drop shorter documents; 0: none.
+        deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
+        decontaminate: files of evaluation sets: documents that overlap with one are dropped.
+        eos: the token that ends documents, of a given tokenizer; None: its own eos token.
+        tokenizer_documents: train the tokenizer on so many of the training documents; None: all.
+        sentences: split documents into sentences, by the rules of the language of this ISO 639 code.
+    """
+
+    tokenizer: str
+    validation: float = 0.02
+    seed: int = 1234
+    text_key: str | None = None
+    documents: str = "file"
+    stdin: str = "jsonl"
+    repair: bool = False
+    min_tokens: int = 0
+    deduplicate: str | None = None
+    decontaminate: tuple[Path, ...] = ()
+    sentences: str | None = None
+    eos: str | None = None
+    tokenizer_documents: int | None = None
+
+    def steps(self) -> dict[str, Any]:
+        """Return the steps that are taken beyond reading, tokenising and splitting, those alone."""
+        steps = {
+            **{"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate},
+            "decontaminate": [file_sha256(path) for path in self.decontaminate],
+            "sentences": self.sentences,
+            **{"eos": self.eos, "tokenizer_documents": self.tokenizer_documents},
+        }
+        return {name: value for name, value in steps.items() if value}
+
+    def of_documents(self) -> dict[str, Any]:
+        """Return the settings that decide what is made of each document by itself."""
+        return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents, **self.steps()}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """This is what `prepare` returns.
+
+    Attributes:
+        report: the content of report.json.
+        reused: the output was there already.
+        compared: what of its files was then compared: their "content", or their "sizes" where an earlier version made
+            it and recorded nothing else.
+        resumed: documents that an earlier start, which was interrupted, had read.
+    """
+
+    output: Path
+    report: dict[str, Any]
+    reused: bool
+    compared: str = "content"
+    resumed: int = 0
+
+
+class PreparedFile(Record):
+    bytes: Count
+    sha256: str
+
+
+class Split(Record):
+    documents: Positive
+    tokens: Positive
+    characters: Positive
+    bytes: Positive
+
+
+class Splits(Record):
+    train: Split
+    validation: Split
+
+
+class Unigram(Record):
+    train_entropy: float
+    validation_cross_entropy: float
+    uniform: float
+
+
+class DroppedDocument(Record):
+    where: str
+    reason: str
+    detail: str
+
+
+class Counted(Record):
+    """read = kept + the sum of dropped, by reason; the first problems are told."""
+
+    read: Count
+    kept: Count
+    dropped: dict[str, Positive]
+    problems: list[DroppedDocument]
+
+
+class Report(Record):
+    """This is report.json."""
+
+    identity: dict[str, Any]
+    inputs: list[str]
+    documents: Counted | None = Field(None, description="None: of an earlier version.")
+    splits: Splits
+    vocabulary_size: Positive
+    unigram: Unigram
+    seconds: dict[str, float]
+    tokens_per_second: float
+    versions: dict[str, str]
+    files: dict[str, PreparedFile | Count] = Field(description="By path. A size alone is of an earlier version.")
+
+
+def identity_of(
+    sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
+) -> dict[str, Any]:
+    """Return what decides the output. What is as by default and was not always there is left out."""
+    inputs = [
+        {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
+        for source, sha256 in zip(sources, hashes, strict=True)
+    ]
+    return {
+        "format": FORMAT,
+        "inputs": inputs,
+        "tokenizer": spec.fingerprint(),
+        "validation": settings.validation,
+        "seed": settings.seed,
+        "text_key": settings.text_key or "text",
+        **({"documents": settings.documents} if settings.documents != "file" else {}),
+        **settings.steps(),
+    }
+
+
+def memories(directory: Path) -> list[Path]:
+    """Return the files that may differ between two equal outputs: they hold times."""
+    return [content_path(directory / split) for split in SPLITS]
+
+
+def check_settings(settings: PrepareSettings) -> None:
+    if not 0 <= settings.seed < 1 << 64:
+        raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
+    if settings.documents not in DOCUMENTS:
+        raise UserError(f"documents {settings.documents!r}: one of {', '.join(DOCUMENTS)}")
+    if settings.stdin not in KINDS.values() or settings.stdin in COLUMNAR:
+        raise UserError(f"standard input of kind {settings.stdin!r}: one of jsonl, json, txt, csv")
+    if settings.deduplicate not in (None, "exact", "near"):
+        raise UserError(f"deduplicate {settings.deduplicate!r}: exact or near")
+    trained = TokenizerSpec.parse(settings.tokenizer).directory is None
+    if settings.min_tokens and trained:
+        raise UserError(
+            f"min_tokens {settings.min_tokens} counts the tokens of a finished tokenizer: prepare without it first, "
+            "and then give that output's tokenizer directory"
+        )
+    if settings.min_tokens < 0:
+        raise UserError(f"min_tokens {settings.min_tokens}: at least 0")
+    validation = settings.validation
+    whole = validation >= 1 and float(validation).is_integer()
+    if not whole and not 0 < validation < 1:
+        raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+    if settings.eos is not None and trained:
+        raise UserError(f"eos {settings.eos!r}: {settings.tokenizer} has its own; it is for a given tokenizer")
+    if settings.tokenizer_documents is not None and (not trained or settings.tokenizer_documents < 1):
+        raise UserError(
+            f"tokenizer_documents {settings.tokenizer_documents}: at least 1, for a tokenizer that is trained"
+        )
+    if settings.sentences is not None:
+        if not re.fullmatch("[a-z]{2,3}", settings.sentences):
+            raise UserError(f"language {settings.sentences!r}: its ISO 639 code is needed, such as en")
+        needed("sentencex", "splitting sentences")
+
+
+def existing(
+    output: Path, sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, overwrite: bool
+) -> Prepared | None:
+    """Return an output made from the same inputs and settings; None when there is nothing to reuse."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    if not overwrite and any(source.kind != "hub" and source.path is None for source in sources):
+        raise UserError(
+            f"{output} exists, and standard input can't be compared with what it was made from: --overwrite"
+        )
+    hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
+    identity = identity_of(sources, hashes, spec, settings)
+    try:
+        raw = read_object(output / REPORT)
+        report = validate(Report, raw, str(output / REPORT))
+    except (OSError, InvalidJson, UserError) as error:
+        if isinstance(error, UserError) and overwrite and {"identity", "files"} <= raw.keys():
+            return None
+        why = f"{REPORT}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"{output} exists and is not the output of this command: choose another --output ({why})"
+        ) from None
+    if overwrite and report.identity != identity:
+        return None
+    if report.identity != identity:
+        changed = ", ".join(key for key in identity if report.identity.get(key) != identity[key]) or "settings"
+        raise UserError(
+            f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
+        )
+    sizes_alone = False
+    for name, recorded in report.files.items():
+        expected = recorded if isinstance(recorded, PreparedFile) else PreparedFile(bytes=recorded, sha256="")
+        sizes_alone |= not expected.sha256
+        if problem := _difference(output, name, expected):
+            if overwrite:
+                return None
+            raise UserError(f"{output / name} {problem}: make the corpus again with --overwrite")
+    missing = {f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")} - report.files.keys()
+    if missing and not overwrite:
+        raise UserError(f"{output / REPORT} names no {min(missing)}: make the corpus again with --overwrite")
+    return None if missing else Prepared(output, raw, reused=True, compared="sizes" if sizes_alone else "content")
+
+
+def _difference(output: Path, name: str, expected: PreparedFile) -> str | None:
+    """Return what is wrong with a file of an output, or None."""
+    path = output / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return f"is named by {REPORT}, but lies elsewhere"
+    actual = path.stat().st_size if path.is_file() else None
+    if actual is None:
+        return "is missing"
+    if actual != expected.bytes:
+        return f"has {actual:,} bytes instead of {expected.bytes:,}"
+    if expected.sha256 and (found := file_sha256(path)) != expected.sha256:
+        return f"has SHA-256 {found[:12]}… instead of {shown(expected.sha256)[1:13]}…"
+    return None
+
+
+def library_versions() -> dict[str, str]:
+    return {name: version(name) for name in ("tokenizers", "transformers")}
+
+
+def stamp_of(source: Source) -> tuple[int, int]:
+    """Return what differs once a file was written to."""
+    try:
+        status = source.path.stat() if source.path is not None else None
+    except OSError as error:
+        raise UserError(f"{source.name}: {error.strerror or error}") from error
+    return (status.st_size, status.st_mtime_ns) if status is not None else (0, 0)
+
+
+def size_of(source: Source) -> int:
+    return stamp_of(source)[0]
