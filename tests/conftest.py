@@ -49,6 +49,12 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return argname if isinstance(val, bytes) else None
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if "not cluster" not in config.option.markexpr:
+        return None
+    return "left out: the tests of a cluster (root, packages of tests/cluster/packages.txt): pytest -m cluster"
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
     session.stash[COLLECTED] = [item.nodeid for item in items]

@@ -77,7 +77,12 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
     """`caught` by the first test that fails, if it does so by an assertion or by the library's error `guard`."""
     file = copy / "first_failure.json"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.first_failure", "-p", "no:cacheprovider"]
-    command += ["-m", "not heavy and not cuda and not nvme", "--hypothesis-profile", "thorough"]  # two tiers
+    command += [
+        "-m",
+        "not heavy and not cuda and not nvme and not cluster",
+        "--hypothesis-profile",
+        "thorough",
+    ]  # two tiers
     with subprocess.Popen(
         [*command, *tests],
         cwd=copy,

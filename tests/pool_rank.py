@@ -52,7 +52,7 @@ def cached(key: Hashable, factory: Callable[[], T]) -> T:
 def rank_main(
     connection: Connection, rank: int, world: int, environment: dict[str, str], files: tuple[str, str]
 ) -> None:
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest ends the ranks itself
     os.environ.clear()
     os.environ.update(environment)
@@ -111,7 +111,7 @@ def _serve(connection: Connection, rank: int, world: int) -> None:
         connection.send_bytes(packed)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """The kernel kills this rank when the fork server ends, which ends when pytest does, however that happens."""
     import ctypes
 
