@@ -30,6 +30,7 @@ from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import DrawnTogether, WeightSource
+from zero_tp.process.connect import without_shared_memory_collectives
 from zero_tp.topology import Topology
 from zero_tp.training.guards import (
     NonfiniteTrace,
@@ -96,6 +97,7 @@ class TrainingEngine:
         Raises:
             UserError: the sizes do not fit the topology, or torch can't compile here.
         """
+        without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
         self.topology = topology
         self.device = torch.device(device)
         self.zero = zero_engine(deepspeed_config, topology)
