@@ -29,6 +29,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     {"zero_tp.model": {"model_type": "bert"}, "zero_tp.objective": "masked", "zero_tp.evaluation.tasks": ["lambada"]},
     {"sequence_parallel_size": 2},
+    {"zero_tp.parallel.sequence": False, "zero_tp.parallel.fused_products": True},
     {"seq_parallel_communication_data_type": "fp32"},
     {"use_data_before_expert_parallelism": True},
     {"zero_optimization.zero_hpz_partition_size": 2},

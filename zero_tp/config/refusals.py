@@ -225,6 +225,12 @@ REFUSALS: tuple[Refusal, ...] = (
         _both(_other(CONTIGUOUS, False), lambda view: view.zero_tp.parallel.sequence),
         "there is nothing to partition under sequence parallelism",
     ),
+    Refusal(
+        "zero_tp.parallel.fused_products",
+        "without sequence parallelism",
+        lambda view: view.zero_tp.parallel.fused_products and not view.zero_tp.parallel.sequence,
+        "it fuses the gathers and scatters of sequence shards",
+    ),
     # What zero_tp does itself
     _as(True, "dataloader_drop_last", "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
     *(

@@ -16,6 +16,7 @@ The bias of a row layer is added once, after the reduction. Under SP its gradien
 gradient, so that every rank has the whole of it and nothing more is communicated.
 
 ¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rows that the rank has.
+On groups that `fused.py` knows, gathers and scatters of one product are fused with it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import (
     Group,
+    Pending,
     all_reduce,
     group_rank,
     group_size,
@@ -37,6 +39,7 @@ from zero_tp.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from zero_tp.parallel.fused import fuses, gathered_products, scattered_product
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
 
@@ -68,6 +71,10 @@ def _gathered_products(
     Returns:
         The whole [s, b, i], and its products [s, b, o].
     """
+    if matrices and fuses(group):
+        whole, products = gathered_products(shard, matrices, group)
+        pairs = zip(products, biases, strict=True)
+        return whole, tuple(product if bias is None else product.add_(bias) for product, bias in pairs)
     gathering = start_all_gather(shard, group)
     rows, rank, size = shard.shape[0], group_rank(group), group_size(group)
     outputs = tuple(shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices)
@@ -118,12 +125,16 @@ class _ColumnParallel(torch.autograd.Function):
         gathering = start_all_gather(shard, ctx.group) if ctx.sequence and any(needs_weights) else None
         reducing = None
         if needs_input:
-            pairs = zip(gradients, weights, ctx.rows, strict=True)
-            whole_gradient = _sum(gradient @ _cut(weight, cut) for gradient, weight, cut in pairs)
+            pairs = [(grad, _cut(weight, cut)) for grad, weight, cut in zip(gradients, weights, ctx.rows, strict=True)]
+            start = start_reduce_scatter if ctx.sequence else start_all_reduce
+            fused = ctx.sequence and len(pairs) == 1 and fuses(ctx.group)
+            whole_gradient = None if fused else _sum(gradient @ weight for gradient, weight in pairs)
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
-            start = start_reduce_scatter if ctx.sequence else start_all_reduce
-            reducing = start(whole_gradient, ctx.group)
+            if whole_gradient is None:
+                reducing = Pending(scattered_product(*pairs[0], ctx.group))
+            else:
+                reducing = start(whole_gradient, ctx.group)
         whole = gathering.wait() if gathering is not None else shard
         of_weights: list[Tensor | None] = [None] * len(weights)
         of_biases: list[Tensor | None] = [None] * len(weights)
@@ -172,8 +183,11 @@ class _RowParallel(torch.autograd.Function):
         matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
-        partial = F.linear(matrix, weight).unflatten(0, rows)
-        whole = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
+        if sequence and fuses(group):
+            whole = scattered_product(tensor, weight.t(), group)
+        else:
+            partial = F.linear(matrix, weight).unflatten(0, rows)
+            whole = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
         return whole if bias is None else whole.add_(bias)
 
     @staticmethod

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.errors import UserError
+from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
 from zero_tp.topology import Topology
@@ -104,9 +105,12 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
             deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
 
     parallel = config.zero_tp.parallel
-    return connect(
+    topology, device = connect(
         environment, accelerator.device_name(), parallel.tensor, parallel.sequence, timeout=timeout, join=join
     )
+    if parallel.fused_products:
+        fuse(topology.tensor_group, device)
+    return topology, device
 
 
 def check_nvme(paths: Mapping[str, Path], has_libaio: Callable[[], bool] | None = None) -> None:

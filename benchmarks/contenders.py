@@ -1,0 +1,274 @@
+#!/usr/bin/env python3
+"""One rank of a contender of benchmarks/train.py, which starts it: build, train a few steps, write what they took."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+BATCH, WARM_UP, STEPS = 4, 2, 6
+RATE, CLIP = 1e-3, 1.0
+OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True, "fused": True}}
+
+
+class Shape(NamedTuple):
+    """The sizes of a Llama, and the length of its rows."""
+
+    hidden: int
+    layers: int
+    heads: int
+    mlp: int
+    vocabulary: int
+    length: int = 512
+
+    @property
+    def parameters(self) -> int:
+        """Of the matrices."""
+        return self.layers * self.hidden * (4 * self.hidden + 3 * self.mlp) + 2 * self.vocabulary * self.hidden
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 4, 128, 512, 64),
+    "small": Shape(512, 6, 8, 1408, 16_384),
+    "wide": Shape(768, 4, 12, 2048, 50_304),
+}
+CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "hf-1p": (1, {}),
+    "ztp-1p": (1, {"stage": 0}),
+    "ztp-z1-1p": (1, {"stage": 1}),
+    "ds-z2": (2, {"stage": 2}),
+    "ztp-z2": (2, {"stage": 2}),
+    "ztp-z1": (2, {"stage": 1}),
+    "ztp-z3": (2, {"stage": 3}),
+    "autotp": (2, {"stage": 1, "tensor": 2}),
+    "ztp-tp": (2, {"stage": 1, "tensor": 2}),
+    "ztp-sp": (2, {"stage": 1, "tensor": 2, "sequence": True}),
+    "ztp-1p-compiled": (1, {"stage": 1, "compile": True}),
+    "ztp-z2-compiled": (2, {"stage": 2, "compile": True}),
+    "ztp-sp-compiled": (2, {"stage": 1, "tensor": 2, "sequence": True, "compile": True}),
+}
+"""Name → (ranks, what is asked of DeepSpeed and of TP)."""
+
+COLLECTIVES = (
+    *("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast", "reduce"),
+    *("alltoall", "alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+)
+"""Methods of a process group that move numbers."""
+
+Step = Callable[[Any], float]
+"""Trains on one batch [BATCH, length] → its mean loss."""
+
+
+def settings_of(options: dict[str, Any], bf16: bool, data: int) -> dict[str, Any]:
+    """DeepSpeed's config, the same for all of its contenders."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH // data,
+        "gradient_clipping": CLIP,
+        "optimizer": OPTIMIZER,
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": options["stage"]},
+    }
+
+
+def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
+    from zero_tp.config import RunConfig
+    from zero_tp.process.connect import connect_deepspeed
+    from zero_tp.process.environment import RankEnvironment
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.weights.load import PretrainedSource
+
+    environment = RankEnvironment.of_this_process()
+    data = environment.world // options.get("tensor", 1)
+    block = {
+        "model": {"from_pretrained": str(weights)},
+        "parallel": {"tensor": options.get("tensor", 1), "sequence": options.get("sequence", False)},
+        "data": {"train": "none", "sequence_length": 8},
+        "training": {"steps": 1, "seed": 1},
+        "compile": options.get("compile", False),
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({**settings_of(options, bf16, data), "zero_tp": block}, file)
+        file.flush()
+        config = RunConfig.load(file.name, world_size=environment.world)
+    environment.export()
+    topology, device = connect_deepspeed(config, environment, False)
+    model = config.hf_config()
+    source = PretrainedSource(weights, model)
+    engine = TrainingEngine(
+        model,
+        topology,
+        config.deepspeed_config(),
+        seed=1,
+        device=device,
+        source=source,
+        compiled=config.zero_tp.compile,
+    )
+    rows = slice(topology.data_rank * config.micro_batch, (topology.data_rank + 1) * config.micro_batch)
+    return lambda tokens: engine.train_step([(tokens[rows, :-1], tokens[rows, 1:])])
+
+
+def loss_of(model: Any, tokens: Any) -> Any:
+    labels = tokens[:, 1:].contiguous()
+    return model(input_ids=tokens[:, :-1], shift_labels=labels, labels=labels).loss
+
+
+def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16 if bf16 else torch.float32).train()
+    parameters = list(model.parameters())
+    masters = [each.detach().float().requires_grad_() for each in parameters] if bf16 else parameters
+    optimizer = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0, fused=True)
+
+    def step(tokens: Any) -> float:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        if bf16:
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        if bf16:
+            with torch.no_grad():
+                for master, parameter in zip(masters, parameters, strict=True):
+                    parameter.copy_(master)
+        return float(loss)
+
+    return step
+
+
+def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from zero_tp.process.connect import without_shared_memory_collectives
+
+    without_shared_memory_collectives()  # which its inference alone uses
+    deepspeed.init_distributed("gloo", verbose=False)
+    tensor = options.get("tensor", 1)
+    data = dist.get_world_size() // tensor
+    settings = settings_of(options, bf16, data)
+    if tensor > 1:
+        settings["tensor_parallel"] = {"autotp_size": tensor}
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16 if bf16 else torch.float32).train()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
+    rank, micro = dist.get_rank() // tensor, BATCH // data
+    rows = slice(rank * micro, (rank + 1) * micro)
+
+    def step(tokens: Any) -> float:
+        loss = loss_of(engine, tokens[rows])
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().float().clone()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    return step
+
+
+@contextmanager
+def recorded() -> Iterator[list[Callable[[], Any]]]:
+    """Give what the process groups are asked for in the block, each to be asked for again."""
+    from torch.distributed import ProcessGroup
+
+    asked: list[Callable[[], Any]] = []
+
+    def recording(method: Any) -> Any:
+        def called(*args: Any, **options: Any) -> Any:
+            asked.append(partial(method, *args, **options))
+            return method(*args, **options)
+
+        return called
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(ProcessGroup, name, recording(getattr(ProcessGroup, name))))
+        yield asked
+
+
+def seconds_of(ranks: int, run: Callable[[], Any]) -> float:
+    """Between two moments that all ranks reach."""
+    import torch.distributed as dist
+
+    if ranks > 1:
+        dist.barrier()
+    begun = time.perf_counter()
+    run()
+    if ranks > 1:
+        dist.barrier()
+    return time.perf_counter() - begun
+
+
+def floors(ranks: int, parameters: int, step: Callable[[], Any]) -> dict[str, float]:
+    """What a step cannot do without, beside its products: its collectives alone, and the update of a rank's share."""
+    import torch
+
+    with recorded() as asked:
+        step()
+    values = [torch.zeros(parameters // ranks, requires_grad=True)]
+    values[0].grad = torch.zeros_like(values[0])
+    update = torch.optim.AdamW(values, fused=True).step
+    update()  # makes its moments
+    again = [lambda: [collective().wait() for collective in asked], update]
+    return {
+        name: min(seconds_of(ranks, run) for _ in range(3))
+        for name, run in zip(("collectives", "update"), again, strict=True)
+    }
+
+
+def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> None:
+    """Be one rank of a contender; the first one writes what was measured."""
+    import torch
+    import torch.distributed as dist
+
+    from zero_tp.process.connect import keep_freed_memory
+
+    keep_freed_memory()
+    ranks, options = CONTENDERS[name]
+    torch.set_num_threads(2 // ranks)
+    make = zero_tp if name.startswith("ztp") else hugging_face if name == "hf-1p" else with_deepspeed
+    step = make(weights, options, bf16)
+    torch.set_num_threads(2 // ranks)
+    generator = torch.Generator().manual_seed(2)
+    seconds, losses = [], []
+    for number in range(WARM_UP + STEPS):
+        tokens = torch.randint(shape.vocabulary, (BATCH, shape.length + 1), generator=generator)
+        if number == WARM_UP:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak of what is resident counts from here
+        seconds.append(seconds_of(ranks, lambda tokens=tokens: losses.append(step(tokens))))  # type: ignore[misc]
+    status = Path("/proc/self/status").read_text()
+    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+    result = {"seconds": seconds[WARM_UP:], "losses": losses, "peak_mib": peak}
+    result["floor"] = floors(ranks, shape.parameters, lambda: step(tokens))
+    if int(os.environ.get("RANK", 0)) == 0:
+        output.write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("contender", choices=CONTENDERS)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--output", type=Path, required=True, help="where the first rank writes what was measured")
+    options = parser.parse_args()
+    work(options.contender, options.weights, SHAPES[options.shape], options.dtype == "bf16", options.output)
+
+
+if __name__ == "__main__":
+    main()

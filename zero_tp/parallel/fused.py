@@ -1,0 +1,59 @@
+"""Products fused with their gathers and scatters: while one chunk is multiplied, others are on their way.
+
+The operators are torch's ("async TP"), over memory that the devices of a TP group share. Only CUDA has them. They
+compute what a collective beside a product does, up to the order of sums: a scatter's terms are added in rank order,
+and in 16 bits a bias is added after its product was rounded (at most half a unit in the last place of the product more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_tp.errors import UserError
+from zero_tp.parallel.collectives import Group, group_size
+
+_groups: set[str] = set()
+"""Names of the groups whose layers use them."""
+
+
+def fuse(group: Group, device: torch.device) -> None:
+    """Let the layers of this TP group use fused products. Collective over the group.
+
+    Raises:
+        UserError: the devices are not CUDA's, or do not reach each other's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    key, remedy = "zero_tp.parallel.fused_products", "set it to false"
+    if device.type != "cuda":
+        raise UserError(f"{key}: needs CUDA devices, and this run is on {device.type}; {remedy}")
+    assert group is not None  # under SP, which the config asks for
+    try:
+        symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
+    except RuntimeError as error:
+        raise UserError(
+            f"{key}: the devices of a TP group do not reach each other's memory ({error}); {remedy}"
+        ) from error
+    _groups.add(group.group_name)
+
+
+def fuses(group: Group) -> bool:
+    """Tell whether the layers of this group use fused products."""
+    return group_size(group) > 1 and group is not None and group.group_name in _groups
+
+
+def gathered_products(shard: Tensor, matrices: Sequence[Tensor], group: Group) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Gather a sequence shard and multiply it. [s/t, b, i], [i, o] each → [s, b, i], and [s, b, o] each."""
+    assert group is not None
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(shard, list(matrices), 0, group.group_name)
+    return whole, tuple(products)
+
+
+def scattered_product(tensor: Tensor, matrix: Tensor, group: Group) -> Tensor:
+    """Multiply, sum over the group and keep this rank's piece of dimension 0. [s, b, i], [i, o] → [s/t, b, o]."""
+    assert group is not None
+    scattered: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(tensor, matrix, "sum", 0, group.group_name)
+    return scattered
