@@ -26,8 +26,8 @@ from zero_tp.process.watch import Watch
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.training.loop import Forecast, Profiler
     from zero_tp.training.run import PreparedRun
+    from zero_tp.training.tools import Forecast, Profiler
 
 
 def arguments() -> argparse.Namespace:
@@ -86,7 +86,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests, watch: Watch) -> None:
-    from zero_tp.checkpoint.directory import saved_start
+    from zero_tp.checkpoint.run import saved_start
     from zero_tp.config import RunConfig
 
     output = options.output_dir or Path("runs") / Path(options.deepspeed_config).stem
@@ -98,8 +98,9 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         *saved_start(output, options.resume_from),
     )
 
-    from zero_tp.training.loop import Tools, train
+    from zero_tp.training.loop import train
     from zero_tp.training.run import PreparedRun
+    from zero_tp.training.tools import Tools
 
     first = environment.local_rank in (None, 0)
     profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None

@@ -14,13 +14,14 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zero_tp.errors import ConfigError, UserError, shown
 
 MOST_BYTES = 2**28
 """JSON files are at most as long as this, of which Python makes up to ten times as much."""
 _MOST_DIGITS, _MOST_LEVELS = 100, 100
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -58,28 +59,41 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
     """
     partial = _partial(output)
     partial.mkdir(parents=True, exist_ok=True)
-    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it if its holder dies
-    except BlockingIOError:
-        os.close(held)
-        raise UserError(f"{output}: another process writes it now: wait for it, or choose another --output") from None
-    except OSError:  # a file system that has none
-        if any(partial.iterdir()):
-            os.close(held)
-            raise UserError(f"{partial} is left of another process: remove it unless that still runs") from None
-    try:
-        _give_back(partial, output, own)
-        for each in partial.iterdir():
-            remove(each)
-        yield partial
-    finally:
+    with contextlib.ExitStack() as stack:
+        held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, held)
         try:
+            locked = lock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{output}: another process writes it now: wait for it, or choose another --output"
+            ) from None
+        if not locked and any(partial.iterdir()):
+            raise UserError(f"{partial} is left of another process: remove it unless that still runs")
+        try:
+            _give_back(partial, output, own)
+            for each in partial.iterdir():
+                remove(each)
+            yield partial
+        finally:
             if partial.is_dir():  # no longer, where it has become the output
                 _give_back(partial, output, own)
                 shutil.rmtree(partial, ignore_errors=True)
-        finally:
-            os.close(held)
+
+
+def lock(file: IO[Any] | int, kind: int) -> bool:
+    """Take a lock of an open file, which the kernel frees if its holder dies; return whether its file system has locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(file, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def remove(path: Path) -> None:
@@ -174,7 +188,7 @@ def sync(directory: Path, *, below: bool = True) -> None:
     Raises:
         OSError: the disk is full or gone.
     """
-    for each in (directory, *(directory.rglob("*") if below else ())):
+    for each in (directory.resolve(), *(directory.rglob("*") if below else ())):
         descriptor = os.open(each, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)

@@ -68,6 +68,14 @@ def write_config(path: Path, stage: int, dtype: str, tensor: int = 2, offload: s
     return path
 
 
+def changed(path: Path, **checkpoint: Any) -> Path:
+    config = json.loads(path.read_text())
+    config["zero_tp"]["checkpoint"] |= {key.rstrip("_"): value for key, value in checkpoint.items()}
+    changed = path.with_name("changed.json")
+    changed.write_text(json.dumps(config))
+    return changed
+
+
 def batch_of(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 

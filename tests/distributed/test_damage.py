@@ -3,10 +3,8 @@ background hold the step they were asked for."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.distributed.test_checkpoint import build, masters_of, steps_of, straight, write_config
+from tests.distributed.test_checkpoint import build, changed, masters_of, steps_of, straight, write_config
 from tests.pools import Pools
-from tests.waits import patience
 from zero_tp.checkpoint.directory import (
     MANIFEST,
-    TEMPORARY,
-    check_file,
     checkpoints_of,
     complete_steps,
     read_manifest,
@@ -52,14 +47,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (Path.unlink, r"states_tp00_dp0001\.safetensors: is missing"),
     "manifest": (break_manifest, r"manifest\.json: not valid JSON: .*"),
 }
-
-
-def changed(path: Path, **checkpoint: Any) -> Path:
-    config = json.loads(path.read_text())
-    config["zero_tp"]["checkpoint"] |= {key.rstrip("_"): value for key, value in checkpoint.items()}
-    changed = path.with_name("changed.json")
-    changed.write_text(json.dumps(config))
-    return changed
 
 
 def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) -> tuple[str, list[str]]:
@@ -212,180 +199,3 @@ def test_a_flipped_bit_in_the_only_checkpoint_starts_nothing_anew(ranks: Pools, 
     for _ in range(2):  # nor does starting again
         for said, _ in ranks(2).run(start, str(changed(path, on_corrupt="previous")), str(run)):
             assert said.startswith("error: ") and "there is none before it: give another --output-dir" in said
-
-
-def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
-    """Outcomes of three saves, in the second of which a rank may write only 10 kB a file."""
-    from zero_tp.checkpoint.save import Saver
-
-    engine, config = build(path)
-    saver = Saver(engine.zero, config, Path(run))
-    outcomes = []
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for step in (1, 2, 3):
-        steps_of(engine, step, step)
-        if step == 2 and engine.topology.rank == broken:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
-        try:
-            saver.save(step)
-            saver.wait()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        outcomes.append(saver.outcome())
-    return outcomes
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-@pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: int, background: bool) -> None:
-    path = changed(write_config(tmp_path / "run.json", 2, "bf16", 1), async_=background)
-    run = tmp_path / "run"
-    for first, second, third in ranks(2).run(full_disk, str(path), str(run), broken):
-        assert first == (1, "") and third == (3, "")
-        assert second is not None and second[0] == 2
-        assert second[1].startswith(f"rank {broken}: File too large"), second[1]
-    assert complete_steps(run) == [1, 3]
-    assert not (checkpoints_of(run) / TEMPORARY).exists()
-    for step in (1, 3):
-        manifest = read_manifest(step_directory(run, step))
-        for name, written in manifest.files.items():
-            check_file(step_directory(run, step) / name, written)
-
-
-def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
-    """Outcomes of three saves, before the second of which rank 0 cannot make the temporary directory: the directory
-    that it would be in is a file."""
-    import torch.distributed as dist
-
-    from zero_tp.checkpoint.save import Saver
-
-    engine, config = build(path)
-    saver = Saver(engine.zero, config, Path(run))
-    outcomes, checkpoints = [], checkpoints_of(Path(run))
-    aside = checkpoints.with_name("aside")
-    for step in (1, 2, 3):
-        steps_of(engine, step, step)
-        if step == 2 and engine.topology.rank == 0:
-            checkpoints.rename(aside)
-            checkpoints.touch()
-        saver.save(step)
-        saver.wait()
-        outcomes.append(saver.outcome())
-        dist.barrier()
-        if step == 2 and engine.topology.rank == 0:
-            checkpoints.unlink()
-            aside.rename(checkpoints)
-    return outcomes
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_that_cannot_begin_costs_one_checkpoint(ranks: Pools, tmp_path: Path, background: bool) -> None:
-    path = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background)
-    for outcomes in ranks(2).run(nowhere_to_write, str(path), str(tmp_path / "run"), timeout=60):
-        assert outcomes == [(1, ""), (2, f"Not a directory ({checkpoints_of(tmp_path / 'run') / TEMPORARY})"), (3, "")]
-    assert complete_steps(tmp_path / "run") == [1, 3]
-
-
-def hanging(path: str, run: str) -> str:
-    """A save while rank 1's disk hangs: how it ends on this rank."""
-    import threading
-
-    from zero_tp.checkpoint import save
-    from zero_tp.errors import UserError
-
-    engine, config = build(path)
-    saver = save.Saver(engine.zero, config, Path(run))
-    steps_of(engine, 1, 1)
-    go_on, write = threading.Event(), save.write_tensors
-
-    def never(*arguments: Any) -> Any:
-        go_on.wait()
-        return write(*arguments)
-
-    if engine.topology.rank == 1:
-        save.write_tensors = never  # type: ignore[assignment]
-    try:
-        saver.save(1)
-        return f"outcome: {saver.outcome()}"
-    except UserError as error:
-        return f"error: {error}"
-    finally:
-        go_on.set()
-        save.write_tensors = write
-
-
-def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
-    path, run = write_config(tmp_path / "run.json", 1, "fp32", 1), tmp_path / "run"
-    config = json.loads(path.read_text())
-    config["zero_tp"]["training"]["timeout_minutes"] = 0.05
-    path.write_text(json.dumps(config))
-    remedy = rf"in time; look at the disk of {run}, or raise zero_tp\.training\.timeout_minutes \(0\.05\)"
-    first, second = ranks(2).run(hanging, str(path), str(run), timeout=60)
-    assert re.fullmatch(rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first), first
-    hung = checkpoints_of(run) / TEMPORARY / states_file(0, 1)
-    assert re.fullmatch(rf"error: saving step 1: writing {hung} has not ended {remedy}", second), second
-    assert complete_steps(run) == []
-
-
-def in_the_background(path: str, run: str) -> dict[str, Any]:
-    """Save step 1 while a slow disk lets two more steps pass."""
-    import threading
-
-    from zero_tp.checkpoint import save
-    from zero_tp.zero.states import MASTER
-
-    engine, config = build(path)
-    saver = save.Saver(engine.zero, config, Path(run))
-    go_on, write = threading.Event(), save.write_tensors
-
-    def slowly(*arguments: Any) -> Any:
-        assert go_on.wait(patience(60))
-        return write(*arguments)
-
-    save.write_tensors = slowly  # type: ignore[assignment]
-    try:
-        steps_of(engine, 1, 1)
-        states = engine.zero.states()
-        then = {each.name: states.get(each, MASTER).clone() for each in states.fragments}
-        saver.save(1)
-        steps_of(engine, 2, 3)
-        early = saver.outcome()
-        go_on.set()
-        saver.wait()
-    finally:
-        save.write_tensors = write
-    return {
-        "early": early,
-        "late": saver.outcome(),
-        "again": saver.outcome(),
-        "masters": then,
-        "rank": engine.topology.rank,
-    }
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_save_in_the_background_holds_its_own_step(ranks: Pools, tmp_path: Path, stage: int) -> None:
-    path = changed(write_config(tmp_path / "run.json", stage, "fp32", 1), async_=True)
-    results = ranks(2).run(in_the_background, str(path), str(tmp_path / "run"))
-    for result in results:
-        assert result["early"] is None and result["late"] == (1, "") and result["again"] is None
-    checkpoint = step_directory(tmp_path / "run", 1)
-    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    for name in reader.parameters:
-        pieces = [result["masters"][name] for result in results if name in result["masters"]]
-        held = pieces[0] if stage == 0 else torch.cat(pieces)
-        assert torch.equal(reader.whole(name).flatten(), held), name
-
-
-def test_milestones_and_checkpoints_in_use_stay(ranks: Pools, tmp_path: Path) -> None:
-    from zero_tp.checkpoint.directory import in_use, prune
-
-    path = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1, keep_every=2)
-    run = tmp_path / "run"
-    ranks(2).run(straight, str(path), str(run), [1, 2, 3], 3)
-    assert complete_steps(run) == [2, 3], "2 is a milestone"
-    with in_use(step_directory(run, 2)):
-        prune(run, 1)
-        assert complete_steps(run) == [2, 3]
-    prune(run, 1)
-    assert complete_steps(run) == [3]

@@ -18,7 +18,8 @@ import pytest
 from tests.launched import ROOT, environment, launch, metrics_of, pretrain, said
 from tests.tiers import THOROUGH, in_tiers
 from tests.waits import patience, wait_until
-from zero_tp.checkpoint.directory import PROCESS, complete_steps, read_manifest, step_directory
+from zero_tp.checkpoint.directory import complete_steps, read_manifest, step_directory
+from zero_tp.checkpoint.run import PROCESS
 
 LIMIT = 90.0  # seconds of an idle machine
 

@@ -9,6 +9,7 @@ DAMAGE = "tests/distributed/test_damage.py::"
 GUARDS = "tests/distributed/test_guards.py::"
 SPIKES = "tests/distributed/test_spikes.py::"
 MANIFEST = "tests/unit/test_manifest.py::"
+SAVES = "tests/distributed/test_saves.py::"
 METRICS = "tests/unit/test_metrics.py::"
 RUN_DIRECTORY = "tests/unit/test_run_directory.py::"
 WATCH = "tests/unit/test_watch.py::"
@@ -130,7 +131,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no-locks-no-run": Mutant(
         "A file system without locks refuses every run.",
-        "zero_tp/checkpoint/directory.py",
+        "zero_tp/files.py",
         "        if error.errno not in _NO_LOCKS:",
         "        if error.errno:",
         (RUN_DIRECTORY + "test_a_file_system_without_locks_is_said",),
@@ -148,7 +149,7 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/checkpoint/save.py",
         "raise OSError(0, f\"rank {rank}: {told['error']}\")",
         "continue",
-        (DAMAGE + "test_a_full_disk_costs_one_checkpoint[False-1]",),
+        (SAVES + "test_a_full_disk_costs_one_checkpoint[False-1]",),
     ),
     "a-log-ends-the-run": Mutant(
         "A log that cannot be written ends the run.",
@@ -196,7 +197,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "an-empty-config-stops-a-resume": Mutant(
         "A start reads the run's config.json, although the checkpoint carries the config.",
-        "zero_tp/checkpoint/directory.py",
+        "zero_tp/checkpoint/run.py",
         "    if manifest is not None and manifest.config is not None:",
         "    if manifest is not None and not manifest.config:",
         (MANIFEST + "test_a_checkpoint_carries_what_a_start_needs",),

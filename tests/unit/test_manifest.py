@@ -14,10 +14,11 @@ from transformers import GPT2Config
 
 from tests.checkpoints import rewritten, write_checkpoint
 from zero_tp.checkpoint.convert import config_of, to_huggingface
-from zero_tp.checkpoint.directory import MANIFEST, Damaged, read_manifest, saved_start
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, read_manifest
 from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.checkpoint.manifest import UNHASHED, UNHASHED_FORMAT
 from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.checkpoint.run import saved_start
 from zero_tp.errors import UserError
 from zero_tp.evaluation import pretrained
 from zero_tp.tensors import files

@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -348,41 +347,6 @@ def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.Ca
 
 def test_perplexity_overflow() -> None:
     assert perplexity(0.0) == 1.0 and perplexity(1e4) == math.inf
-
-
-def test_quiet_filters_warnings_and_records_below_error(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import logging
-
-    from zero_tp.process import quiet
-
-    logger = logging.getLogger("DeepSpeed")
-    filters = list(logger.filters)
-    monkeypatch.setattr(quiet, "ENVIRONMENT", {})
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            quiet.quiet_libraries(verbose=False)
-            warnings.warn_explicit("old", FutureWarning, "c10d_logger.py", 83, module="torch.distributed.c10d_logger")
-            warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=1)
-            warnings.warn("ours", UserWarning, stacklevel=1)
-        assert [str(each.message) for each in caught] == ["ours"]
-        assert not logger.filter(logging.LogRecord("DeepSpeed", logging.WARNING, "", 0, "", None, None))
-        assert logger.filter(logging.LogRecord("DeepSpeed", logging.ERROR, "", 0, "", None, None))
-    finally:
-        logger.filters[:] = filters
-
-
-def test_hushed_output_comes_back_when_the_block_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    from zero_tp.process.quiet import hushed
-
-    with hushed(verbose=False):
-        print("built successfully")
-    assert capsys.readouterr() == ("", "")
-    with pytest.raises(RuntimeError), hushed(verbose=False):
-        print("compiling")
-        raise RuntimeError
-    assert capsys.readouterr().err == "compiling\n"
 
 
 def test_metrics_file_name_is_the_documented_one() -> None:

@@ -17,16 +17,14 @@ from tests.tiers import in_tiers
 from zero_tp import files
 from zero_tp.checkpoint.convert import tokenizer_of
 from zero_tp.checkpoint.directory import (
-    CONFIG,
     MANIFEST,
     begin,
     complete_steps,
     prune,
     read_manifest,
-    run_directory,
-    saved_start,
     step_directory,
 )
+from zero_tp.checkpoint.run import CONFIG, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.process.connect import abandoned_locks

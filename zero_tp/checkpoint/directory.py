@@ -1,4 +1,4 @@
-"""A run's directory holds its config and its `checkpoints/`.
+"""A run's `checkpoints/` holds its checkpoints.
 
 A checkpoint is complete or it isn't there: ranks write into a temporary directory, which is renamed once its manifest
 is written; `latest` is replaced after that.
@@ -7,7 +7,6 @@ is written; `latest` is replaced after that.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -16,7 +15,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from zero_tp.checkpoint.manifest import (
     FORMAT,
@@ -29,15 +28,13 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import InvalidJson, parse_json, read_object, remove, write_atomically
+from zero_tp.files import InvalidJson, lock, parse_json, read_object, remove, sync, write_atomically
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written
 
-CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
 _STEP = re.compile(r"step_(\d{8,})")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class Damaged(UserError):
@@ -50,92 +47,6 @@ class Damaged(UserError):
     def __init__(self, file: Path, problem: str):
         super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
         self.file, self.problem, self.checkpoint = file, problem, file.parent
-
-
-def saved_start(run: Path, given: Path | None = None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return (resolved config of the start, the model's config) of what would be resumed; None when nothing can be.
-
-    The first stands in the checkpoint, and for those that were saved before it did in the run's own file.
-
-    Args:
-        given: a checkpoint or run to resume from, instead of this run's newest checkpoint that can be read.
-
-    Raises:
-        UserError: the file can't be read, or is not a JSON object.
-    """
-    manifest = _newest_manifest(run, given)
-    model = None if manifest is None else manifest.model
-    if manifest is not None and manifest.config is not None:
-        return manifest.config, model
-    path = run / CONFIG
-    if not path.exists() or not complete_steps(run):
-        return None, model
-    try:
-        return read_object(path), model
-    except (InvalidJson, OSError) as error:
-        raise UserError(f"{path}: not a run's config ({error}); give another --output-dir") from error
-
-
-def _newest_manifest(run: Path, given: Path | None) -> Manifest | None:
-    with contextlib.suppress(UserError):  # told when the run is resumed
-        if given is not None:
-            return read_manifest(find_checkpoint(given))
-    for step in reversed(complete_steps(run)):
-        with contextlib.suppress(UserError):  # the same
-            return read_manifest(step_directory(run, step))
-    return None
-
-
-@contextlib.contextmanager
-def run_directory(run: Path) -> Iterator[list[str]]:
-    """Make a run's directory and hold it while the block runs; `rank0.pid` there names this process, for signals.
-
-    One rank enters it, before any is connected. It gives lines for a person: that the file system knows no locks.
-
-    Raises:
-        UserError: it is a file, nothing can be written there, or another run holds it.
-    """
-    with contextlib.ExitStack() as held:
-        try:
-            checkpoints_of(run).mkdir(parents=True, exist_ok=True)
-            locked = _lock(held.enter_context((run / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (run / PROCESS).write_text(f"{os.getpid()}\n")
-            held.callback((run / PROCESS).unlink, missing_ok=True)
-        except BlockingIOError:
-            raise UserError(f"{run}: another run is writing there; wait for it, or give another --output-dir") from None
-        except OSError as error:
-            raise UserError(
-                f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir"
-            ) from error
-        yield [] if locked else [f"{run}: its file system has no locks: see that no other run writes there"]
-
-
-def _lock(file: IO[Any], kind: int) -> bool:
-    """Take a lock of an open file; return whether its file system has locks.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    try:
-        fcntl.flock(file, kind)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return False
-    return True
-
-
-def write_config(run: Path, resolved: dict[str, Any]) -> None:
-    """Replace the run's config at once; it is on the disk then.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
-        _sync(run)
-    except OSError as error:
-        raise UserError(f"{run / CONFIG}: cannot be written ({error.strerror}); make room for it") from error
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -234,14 +145,6 @@ def check_file(file: Path, manifested: ManifestFile, read: Callable[[], Written]
         raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested.sha256[:12]}…")
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def begin(run: Path) -> Path:
     """Make a fresh temporary directory for the ranks to write into; what a killed save left goes. One rank calls it."""
     temporary = checkpoints_of(run) / TEMPORARY
@@ -273,7 +176,7 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
     text = json.dumps({**whole, OWN_HASH: content_hash(whole)}, indent=1)
     parse_manifest(parse_json(text))  # what cannot be read again is not saved
     write_atomically(temporary / MANIFEST, text)
-    _sync(temporary)
+    sync(temporary, below=False)
     final = step_directory(run, step)
     if (final / MANIFEST).is_file():
         set_aside(final, "replaced")
@@ -281,7 +184,7 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
         _remove(final)
     os.replace(temporary, final)
     write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
-    _sync(checkpoints_of(run))
+    sync(checkpoints_of(run), below=False)
     return final
 
 
@@ -323,7 +226,7 @@ def in_use(checkpoint: Path) -> Iterator[Manifest]:
     """
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # told by `read_manifest`
-            _lock(held.enter_context((checkpoint / MANIFEST).open("rb")), fcntl.LOCK_SH)
+            lock(held.enter_context((checkpoint / MANIFEST).open("rb")), fcntl.LOCK_SH)
         yield read_manifest(checkpoint)
 
 
@@ -336,7 +239,7 @@ def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None
             continue
         with contextlib.suppress(FileNotFoundError), (step_directory(run, step) / MANIFEST).open("r+b") as manifest:
             try:
-                _lock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
             _remove(step_directory(run, step))
@@ -376,7 +279,7 @@ def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
         count += 1
         aside = checkpoint.with_name(f"{why}_{checkpoint.name}.{count}")
     os.replace(checkpoint, aside)
-    _sync(checkpoint.parent)
+    sync(checkpoint.parent, below=False)
     return aside
 
 

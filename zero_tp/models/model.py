@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -41,7 +42,7 @@ def model_class(spec: TransformerSpec) -> type[ParallelModel]:
     return found
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(nn.Module, ABC):
     """This model is a Transformer with heads, split over the topology's TP group.
 
     Args:
@@ -102,15 +103,16 @@ class ParallelModel(nn.Module):
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
+    @abstractmethod
     def _make_heads(self, make: ParameterMaker) -> None:
         """Make what turns hidden states into losses."""
-        raise NotImplementedError
 
     @property
     def figures(self) -> tuple[str, ...]:
         """Return which numbers of an output, divided as its loss is, tell of a training step beside the loss."""
         return ()
 
+    @abstractmethod
     def totals(self, output: Any, given: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (sum, count) of each figure of an output with `reduction="none"`, fp64 and int64.
 
@@ -119,7 +121,6 @@ class ParallelModel(nn.Module):
         Args:
             given: the forward's arguments.
         """
-        raise NotImplementedError
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """Register a hook as any module does.

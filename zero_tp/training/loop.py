@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from zero_tp.checkpoint.directory import (
     MANIFEST,
-    run_directory,
-    saved_start,
     step_directory,
-    write_config,
 )
 from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, differences
 from zero_tp.checkpoint.resume import agree, check_all_there, look, resume, take_whole
+from zero_tp.checkpoint.run import run_directory, saved_start, write_config
 from zero_tp.checkpoint.save import Saver
-from zero_tp.config import RunConfig
 from zero_tp.config.schema import Timeouts
 from zero_tp.data.samples import FixedSamples, ReadAhead
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
 from zero_tp.models.flops import model_flops
-from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
@@ -40,72 +34,10 @@ from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.run import PreparedRun
+from zero_tp.training.tools import Forecast, Tools
 
 SKIPS_IN_A_ROW = 10
 SAVE_SLACK_SECONDS = 15.0
-
-
-class Forecast(Protocol):
-    """A forecast says what a run will take, and at its end what it took (zero_tp/planning/forecast.py)."""
-
-    def announcement(self) -> str:
-        """Return a line for the run's start."""
-
-    def outcome(self) -> str:
-        """Return a line for the run's end."""
-
-
-class Profiler(Protocol):
-    """A profiler records some steps of one rank (zero_tp/planning/profile.py)."""
-
-    def around(self, step: int) -> AbstractContextManager[None]:
-        """Return the context that `step` runs in."""
-
-    def outcome(self, step: int) -> str | None:
-        """Return a line after the last step that is recorded, else None."""
-
-
-class Watch(Protocol):
-    """A watch knows what this rank does, and ends it when it hangs (zero_tp/process/watch.py)."""
-
-    def begin(self, limits: Mapping[str, float | None], rank: int, world: int) -> None:
-        """Start to watch, with each phase's limit [seconds]."""
-
-    def connect(self) -> None:
-        """Begin to tell the other ranks."""
-
-    def leave(self) -> None:
-        """Watch no more."""
-
-    def enter(self, phase: str, step: int = 0) -> None:
-        """Say that this rank enters a phase: start, step, save or evaluation."""
-
-    def mark(self, doing: str) -> None:
-        """Say what this rank does next in it."""
-
-    def notes(self) -> list[str]:
-        """Return, once, what was seen of the other ranks, a line each."""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """These are the tools of one run; each may be missing.
-
-    Attributes:
-        tasks: (engine, rows of a forward) → the figures of each zero-shot task on the model that trains, beside every
-            validation (zero_tp/evaluation/live.py). Collective over all ranks.
-        model: the class of the model that trains, with which such tasks may want to generate; by default that of its
-            objective.
-        forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
-        profiler: makes the profiler of an engine; called on rank 0 alone.
-        watch: of this rank.
-    """
-
-    tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
-    model: type[ParallelModel] | None = None
-    forecast: Callable[[RunConfig, str], Forecast] | None = None
-    profiler: Callable[[TrainingEngine], Profiler] | None = None
-    watch: Watch | None = None
 
 
 def train(
