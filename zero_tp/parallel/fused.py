@@ -2,7 +2,7 @@
 
 The operators are torch's ("async TP"), over memory that the devices of a TP group share. Only CUDA has them. They
 compute what a collective beside a product does, up to the order of sums: a scatter's terms are added in rank order,
-and in 16 bits a bias is added after its product was rounded (at most half a unit in the last place of the product more).
+and in 16 bits a bias is added after its product was rounded, at most half a unit in the last place of the product more.
 """
 
 from __future__ import annotations
