@@ -3,8 +3,8 @@
     python -m tests.planned 8 < configs.json
 
 Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
-MemTracker counts in the second step, and beside it what planning gives. A process of its own, because
-DeepSpeed keeps its process groups in module globals.
+MemTracker counts in the second step, the bytes of the optimizer's moments before and after the first, and beside each
+what planning gives. A process of its own, because DeepSpeed keeps its process groups in module globals.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def existing() -> list[Any]:
     import torch
 
     return [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+
+
+def moments(made: Any) -> int:
+    states = made.zero.states().optimizer.state.values()
+    return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
 
 
 def measure(overrides: list[str], world: int) -> dict[str, Any]:
@@ -74,7 +79,9 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
         names = {"token_type_ids": ones, "attention_mask": ones, "labels": tokens.masked_fill(~masked, -100)}
         batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(made.device)
     batches = [batch] * config.accumulation
+    before_first = moments(made)
     made.train_step(batches)
+    after_first = moments(made)
     gc.collect()
     tracker = MemTracker()
     # Engines before this one leave some of their tensors behind.
@@ -96,7 +103,10 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     del made
     gc.collect()
     point = memory.peak
+    first, later = memory.first_points[0], memory.points[0]
     return {
+        "moments": [before_first, after_first],
+        "planned_moments": later.bytes["optimizer"] + later.host - first.bytes["optimizer"] - first.host,
         "overrides": overrides,
         "parameters": parameters,
         "measured": peak["Total"],

@@ -43,9 +43,16 @@ class Device(Block):
     host_gbps: Rate = Field(default=25, description="Link to host memory, per direction [GB/s].")
     host_memory_gib: Rate = Field(default=1024, description="Host memory of a node [GiB], for what is offloaded.")
     per_node: Annotated[int, Field(gt=0, le=2**31 - 1)] = Field(default=8, description="Devices of a node.")
-    matrix_share: Share = Field(default=0.7, description="Share of the matrix peak that large products reach.")
+    units: Annotated[int, Field(gt=0, le=2**31 - 1)] = Field(
+        default=1, description="Multiprocessors, which take the tiles of a product in turns."
+    )
+    channels: Annotated[int, Field(ge=0, le=2**31 - 1)] = Field(
+        default=0, description="Multiprocessors that a collective holds while products run beside it."
+    )
+    matrix_share: Share = Field(default=0.8, description="Share of the matrix peak that the best products reach.")
     memory_share: Share = Field(default=0.8, description="Share of the memory bandwidth that is reached.")
-    link_share: Share = Field(default=0.75, description="Share of the links' bandwidth that collectives reach.")
+    link_share: Share = Field(default=0.75, description="Share of the links of a node that collectives reach.")
+    inter_share: Share = Field(default=0.5, description="Share of the links between nodes that collectives reach.")
     reserved_gib: Annotated[float, Field(ge=0, le=1e9)] = Field(
         default=1.5, description="Taken by the context, kernels and communication buffers [GiB]."
     )
@@ -81,6 +88,8 @@ class Known(NamedTuple):
         pattern: searched in `torch.cuda.get_device_name()`.
         bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None where the matrix units don't have the type.
         plans: name to plan for → GiB that a process sees.
+        units: multiprocessors. channels: those that a collective of NCCL's holds, which products then lack.
+        share: of the 16-bit peak that the best product of a search over shapes reaches; None: not known.
         varlen: see `runs_varlen`.
     """
 
@@ -92,34 +101,40 @@ class Known(NamedTuple):
     source: str
     plans: dict[str, float] = {}  # noqa: RUF012 - never changed
     links: Links | None = None
+    units: int = 1
+    channels: int = 0
+    share: float | None = None
     varlen: bool = True
 
 
 # The first match counts: the special forms of a model stand before its plain name.
+# `share`: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS, 2024 to 2026; of the V100 a
+# product of 8192³ on forums.developer.nvidia.com/t/79781. `channels`: NCCL's own log ("24 coll channels"), one
+# multiprocessor each (github.com/NVIDIA/nccl/issues/1656).
 DEVICES = (
     Known(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
     Known(r"\bV100-PCIE\b", None, 112, None, 14, "NVIDIA V100 datasheet, 2020"),
     Known(r"\bV100-SXM\d\b", None, 125, None, 15.7, "NVIDIA V100 datasheet, 2020",
-          {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12), varlen=False),
+          {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12), 80, 12, 0.9, varlen=False),
     Known(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
-          {"a100-40gb": 39.4}, Links(1555, 300, 25, 25)),
+          {"a100-40gb": 39.4}, Links(1555, 300, 25, 25), 108, 24, 0.859),
     Known(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
-          {"a100-80gb": 79.2}, Links(2039, 300, 25, 25)),
+          {"a100-80gb": 79.2}, Links(2039, 300, 25, 25), 108, 24, 0.859),
     Known(r"\bH100 PCIe\b", 756, 756, 378, 51, "NVIDIA H100 datasheet, 2022"),
     Known(r"\bH100 NVL\b", 835, 835, 417, 60, "NVIDIA H100 datasheet, 2024"),
     Known(r"\bH100 80GB HBM3\b", 989, 989, 494, 67, "NVIDIA H100 datasheet, 2023 (SXM)",
-          {"h100-80gb": 79.1}, Links(3350, 450, 50, 50)),
+          {"h100-80gb": 79.1}, Links(3350, 450, 50, 50), 132, 24, 0.801),
     Known(r"\bH200 NVL\b", 835, 835, 417, 60, "NVIDIA H200 datasheet, 2024"),
     Known(r"\bH200\b", 989, 989, 494, 67, "NVIDIA H200 datasheet, 2024 (SXM)",
-          {"h200-141gb": 139.8}, Links(4800, 450, 50, 50)),
+          {"h200-141gb": 139.8}, Links(4800, 450, 50, 50), 132, 24, 0.803),
     Known(r"\bB200\b", 2250, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, 2025, one of eight",
-          {"b200-180gb": 178.3}, Links(8000, 900, 50, 50)),
+          {"b200-180gb": 178.3}, Links(8000, 900, 50, 50), 148, 24, 0.776),
     Known(r"\bMI300X\b", 1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet, 2023",
-          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50), varlen=False),
+          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50), 304, share=0.601, varlen=False),
     Known(r"\bL40S\b", 362, 362, 183, 91.6, "NVIDIA L40S datasheet, 2023",
-          {"l40s-48gb": 44.5}, Links(864, 32, 25, 25)),
+          {"l40s-48gb": 44.5}, Links(864, 32, 25, 25), 142),
     Known(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",
-          {"rtx4090-24gb": 23.6}, Links(1008, 32, 12.5, 25)),
+          {"rtx4090-24gb": 23.6}, Links(1008, 32, 12.5, 25), 128),
 )  # fmt: skip
 NAMES = (*(name for row in DEVICES for name in row.plans), "cpu")
 
@@ -147,6 +162,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
         raise ConfigError("--device", f"{name!r} is unknown", hint if "?" in hint else f"use {listed}")
     row = known[key]
     assert row.links is not None
+    measured = {} if row.share is None else {"matrix_share": row.share}
     return Device(
         name=key,
         memory_gib=row.plans[key],
@@ -157,7 +173,10 @@ def named_device(name: str, ranks: int = 1) -> Device:
         intra_gbps=row.links.intra,
         inter_gbps=row.links.inter,
         host_gbps=row.links.host,
+        units=row.units,
+        channels=row.channels,
         varlen=row.varlen,
+        **measured,
     )
 
 

@@ -31,6 +31,15 @@ WORLD_SIZES = {
     "bert_336m": 8,
     "bert_1.3b": 8,
     "bert_3.9b": 8,
+    "papers/gpt2_1.2b": 64,
+    "papers/gpt2_4.2b": 256,
+    "papers/gpt_22b": 8,
+    "papers/gpt_175b": 64,
+    "papers/gpt_530b": 280,
+    "papers/gpt_1t": 512,
+    "papers/zero_7.5b": 64,
+    "papers/zero_128b": 1024,
+    "papers/zero_1t": 1024,
 }
 
 
@@ -204,7 +213,8 @@ def test_other_optimizers_are_left_as_they_are() -> None:
 
 
 def test_every_preset_has_a_world_size_here() -> None:
-    assert {path.stem for path in PRESETS.glob("*.json")} == set(WORLD_SIZES)
+    found = {str(path.relative_to(PRESETS).with_suffix("")) for path in PRESETS.rglob("*.json")}
+    assert found == set(WORLD_SIZES)
 
 
 @pytest.mark.parametrize("name", WORLD_SIZES)

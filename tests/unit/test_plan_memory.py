@@ -337,7 +337,7 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
 
 
 @functools.cache
-def engine_peaks(tier: str) -> dict[str, dict[str, float]]:
+def engine_peaks(tier: str) -> dict[str, dict[str, Any]]:
     """Many configs in one process: importing and connecting DeepSpeed costs more than a step."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.planned", str(WORLD)],
@@ -359,6 +359,8 @@ def test_the_plan_against_a_real_step(number: int) -> None:
     model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert found["parameters"] == model.parameters.total
     assert found["planned"] == pytest.approx(found["measured"], rel=0.03)
+    before, after = found["moments"]  # the first step makes them
+    assert before == 0 < after == found["planned_moments"]
 
 
 def test_the_dry_run_counts_what_memtracker_counts() -> None:

@@ -95,16 +95,30 @@ class RankMemory:
     @cached_property
     def points(self) -> list[Point]:
         """Return the points of a step with its last micro-batch, in order; without accumulation that is all of it."""
+        return self._until_step(self.zero) + self._step
+
+    @cached_property
+    def first_points(self) -> list[Point]:
+        """Return those of a new run's first step, at whose end the optimizer makes its moments; Adagrad has them."""
+        at = self.zero.at
+        return (
+            self._until_step(self.zero if at.moments_at_once else replace(self.zero, at=replace(at, moments=0)))
+            + self._step
+        )
+
+    @property
+    def _step(self) -> list[Point]:
+        return [_point("step", 2.5, self.zero.step()), _point("step", 3.0, self.zero.states)]
+
+    def _until_step(self, zero: ZeroMemory) -> list[Point]:
         forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward, last_micro = len(self.moments) - forward, self.zero.at.accumulation - 1
+        backward, last_micro = len(self.moments) - forward, zero.at.accumulation - 1
         found = []
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            held = self.zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
+            held = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
             found.append(_point(one.phase, position, held, one.activations, one.transients))
-        found.append(_point("reduce", 2.0, self.zero.end_of_backward()))
-        found.append(_point("step", 2.5, self.zero.step()))
-        found.append(_point("step", 3.0, self.zero.states))
+        found.append(_point("reduce", 2.0, zero.end_of_backward()))
         return found
 
     @cached_property

@@ -110,19 +110,28 @@ def areas(
     return figure, axes
 
 
-def over_time(title: str, points: Sequence[Point], limit: float | None, label: str = "one step") -> Any:
-    """Draw memory over a step by category, with the phases named."""
-    points = _thinned(points)
-    figure, axes = areas(title, label, [point.position for point in points], [point.bytes for point in points], limit)
-    for start in PHASES.values():
-        if start:
-            axes.axvline(start, color="#888888", linewidth=0.8)
-    axes.set_xticks([start + 0.5 for start in PHASES.values()], list(PHASES))
+def over_time(title: str, steps: Mapping[str, Sequence[Point]], limit: float | None, label: str = "one step") -> Any:
+    """Draw memory over steps by category, one after another, with the steps and their phases named."""
+    length = 1 + max(PHASES.values())
+    drawn = [
+        replace(point, position=number * length + point.position)
+        for number, points in enumerate(steps.values())
+        for point in _thinned(points)
+    ]
+    figure, axes = areas(title, label, [point.position for point in drawn], [point.bytes for point in drawn], limit)
+    starts = [number * length + start for number in range(len(steps)) for start in PHASES.values()]
+    for start in starts[1:]:
+        axes.axvline(start, color="#888888", linewidth=0.8 if start % length else 1.8)
+    axes.set_xticks([start + 0.5 for start in starts], list(PHASES) * len(steps))
     axes.tick_params(axis="x", length=0)
-    peak = max(points, key=lambda point: point.total)
+    if len(steps) > 1:
+        for number, name in enumerate(steps):
+            at = axes.get_xaxis_transform()
+            axes.text(number * length + 0.05, 0.98, name, transform=at, fontsize=9, va="top")
+    peak = max(drawn, key=lambda point: point.total)
     top = (peak.position, peak.total / GIB)
     axes.plot(*top, "o", color=LIMIT, markersize=4)
-    right = peak.position > 2.2
+    right = peak.position > len(steps) * length - 0.8
     axes.annotate(f"{_figure(top[1])} GiB", top, textcoords="offset points", xytext=(-6 if right else 6, 4), fontsize=9,
                   ha="right" if right else "left")  # fmt: skip
     return figure
@@ -158,7 +167,12 @@ def of_plan(plan: Plan) -> dict[str, Any]:
     points = plan.memory.points
     return {
         "memory": bars("Memory of each rank, by category", _rank_bars(plan, points), limit),
-        "over_time": over_time("Memory over one step", points, limit, "one step, its last micro-batch"),
+        "over_time": over_time(
+            "Memory over time",
+            {"first step": plan.memory.first_points, "later steps": points},
+            limit,
+            "the last micro-batch of a step",
+        ),
         "sequence": _by_sequence(plan, limit),
         "zero_stage": bars("Memory at its peak, by ZeRO stage", _by_stage(plan), limit),
         "time": seconds("Time of one step by term, an estimate", plan.time.terms()),

@@ -171,6 +171,7 @@ class Plan:
             "host_spare_bytes": self.host_spare,
             "fits": self.fits,
             "step_seconds": self.time.as_json(),
+            "layer_seconds": self.time.layer.as_json(),
             "tokens_per_second": self.tokens / self.time.total,
             "model_flops": self.model_flops,
             "mfu": self.mfu,

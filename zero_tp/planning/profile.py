@@ -80,7 +80,9 @@ class StepProfiler:
             for key, value in largest
         }
         peak = max(self._points, key=lambda point: point.total)
-        figures = {"over_time": pictures.over_time(f"Memory over step {self.first}, measured", self._points, None)}
+        figures = {
+            "over_time": pictures.over_time(f"Memory over step {self.first}, measured", {"": self._points}, None)
+        }
         if operators:
             figures["operators"] = pictures.seconds("Time by operator, measured", operators, "seconds a step")
         parts = [f"<p>{html.escape(self.engine.topology.describe())}, rank 0; peak {peak.total / GIB:.3g} GiB</p>"]

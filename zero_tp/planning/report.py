@@ -97,7 +97,9 @@ def time(plan: Plan) -> list[str]:
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     speed = plan.tokens / total
     lines.append(f"  {'together':26}{total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}")
-    return lines
+    layer = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in plan.time.layer.as_json().items()}
+    again = f", of which {layer['again']} make again what it needs" if plan.time.layer.again.total else ""
+    return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{again}"]
 
 
 def dry_run(comparison: Comparison) -> list[str]:

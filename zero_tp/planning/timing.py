@@ -1,27 +1,25 @@
 """Estimate a step's time from a device's rates, by term.
 
-Every term is work over a reached rate: matrix products, elementwise passes over memory, collectives over TP and DP, the
-optimizer, copies to and from the host. What overlaps is what the code overlaps (parallel/linear.py, DeepSpeed's
-`overlap_comm`). Nothing of it was fitted to a run; the published times on A100 lie within 15 % of it.
+A layer's products, passes and collectives are in layer_time.py, the rates in rates.py. What overlaps is what the code
+overlaps (parallel/linear.py, DeepSpeed's `overlap_comm`). Nothing of it was fitted to a run: the published times are
+its test.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from zero_tp.devices import Device
-from zero_tp.models.flops import forward_flops
+from zero_tp.models.flops import head_products
 from zero_tp.models.spec import TransformerSpec
-from zero_tp.planning.formulas import pipeline_bubble
+from zero_tp.planning.layer_time import OURS, LayerTime, LayerWork, Program, Seconds
+from zero_tp.planning.rates import Rates
 from zero_tp.planning.workload import Workload
-from zero_tp.planning.zero import ZeroSettings
+from zero_tp.planning.zero import ALLREDUCE_BUCKET, ZeroSettings
 
-LATENCY = 1e-5
-"""Seconds that a collective takes whatever its size."""
 HOST_MEMORY_GBPS = 200.0
 """Of a whole node, for an optimizer on the host."""
-BACKWARD_PASSES = 1.75
-"""Memory traffic of elementwise operations in backward over that in forward."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,10 @@ class StepTime:
 
     Attributes:
         products: matrix products of forward and backward. recompute: what is computed again. elementwise: norms,
-            activations, dropout, residual sums, softmax. tensor, data: exposed communication over TP and DP.
-            optimizer: the update. host: copies to and from host memory. bubble: pipelines' idle time.
+            activations, dropout, residual sums, softmax, gradients added up. tensor, data: communication over TP and
+            DP that nothing hides, and what products lose while it runs beside them. optimizer: the update. host: copies
+            to and from host memory. stages: transfers between pipelines' stages. bubble: their idle time.
+        layer: of one layer and micro-batch.
     """
 
     products: float
@@ -41,7 +41,9 @@ class StepTime:
     data: float
     optimizer: float
     host: float
+    stages: float
     bubble: float
+    layer: LayerTime
 
     @property
     def total(self) -> float:
@@ -56,6 +58,7 @@ class StepTime:
             "DP communication": self.data,
             "optimizer": self.optimizer,
             "host copies": self.host,
+            "pipeline transfers": self.stages,
             "pipeline bubble": self.bubble,
         }
 
@@ -70,6 +73,7 @@ class Timing:
     Attributes:
         parameters: elements on one rank of all stages together (Ψ/t).
         pipeline, interleaving: p and m.
+        program: whose code it is.
     """
 
     spec: TransformerSpec
@@ -79,9 +83,11 @@ class Timing:
     device: Device
     pipeline: int = 1
     interleaving: int = 1
+    program: Program = OURS
 
-    def estimate(self) -> StepTime:
-        """Return the seconds of one step, by term.
+    @cached_property
+    def rates(self) -> Rates:
+        """Return the device's rates.
 
         Raises:
             ValueError: the device has no rate in this dtype.
@@ -89,115 +95,123 @@ class Timing:
         peak = self.device.tflops(self.at.dtype)
         if peak is None:
             raise ValueError(f"{self.device.name} has no matrix rate in {self.at.dtype}")
-        rate = peak * 1e12 * self.device.matrix_share
-        at, spec, stages = self.at, self.spec, self.pipeline
-        micro = self.zero.accumulation
-        layer, core, logits = (flops / at.tensor for flops in forward_flops(spec, at.batch, at.length, at.labelled))
-        core *= 0.5 if spec.causal and spec.attention == "sdpa" else 1.0  # a fused kernel leaves out what is hidden
-        layers = spec.layers / stages
-        last = logits if stages == 1 else logits / stages  # the last stage does it while others wait for less
-        products = micro * 3 * (layers * (layer + core) + last) / rate
-        passes = self._elementwise_bytes() / self._memory
-        whole, cores = self._recomputed()
-        again = micro * (whole * (layer + core) + cores * core) / stages / rate
-        elementwise = micro * passes * (layers * (1 + BACKWARD_PASSES) + whole / stages)
-        elementwise += micro * cores / stages * self._core_bytes() / self._memory
-        collective, hidden_behind = self._tensor(), layer * (2 / 3) / rate  # weight and input gradients of two columns
-        exposed = collective[0] * (1 + whole / spec.layers) + max(0.0, collective[1] - hidden_behind)
-        tensor = micro * layers * exposed
-        data = self._data(products + again)
-        bubble = pipeline_bubble(stages, micro, self.interleaving) * (products + again + elementwise + tensor)
+        return Rates(self.device, self.at.element, peak * 1e12)
+
+    def estimate(self) -> StepTime:
+        """Return the seconds of one step, by term.
+
+        The last stage has the head beside its layers, so the others wait for it in every micro-batch.
+
+        Raises:
+            ValueError: the device has no rate in this dtype.
+        """
+        micro, share = self.zero.accumulation, self._recomputed()
+        layers = self.spec.layers / self.pipeline
+        layer = LayerWork(self.spec, self.at, self.rates, self.program).time()
+        stage, again = Seconds().plus(layer.forward, layers).plus(layer.backward, layers), layers * share
+        stage = stage.plus(Seconds(passes=self._added()))
+        head = self._head()
+        transfers = self._transfers()
+        working = stage.total + again * layer.again.total + transfers
+        bubble = (self.pipeline - 1) / self.interleaving * working
+        backward = layers * (layer.backward.total + share * layer.again.total)
         optimizer, host = self._optimizer()
-        return StepTime(products, again, elementwise, tensor, data, optimizer, host, bubble)
+        return StepTime(
+            products=micro * (stage.products + head.products),
+            recompute=micro * again * layer.again.total,
+            elementwise=micro * (stage.passes + head.passes),
+            tensor=micro * stage.tensor,
+            data=self._data(layers * layer.forward.total + head.total, backward),
+            optimizer=optimizer,
+            host=host,
+            stages=micro * transfers,
+            bubble=bubble,
+            layer=layer,
+        )
+
+    def _recomputed(self) -> float:
+        """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
+        policy, micro = self.at.policy, self.zero.accumulation
+        layers = len(policy.recomputed_layers(self.spec.layers)) / self.spec.layers
+        return layers * max(0, micro - policy.keep_micro_batches) / micro
 
     @property
-    def _memory(self) -> float:
-        return self.device.memory_gbps * 1e9 * self.device.memory_share
+    def _own(self) -> float:
+        return self.parameters / self.pipeline
 
-    def _recomputed(self) -> tuple[float, float]:
-        """Return (whole layers, attention cores alone) that backward runs again, a mean over a step's micro-batches."""
-        policy, micro = self.at.policy, self.zero.accumulation
-        layers = len(policy.recomputed_layers(self.spec.layers)) * max(0, micro - policy.keep_micro_batches) / micro
-        cores = policy.mode == "selective" and "attention_core" in policy.chosen_modules
-        return layers * (policy.mode == "full"), layers * cores
+    def _head(self) -> Seconds:
+        """Return forward and backward of the output layer and its loss, which goes over each logit six times."""
+        at, spec = self.at, self.spec
+        labels, width = at.labels, head_products(spec) / spec.hidden / at.tensor
+        product = self.rates.product
+        products = product(labels, width, spec.hidden) + product(labels, spec.hidden, width)
+        return Seconds(
+            products + product(spec.hidden, width, labels), 6 * at.element * labels * width / self.rates.memory
+        )
 
-    def _core_bytes(self) -> float:
-        at, spec, e = self.at, self.spec, self.at.element
-        scores = spec.heads / at.tensor * at.length**2 * at.batch
-        if spec.attention == "eager":
-            return scores * (4 * e + (2 * e + 1 if spec.dropouts.attention else 0))
-        return e * at.length * at.batch * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads) / at.tensor
+    def _added(self) -> float:
+        """Return the seconds, of one micro-batch, in which the gradients of its products are added to those before.
 
-    def _elementwise_bytes(self) -> float:
-        """Return the bytes that the operations of one layer's forward beside the products read and write."""
-        at, spec, e = self.at, self.spec, self.at.element
-        tokens = at.length * at.batch
-        residual = tokens * spec.hidden / (at.tensor if at.sequence else 1)
-        wide = tokens * spec.mlp_size / at.tensor
-        norms = 2 * 2 * e * residual
-        dropped = 2 * ((2 * e + 1) if spec.dropouts.residual else 0) * residual
-        sums = 2 * 3 * e * residual
-        activation = e * wide * spec.mlp_matrices
-        heads = e * tokens * spec.head_size * (spec.heads + spec.kv_heads) / at.tensor
-        turning = 0 if spec.rotary is None else 4 * heads
-        return norms + dropped + sums + activation + turning + 2 * heads + self._core_bytes()
-
-    def _collective(self, elements: float, ranks: int, *, near: bool) -> float:
-        """Return the seconds of one ring all-gather or reduce-scatter whose whole tensor has `elements`."""
-        if ranks == 1:
-            return 0.0
-        speed = (self.device.intra_gbps if near else self.device.inter_gbps) * 1e9 * self.device.link_share
-        return LATENCY + self.at.element * elements * (ranks - 1) / ranks / speed
-
-    def _tensor(self) -> tuple[float, float]:
-        """Return (what waits, what overlaps) of one layer: forward's four halves of all-reduces and backward's.
-
-        Under SP backward also gathers the two saved shards again, and all but the gathers of the row layers' output
-        gradients overlap with products.
+        Where they are added up in another dtype there is a buffer for them, also for one micro-batch, which is zeroed
+        once a step.
         """
-        at = self.at
-        tokens = at.length * at.batch
-        half = self._collective(tokens * self.spec.hidden, at.tensor, near=at.tensor <= self.device.per_node)
-        if at.sequence:
-            return 4 * half + 2 * half, 4 * half
-        return 4 * half, 4 * half
+        zero, e = self.zero, self.at.element
+        buffer = zero.accumulated != e
+        if zero.accumulation == 1 and not buffer:
+            return 0.0
+        traffic = 2.0 * zero.accumulated + (-e if self.program.adds_in_product else e)
+        traffic += zero.accumulated * buffer / zero.accumulation
+        return self._own * traffic / self.rates.memory
 
-    def _data(self, computing: float) -> float:
-        zero = self.zero
-        near = self.at.tensor * zero.data * self.pipeline <= self.device.per_node
-        own = self.parameters / self.pipeline
-        half = self._collective(own, zero.data, near=near)
-        micro = zero.accumulation
+    def _transfers(self) -> float:
+        """Return the seconds of one micro-batch's activations and gradients between stages, each TP rank its part."""
+        if self.pipeline == 1:
+            return 0.0
+        at, device = self.at, self.device
+        near = at.tensor * self.zero.data * self.pipeline <= device.per_node
+        speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
+        part = at.element * at.length * at.batch * self.spec.hidden / at.tensor
+        return 2 * self.interleaving * part / (speed * 1e9)
+
+    def _data(self, forward: float, backward: float) -> float:
+        """Return what DP's communication costs. Stage 0 all-reduces; 1 and 2 gather the updated parameters."""
+        zero, micro, e = self.zero, self.zero.accumulation, self.at.element
+        ring = self.rates.collective
+        bucket = ALLREDUCE_BUCKET if zero.stage == 0 else zero.reduce_bucket
+        pieces = max(1, -(-self._own // bucket))
         if zero.stage == 3:
-            gathers, reductions = 2 * micro, micro
-        elif zero.stage == 2:
-            gathers, reductions = 1, micro
-        else:
-            gathers, reductions = 1, 1
-        calls = 0.0
-        if zero.stage == 3 and zero.data > 1:
-            hidden = computing
-            calls = LATENCY * self.spec.layers * 3 * micro  # each layer's collectives begin somewhere
-        elif zero.overlap:
-            hidden = computing * (2 / 3 if zero.stage == 2 else 2 / 3 / micro)
-        else:
-            hidden = 0.0
-        waiting = half if zero.stage < 3 else 0.0  # the updated parameters' all-gather
-        communicating = half * (gathers + reductions) - waiting
-        return calls + waiting * gathers + max(0.0, communicating - hidden)
+            calls = self.spec.layers / self.pipeline  # each layer's collectives begin somewhere
+            gather = ring(e * self._own, zero.data, self.at.tensor, calls)
+            reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, calls)
+            return self._beside(micro * (2 * gather + reduce), micro * (forward + backward))
+        reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, pieces)
+        if zero.stage == 0:
+            return self._beside(2 * reduce, backward if self.program.hides_data else 0.0)
+        times = micro if zero.stage == 2 else 1
+        gather = ring(e * self._own, zero.data, self.at.tensor)
+        return gather + self._beside(times * reduce, times * backward if zero.overlap else 0.0)
+
+    def _beside(self, communicating: float, computing: float) -> float:
+        hidden = min(communicating, computing)
+        return communicating - hidden + self.rates.beside(hidden)
 
     def _optimizer(self) -> tuple[float, float]:
-        """Return (update, host copies). Masters and moments are read and written, gradients read, weights written."""
-        zero, e = self.zero, self.at.element
-        own = self.parameters / self.pipeline
-        part = own / (zero.data if zero.stage else 1)
-        traffic = part * (2 * (4 + zero.moments) + 4 + e) + 4 * own  # and the norm's pass over the gradients
+        """Return (update, host copies).
+
+        Masters and moments are read and written, gradients read; 16-bit weights are copied from the masters; gradients
+        become fp32, their norm is taken and they are clipped.
+        """
+        zero, e, memory = self.zero, self.at.element, self.rates.memory
+        part = self._own / (zero.data if zero.stage else 1)
+        update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
+        wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
+        traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self._own
         to_host = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # those of checkpoints run beside the layers
         if zero.offload_param:
             copies += 3 * zero.accumulation * e * part / to_host
         if not zero.offload_optimizer:
-            return traffic / self._memory, copies
+            return traffic / memory, copies
         copies += (zero.accumulation * e * part + e * part) / to_host
         share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.at.tensor))
         return traffic / share, copies

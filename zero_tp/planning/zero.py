@@ -72,6 +72,9 @@ class ZeroSettings:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
         copies: see `copies_gradients`.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
+        accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
+        clips: gradients are clipped.
+        moments_at_once: torch's Adagrad makes its states as it is made, others at their first step.
     """
 
     stage: int
@@ -91,6 +94,10 @@ class ZeroSettings:
     moments: int = 8
     torch_optimizer: bool = False
     copies: bool = False
+    accumulated: int = 2
+    reduced: int = 2
+    clips: bool = False
+    moments_at_once: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
@@ -117,16 +124,22 @@ class ZeroSettings:
             if key in zero
         }
         overlap = zero.get("overlap_comm")
+        element = 2 if half else 4
+        sizes = {"fp32": 4, "fp16": 2, "bf16": 2, None: element}
         return cls(
             stage=stage,
             data=data,
-            element=2 if half else 4,
+            element=element,
             cpu=cpu,
+            accumulated=sizes[(config.get("data_types") or {}).get("grad_accum_dtype")],
+            reduced=sizes[config.get("communication_data_type")],
+            clips=bool(config.get("gradient_clipping")),
             accumulation=int(config.get("gradient_accumulation_steps", 1)),
             overlap=stage == 3 if overlap is None else bool(overlap),
             offload_optimizer=(offload.get("device") or "none") != "none",
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
+            moments_at_once=str(block.get("type")).lower() == "adagrad",
             torch_optimizer=_makes_temporaries(block),
             copies=copies_gradients(dict(config)),
             **given,

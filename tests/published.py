@@ -1,0 +1,194 @@
+"""Every time and scaling efficiency that the papers publish, beside the planner's: `python -m tests.published`.
+
+The planner is given the papers' machines and what their programs do otherwise than this project's (`Program`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from zero_tp.config import RunConfig
+from zero_tp.devices import Device, named_device
+from zero_tp.models.flops import model_flops
+from zero_tp.planning.layer_time import Program
+from zero_tp.planning.memory import Model, model_of
+from zero_tp.planning.timing import StepTime, Timing
+from zero_tp.planning.workload import workload_of
+from zero_tp.planning.zero import ZeroSettings
+
+# 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
+DGX_2H = named_device("v100-32gb").model_copy(
+    update={"name": "dgx-2h", "fp16_tflops": 130.0, "per_node": 16, "inter_gbps": 6.25}
+)
+A100 = named_device("a100-80gb")
+
+MEGATRON_2019 = Program(
+    # Autograd functions that wait (mpu/mappings.py); torch's DistributedDataParallel (README: "the scaling increases
+    # from 60% to 76%"); division, product and difference on the scores, each alone (mpu/transformer.py); and torch's
+    # linear layer then added the bias of a tensor of three dimensions by itself.
+    hides_tensor=False,
+    hides_data=True,
+    scores=(6, 4),
+    column_biases=2,
+)
+MEGATRON_2022 = Program(
+    # A fused kernel scales, masks and takes the softmax; weights' gradients are added up by the product, in fp32, which
+    # bf16 needs there (megatron/arguments.py), and all-reduced after backward.
+    adds_in_product=True,
+    scores=(0, 0),
+)
+
+
+PAPERS = Path(__file__).resolve().parents[1] / "ds_configs" / "papers"
+BEFORE = ("zero_tp.recompute=full", "zero_tp.parallel.sequence=false")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A Run is one that a paper timed.
+
+    Attributes:
+        file: in ds_configs/papers. changes: of its keys.
+        devices: those of all stages.
+        pipeline, interleaving: p and m.
+    """
+
+    file: str
+    devices: int
+    changes: tuple[str, ...] = ()
+    pipeline: int = 1
+    interleaving: int = 1
+    device: Device = A100
+    program: Program = MEGATRON_2022
+
+    def changed(self, *changes: str) -> Run:
+        return replace(self, changes=(*self.changes, *changes))
+
+    @cached_property
+    def config(self) -> RunConfig:
+        changes = ("zero_optimization.stage=0", *self.changes)
+        return RunConfig.load(PAPERS / self.file, changes, self.devices // self.pipeline)
+
+    @cached_property
+    def model(self) -> Model:
+        parallel = self.config.zero_tp.parallel
+        return model_of(self.config.hf_config(), parallel.tensor, parallel.sequence)
+
+    @cached_property
+    def time(self) -> StepTime:
+        config = self.config
+        zero = ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=False)
+        if self.program is MEGATRON_2022:
+            zero = replace(zero, accumulated=4, reduced=4)  # which DeepSpeed refuses at stage 0
+        return Timing(
+            spec=self.model.spec,
+            at=workload_of(config, cpu=False, varlen=self.device.varlen),
+            zero=zero,
+            parameters=self.model.parameters.total,
+            device=self.device,
+            pipeline=self.pipeline,
+            interleaving=self.interleaving,
+            program=self.program,
+        ).estimate()
+
+    @property
+    def speed(self) -> float:
+        """Return the model's FLOP/s on one device."""
+        length = self.config.zero_tp.data.sequence_length
+        return model_flops(self.model.spec, self.config.global_batch, length) / self.time.total / self.devices
+
+
+def scaled(file: str, tensor: int, data: int = 1, heads: int | None = None) -> Run:
+    """Return a run of Megatron-LM's scaling study: in fp16, 8 sequences on each replica, everything recomputed."""
+    changes = [
+        "zero_tp.parallel.sequence=false",
+        "bf16.enabled=false",
+        'fp16={"enabled":true}',
+        "zero_tp.attention=eager",
+        "zero_tp.model.vocab_size=51200",
+    ]
+    changes += [f"zero_tp.parallel.tensor={tensor}", f"train_batch_size={8 * data}", "train_micro_batch_size_per_gpu=8"]
+    changes += [] if heads is None else [f"zero_tp.model.n_head={heads}"]
+    return Run(file, tensor * data, tuple(changes), device=DGX_2H, program=MEGATRON_2019)
+
+
+B22 = Run("gpt_22b.json", 8)
+B175 = Run("gpt_175b.json", 64, pipeline=8, interleaving=3)
+B530 = Run("gpt_530b.json", 280, pipeline=35, interleaving=3)
+T1 = Run("gpt_1t.json", 512, pipeline=64)
+B530_DP8 = replace(B530, devices=2240).changed("train_batch_size=2240")
+B1_2 = scaled("gpt2_1.2b.json", 1)
+B8_3 = "../gpt2_8.3b.json"
+
+
+class Figure(NamedTuple):
+    """A Figure has what a paper publishes of one quantity, and what the planner says."""
+
+    name: str
+    published: float
+    planned: float
+
+
+@cache
+def times() -> list[Figure]:
+    """Seconds of an iteration: arXiv 2205.05198, table 5 and section 6.3, and the FLOP/s of 1909.08053 as a time."""
+    table = {"22 B": (B22, 1.42, 1.10), "175 B": (B175, 18.13, 13.75), "530 B": (B530, 49.05, 37.83)}
+    found = []
+    for name, (run, before, now) in {**table, "1 T": (T1, 94.42, 71.49)}.items():
+        found.append(Figure(f"{name}, full recomputation [s]", before, run.changed(*BEFORE).time.total))
+        found.append(Figure(f"{name}, SP and selective [s]", now, run.time.total))
+    found.append(Figure("530 B, DP 8 [s]", 39.15, B530_DP8.time.total))
+    # 39 TFLOP/s; the FLOPs are the model's, as its successor's 62.4 TFLOP/s in 1.128 s are (docs/planning.md).
+    seconds = B1_2.time.total
+    return [*found, Figure("1.2 B on one V100 [s]", seconds * B1_2.speed / 39e12, seconds)]
+
+
+@cache
+def efficiencies() -> list[Figure]:
+    """FLOP/s of a device over those of the smaller run: 1909.08053, section 5.1 and appendix D; 2205.05198, 6.3."""
+    alone = B1_2.speed
+    return [
+        Figure("8.3 B, 32 heads, MP 8", 0.77, scaled(B8_3, 8, heads=32).speed / alone),
+        Figure("8.3 B, 16 heads, MP 8", 0.82, scaled(B8_3, 8, heads=16).speed / alone),
+        Figure("8.3 B, MP 8 × DP 64", 0.74, scaled(B8_3, 8, 64, heads=32).speed / alone),
+        Figure("1.2 B on two V100, the same batch", 1.64 / 2, scaled("gpt2_1.2b.json", 2).speed / alone),
+        Figure("530 B, DP 8 over DP 1", 37.83 / 39.15, B530_DP8.speed / B530.speed),
+    ]
+
+
+@cache
+def layer_times() -> list[Figure]:
+    """Milliseconds of one layer of the 22 B model: 2205.05198, table 4."""
+    found = []
+    for name, sequence, recompute, forward, backward in (
+        ("neither", "false", "none", 7.7, 11.9),
+        ("SP", "true", "none", 7.2, 11.8),
+        ("full recomputation", "false", "full", 7.7, 19.5),
+        ("selective", "false", "selective", 7.7, 13.2),
+        ("selective and SP", "true", "selective", 7.2, 13.1),
+    ):
+        run = B22.changed(f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}")
+        layer = run.time.layer.as_json()
+        found.append(Figure(f"layer of 22 B, {name}, forward [ms]", forward, 1e3 * layer["forward"]))
+        found.append(Figure(f"layer of 22 B, {name}, backward [ms]", backward, 1e3 * layer["backward"]))
+    return found
+
+
+def table() -> str:
+    """Return a table in Markdown."""
+    lines = ["| | published | planned | error |", "| --- | --- | --- | --- |"]
+    for one in (*times(), *layer_times()):
+        lines.append(
+            f"| {one.name} | {one.published:.4g} | {one.planned:.4g} | {one.planned / one.published - 1:+.1%} |"
+        )
+    for one in efficiencies():
+        points = 100 * (one.planned - one.published)
+        lines.append(f"| {one.name} | {one.published:.1%} | {one.planned:.1%} | {points:+.1f} points |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
