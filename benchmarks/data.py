@@ -12,12 +12,13 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -135,108 +136,120 @@ def megatron_encode(line: str) -> list[int]:
     return [*_encoder.encode(json.loads(line)["text"], add_special_tokens=False).ids, 0]
 
 
-def by_megatron(source: Path, tokenizer: Path, output: Path, processes: int) -> tuple[int, float]:
-    """Prepare as Megatron-LM's tools/preprocess_data.py does: a pool encodes, one process builds → tokens, seconds.
-
-    The imports are not counted.
-    """
+def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> float:
+    """Prepare as Megatron-LM's tools/preprocess_data.py does: a pool encodes, one process builds → seconds without the
+    imports."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    tokens, begun = 0, time.perf_counter()
-    pool = multiprocessing.get_context("fork").Pool(processes, megatron_begin, (str(tokenizer / "tokenizer.json"),))
+    begun = time.perf_counter()
+    pool = multiprocessing.get_context("fork").Pool(processes, megatron_begin, (f"{tokenizer}/tokenizer.json",))
     with pool, open(source, encoding="utf-8") as lines:
         builder = IndexedDatasetBuilder(f"{output}.bin", dtype=np.uint16)
         for ids in pool.imap(megatron_encode, lines, 32):
             builder.add_document(ids, [len(ids)])
-            tokens += len(ids)
         builder.finalize(f"{output}.idx")
-    return tokens, time.perf_counter() - begun
+    return time.perf_counter() - begun
 
 
-def alone(source: Path, tokenizer: Path) -> tuple[int, float]:
-    """Encode all texts, which are in memory, by tokenizers' batch encoder in one thread → tokens, seconds."""
+def alone(source: str, tokenizer: str) -> float:
+    """Encode all texts, which are in memory, by tokenizers' batch encoder in one thread → seconds."""
     from tokenizers import Tokenizer
 
-    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    texts = [json.loads(line)["text"] for line in source.read_text("utf-8").splitlines()]
-    tokens, begun = 0, time.perf_counter()
-    for at in range(0, len(texts), 100):
-        tokens += sum(len(each.ids) + 1 for each in encoder.encode_batch_fast(texts[at : at + 100]))
-    return tokens, time.perf_counter() - begun
-
-
-def ours(source: Path, tokenizer: Path, output: Path, processes: int) -> tuple[int, float]:
-    """Prepare by prepare_data.py's own function → tokens, seconds."""
-    from zero_tp.data.prepare import PrepareSettings, prepare
-
+    encoder = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    texts = [json.loads(line)["text"] for line in Path(source).read_text("utf-8").splitlines()]
     begun = time.perf_counter()
-    report = prepare([source], output, PrepareSettings(str(tokenizer)), processes=processes).report
-    return sum(split["tokens"] for split in report["splits"].values()), time.perf_counter() - begun
+    for at in range(0, len(texts), 100):
+        _ = [len(each.ids) for each in encoder.encode_batch_fast(texts[at : at + 100])]
+    return time.perf_counter() - begun
 
 
-def in_a_fork(run: Callable[[], tuple[int, float]]) -> tuple[int, float, float]:
-    """Run it in a process of its own → what it returns, and the CPU seconds of it and its children."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = os.fork()
-    if child == 0:
-        try:
-            sender.send((*run(), sum(os.times()[:4])))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    sender.close()
-    found: tuple[int, float, float] = receiver.recv()
-    os.waitpid(child, 0)
-    return found
+def started(command: Sequence[str], threads: bool = False) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true" if threads else "false", "PYTHONPATH": str(ROOT)}
+    here = Path(__file__).parent
+    return subprocess.Popen(command, env=environment, cwd=here, stdout=subprocess.PIPE, text=True)
+
+
+def called(call: str) -> list[str]:
+    """Return the command that prints what a call of this file's returns."""
+    return [sys.executable, "-c", f"import data; print(data.{call})"]
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    told = process.communicate()[0]
+    assert process.returncode == 0, process.args
+    return told
+
+
+def taken(command: Sequence[str], threads: bool = False) -> tuple[str, float, float]:
+    """Run a command → what it prints, its seconds from start to end, and its CPU seconds with its children's."""
+    before, begun = sum(os.times()[2:4]), time.perf_counter()
+    told = ended(started(command, threads))
+    return told, time.perf_counter() - begun, sum(os.times()[2:4]) - before
 
 
 def preparing(options: argparse.Namespace) -> dict[str, Any]:
-    """All ways in turns; the median of the rounds."""
-    import zero_tp.data.prepare
+    """Each way is a command of its own, all in turns; the median of the rounds."""
+    from zero_tp.data.documents import read_documents
 
     cores = len(os.sched_getaffinity(0))
+    one, many = "prepare_data.py, one process with threads", f"prepare_data.py, {cores} processes"
+    builder = f"megatron-core's builder, {cores} processes"
     with tempfile.TemporaryDirectory() as name:
         folder, chance = Path(name), random.Random(options.seed)
-        tokenizer, source = folder / "first" / "tokenizer", folder / "texts.jsonl"
+        source, tokenizer = f"{name}/texts.jsonl", f"{name}/first/tokenizer"
 
-        def first() -> tuple[int, float]:  # in a fork: a process whose tokenizer has threads can't be forked
-            zero_tp.data.prepare.prepare(
-                [CORPUS], folder / "first", zero_tp.data.prepare.PrepareSettings("bpe:32768"), processes=1
-            )
-            return 0, 0.0
+        def prepare(inputs: object, given: str, output: str, *more: object) -> list[str]:
+            words = ("--input", inputs, "--tokenizer", given, "--output", folder / output, *more)
+            return [sys.executable, str(ROOT / "launch" / "prepare_data.py"), *map(str, words)]
 
-        in_a_fork(first)
-        words = [text.split(" ") for text in zero_tp.data.documents.read_documents(CORPUS)]
+        ended(started(prepare(CORPUS, "bpe:32768", "first")))
+        words = [text.split(" ") for text in read_documents(CORPUS)]
         pieces = [" ".join(each[at : at + 600]) for each in words for at in range(0, len(each), 600)]
         with open(source, "w", encoding="utf-8") as file:
             for _ in range(options.copies):
                 chance.shuffle(pieces)
                 file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
-        builder, many = f"megatron-core's builder, {cores} processes", f"prepare, {cores} processes"
-        ways: dict[str, Callable[[int], tuple[int, float]]] = {
-            "tokenizers alone, one thread": lambda turn: alone(source, tokenizer),
-            "prepare, one process with threads": lambda turn: ours(source, tokenizer, folder / f"a{turn}", 1),
-            many: lambda turn: ours(source, tokenizer, folder / f"b{turn}", cores),
-            builder: lambda turn: by_megatron(source, tokenizer, folder / f"c{turn}", cores),
-        }
-        taken, worked = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+        size = Path(source).stat().st_size
+        seconds, worked = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+        parts: list[dict[str, float]] = []
+
+        def note(way: str, wall: float, cpu: float | None = None) -> None:
+            seconds[way].append(wall)
+            worked[way] += [] if cpu is None else [cpu]
+            print(f"{way}: {wall:.2f} s", flush=True)
+
+        alone_at = called(f"alone({source!r}, {tokenizer!r})")
         for turn in range(options.rounds):
-            for way, run in ways.items():
-                os.environ["TOKENIZERS_PARALLELISM"] = "true" if way.endswith("threads") else "false"
-                tokens, seconds, cpu = in_a_fork(lambda: run(turn))  # noqa: B023
-                taken[way].append(tokens / seconds)
-                worked[way].append(tokens / cpu)
-                print(f"{way}: {tokens / seconds:,.0f} tokens/s, {tokens / cpu:,.0f} a CPU second", flush=True)
-        found = {way: round(statistics.median(rates)) for way, rates in taken.items()}
-        base = found["tokenizers alone, one thread"] * cores
-        return {
-            "bytes": source.stat().st_size,
-            "tokens/s": found,
-            "tokens a CPU second": {way: round(statistics.median(rates)) for way, rates in worked.items()},
-            f"of {cores} × tokenizers alone": {way: round(rate / base, 3) for way, rate in found.items()},
-        }
+            note("tokenizers alone, one thread", float(ended(started(alone_at))))
+            both = [started(alone_at) for _ in range(cores)]
+            note(f"tokenizers alone, {cores} processes", max(float(ended(each)) for each in both) / cores)
+            for way, processes in ((one, 1), (many, cores)):
+                output = f"{processes}-{turn}"
+                more = ("--processes", processes)
+                note(way, *taken(prepare(source, tokenizer, output, *more), threads=processes == 1)[1:])
+                report = json.loads((folder / output / "report.json").read_text())
+            parts.append(report["seconds"])
+            built = f"by_megatron({source!r}, {tokenizer!r}, {str(folder / f'built-{turn}')!r}, {cores})"
+            told, wall, cpu = taken(called(built))
+            note(f"{builder}, with its imports", wall, cpu)
+            note(builder, float(told))
+            for path in folder.glob(f"*-{turn}*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tokens = sum(split["tokens"] for split in report["splits"].values())
+    found = {way: statistics.median(each) for way, each in seconds.items()}
+    base = found["tokenizers alone, one thread"] / cores
+    return {
+        "bytes": size,
+        "tokens": tokens,
+        "seconds": {way: round(wall, 2) for way, wall in found.items()},
+        "tokens/s": {way: round(tokens / wall) for way, wall in found.items()},
+        "CPU seconds": {way: round(statistics.median(each), 2) for way, each in worked.items() if each},
+        f"of {cores} × tokenizers alone": {way: round(base / wall, 3) for way, wall in found.items()},
+        f"seconds of the parts of {many}": {
+            part: round(statistics.median(each[part] for each in parts), 2) for part in parts[0]
+        },
+    }
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -292,7 +305,7 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--copies", type=int, default=6, help="of the shipped corpus, 10.8 MB each (default: 6)")
+    parser.add_argument("--copies", type=int, default=16, help="of the shipped corpus, 10.8 MB each (default: 16)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write a dated result there")
     options = parser.parse_args()
     result = PARTS[options.part](options)

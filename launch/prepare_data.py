@@ -48,12 +48,17 @@ def main() -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
-        help="a Hugging Face tokenizer directory, or what to train: a byte-level BPE of SIZE tokens, or a WordPiece "
-        "vocabulary for the masked objective, of text without capitals and accents or as it is",
+        metavar="DIR|bpe:SIZE|unigram:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
+        help="a Hugging Face tokenizer directory, or what to train: a byte-level BPE of SIZE tokens, a "
+        "unigram vocabulary by SentencePiece, or a WordPiece vocabulary for the masked objective, of text without "
+        "capitals and accents or as it is",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
-    parser.add_argument("--eos", metavar="TOKEN", help="of a given tokenizer: what ends a document (default: its eos)")
+    parser.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="of a given tokenizer: what ends a document (default: its eos token, or the one of a well-known name)",
+    )
     parser.add_argument(
         "--tokenizer-documents", type=int, metavar="N", help="train the tokenizer on N documents (default: all)"
     )
@@ -120,7 +125,11 @@ def main() -> None:
         "--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N of the work, on this machine of several"
     )
     parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
-    parser.add_argument("--overwrite", action="store_true", help="replace an OUTPUT made with other inputs or settings")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an OUTPUT, or what an interrupted start read, of other inputs or settings",
+    )
     arguments = parser.parse_args()
     if arguments.show is not None:
         from zero_tp.data.show import shown, write_page
@@ -137,8 +146,8 @@ def main() -> None:
     if arguments.html is not None:
         parser.error("--html draws the corpus of --show DIR")
 
-    from zero_tp.data.prepare import PrepareSettings, prepare
-    from zero_tp.data.tokenizer import suggested_size
+    from zero_tp.data import PrepareSettings, prepare
+    from zero_tp.data.tokenizer_training import suggested_size
 
     settings = PrepareSettings(
         arguments.tokenizer,
@@ -191,6 +200,8 @@ def main() -> None:
     size = report["vocabulary_size"]
     advice = f"; a vocab_size of {suggested_size(size):,} suits any TP size" if size != suggested_size(size) else ""
     print(f"vocabulary: {size:,} tokens{advice}")
+    if (end := report.get("end_of_document")) is not None:
+        print(f"   each document ends with {end}")
     print(
         f"   unigram: {unigram['train_entropy']:.3f} nats a token "
         f"(validation {unigram['validation_cross_entropy']:.3f}): a model must get below this to have learnt any order"

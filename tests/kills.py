@@ -44,7 +44,7 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.data.indexed import content_path
-from zero_tp.data.prepare import SPLITS
+from zero_tp.data.show import SPLITS
 
 WORLD, AIM = 2, 3
 MOMENTS = ("start", "step", "save", "prune")

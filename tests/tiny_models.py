@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from zero_tp.data.tokenizer import train_bpe
+from zero_tp.data.tokenizer_training import train_bpe
 
 
 def tiny_gpt2(directory: Path, texts: list[str], *, positions: int = 64, seed: int = 0, vocabulary: int = 500) -> Path:

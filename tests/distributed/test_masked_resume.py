@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.launched import ROOT, metrics_of, pretrain
+from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
-from zero_tp.data.prepare import PrepareSettings, prepare
 
 pytestmark = pytest.mark.thorough
 FIGURES = ("loss", "masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")

@@ -70,7 +70,7 @@ def make(directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from zero_tp.data.tokenizer import train_bpe
+    from zero_tp.data.tokenizer_training import train_bpe
 
     torch.set_num_threads(1)
     tokenizer = train_bpe(iter([TEXT]), 290)

@@ -13,6 +13,7 @@ ONE_MODEL = MODELS + "test_what_is_not_one_whole_model_is_refused"
 OWN_CODE = MODELS + "test_code_of_a_directory_is_not_run_and_nothing_asks"
 PLAN = "tests/unit/test_plan.py::"
 PREPARE = "tests/unit/test_data_prepare.py::"
+INTERRUPTED = "tests/unit/test_data_interrupted.py::"
 REFUSALS = "tests/unit/test_config_refusals.py::"
 RUN = "tests/unit/test_run.py::"
 RUN_DIRECTORY = "tests/unit/test_run_directory.py::"
@@ -109,14 +110,14 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/files.py",
         "    sync(written)\n",
         "",
-        (PREPARE + "test_an_output_is_on_the_disk_and_takes_its_place_at_once",),
+        (INTERRUPTED + "test_an_output_is_on_the_disk_and_takes_its_place_at_once",),
     ),
     "an-output-is-replaced-in-two-steps": Mutant(
         "With --overwrite there is neither the old output nor the new for a moment.",
         "zero_tp/files.py",
         "        exchange(written, output)\n",
         '        output.rename(written.with_name("old"))\n        written.rename(output)\n',
-        (PREPARE + "test_an_output_is_on_the_disk_and_takes_its_place_at_once",),
+        (INTERRUPTED + "test_an_output_is_on_the_disk_and_takes_its_place_at_once",),
     ),
     "new-weights-go-over-the-old": Mutant(
         "An export with --overwrite writes its files into the directory that it replaces.",
@@ -251,6 +252,6 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/cli.py",
         "    signal.signal(signal.SIGTERM, _terminate)",
         "    signal.signal(signal.SIGTERM, signal.SIG_DFL)",
-        (PREPARE + "test_sigterm_leaves_nothing",),
+        (INTERRUPTED + "test_sigterm_leaves_nothing",),
     ),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.tiers import THOROUGH
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.errors import UserError
 
@@ -36,6 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path, vocabulary_size: int, dtype: st
         corpus.document(4)
 
 
+@THOROUGH
 def test_a_large_index_stays_in_its_file(tmp_path: Path, seed: int) -> None:
     """2 million documents, some of them empty, some of several sequences: 44 MB of index, of which 20 would be kept."""
     chance, sequences = np.random.default_rng(seed), 2_000_000

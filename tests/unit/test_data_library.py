@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from tests.tiers import THOROUGH
 from tests.unit.test_data_reading import write
-from zero_tp.data.datasets import CorpusDataset, CorpusStream
-from zero_tp.data.documents import stream
+from zero_tp.data import CorpusDataset, CorpusStream, stream
 from zero_tp.data.records import Document
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_map_of_samples(tmp_path: Path) -> None:
@@ -60,6 +65,21 @@ def test_documents_as_a_stream(tmp_path: Path) -> None:
     found = list(stream([path]))
     assert [document.text for _, document in found if isinstance(document, Document)] == ["one", "two"]
     assert found[1][0] == f"{path}:2"
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("raw").mkdir()
+    texts = [f"document {i} of " + " ".join(map(str, range(i, i + 400))) for i in range(20)]
+    pq.write_table(pa.table({"text": [*texts, texts[3]]}), "raw/a.parquet")
+    for name in ("a", "b"):
+        Path("data", name).mkdir(parents=True)
+        write(Path("data", name, "train"), [2000])
+    found: dict[str, Any] = {}
+    exec(example, found)
+    assert found["prepared"].report["documents"]["dropped"] == {"duplicate": 1}
+    assert found["dataset"][0]["input_ids"].shape == next(iter(found["batches"]))["input_ids"].shape == (1024,)
 
 
 @THOROUGH

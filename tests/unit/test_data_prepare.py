@@ -1,46 +1,24 @@
-"""Preparing a corpus: the split, the tokenizer, the files, and every way in which the input can be wrong."""
+"""Preparing a corpus: the split, the files, and every way in which the input can be wrong."""
 
 import gzip
-import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sentencex import segment
-from transformers import AutoTokenizer, BertTokenizer
+from transformers import AutoTokenizer
 
-from tests.tiers import in_tiers
+from tests.corpora import TEXTS, held_out, run, write_jsonl
+from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.prepare import Prepared, PrepareSettings, prepare
 from zero_tp.errors import UserError
-from zero_tp.files import partial_directory
 
 ROOT = Path(__file__).parents[2]
-TEXTS = [f"Document {i}: the café at number {i * i}\n\tcosts {i} €. 你好 👋 <|endoftext|> 'tis  so" for i in range(40)]
-
-
-def write_jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
-    data = "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts))
-    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
-    return path
-
-
-def run(tmp_path: Path, name: str = "out", texts: list[str] = TEXTS, **settings: object) -> Prepared:
-    source = write_jsonl(tmp_path / f"{name}.jsonl", texts)
-    chosen = PrepareSettings(**({"tokenizer": "bpe:300", "validation": 0.1} | settings))  # type: ignore[arg-type]
-    return prepare([source], tmp_path / name, chosen)
-
-
-def held_out(output: Path) -> list[str]:
-    lines = (output / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines]
 
 
 def test_output(tmp_path: Path) -> None:
@@ -86,17 +64,6 @@ def test_unigram_figures(tmp_path: Path) -> None:
     cross = -sum(n * np.log(x) for n, x in zip(validation, q, strict=True)) / validation.sum()
     assert prepared.report["unigram"]["train_entropy"] == pytest.approx(entropy, rel=1e-12)
     assert prepared.report["unigram"]["validation_cross_entropy"] == pytest.approx(cross, rel=1e-12)
-
-
-def test_the_tokenizer_sees_no_validation_text(tmp_path: Path) -> None:
-    base = run(tmp_path, "base")
-    held = held_out(base.output)
-    # Trained on the training documents alone, it is the same tokenizer.
-    from zero_tp.data.tokenizer import train_bpe
-
-    alone = train_bpe(iter([text for text in TEXTS if text not in held]), 300)
-    saved = json.loads((base.output / "tokenizer" / "tokenizer.json").read_text())
-    assert saved["model"] == json.loads(alone.backend_tokenizer.to_str())["model"]
 
 
 def test_split_does_not_depend_on_order_and_keeps_copies_together(tmp_path: Path) -> None:
@@ -146,27 +113,6 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
 
 
-def test_an_output_is_on_the_disk_and_takes_its_place_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = run(tmp_path).output
-    before = {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
-    flushed, fsync = set[int](), os.fsync
-
-    def noting(descriptor: int) -> None:
-        flushed.add(os.fstat(descriptor).st_ino)
-        fsync(descriptor)
-
-    def killed(new: Path, old: Path) -> None:
-        assert {path.stat().st_ino for path in (new, *new.rglob("*"))} <= flushed
-        assert {name: (old / name).read_bytes() for name in before} == before
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", noting)
-    monkeypatch.setattr("zero_tp.files.exchange", killed)
-    with pytest.raises(KeyboardInterrupt):
-        prepare([tmp_path / "out.jsonl"], output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
-    assert run(tmp_path).reused, "the one before"
-
-
 def test_a_directory_of_someone_elses_is_never_replaced(tmp_path: Path) -> None:
     other = tmp_path / "thesis"
     other.mkdir()
@@ -175,67 +121,6 @@ def test_a_directory_of_someone_elses_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the output of this command"):
         prepare([source], other, PrepareSettings("bpe:300"), overwrite=True)
     assert (other / "chapter1.tex").exists()
-
-
-def test_a_given_tokenizer(tmp_path: Path) -> None:
-    first = run(tmp_path, "first")
-    second = run(tmp_path, "second", tokenizer=str(first.output / "tokenizer"))
-    assert second.report["splits"] == first.report["splits"]
-    assert (second.output / "train.bin").read_bytes() == (first.output / "train.bin").read_bytes()
-    ids = AutoTokenizer.from_pretrained(str(second.output / "tokenizer"))("the café").input_ids
-    assert ids == AutoTokenizer.from_pretrained(str(first.output / "tokenizer"))("the café").input_ids
-    config = first.output / "tokenizer" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": None, "bos_token": None}))
-    with pytest.raises(UserError, match="no eos token"):
-        run(tmp_path, "third", tokenizer=str(first.output / "tokenizer"))
-
-
-SPEECHES = [text[:20_000] for text in itertools.islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 12)]
-
-
-@pytest.mark.parametrize("cased", in_tiers([False, True], [False]))
-def test_a_wordpiece_vocabulary_is_that_of_tokenizers_and_the_same_each_time(tmp_path: Path, cased: bool) -> None:
-    kind = "wordpiece-cased:400" if cased else "wordpiece:400"
-    texts = [*SPEECHES, "Ünïcode \u4f60\u597d €"]
-    first, second = (run(tmp_path, name, texts=texts, tokenizer=kind, validation=2) for name in ("a", "b"))
-    assert first.report["files"] == second.report["files"], "tokenizers alone gives other ids each time"
-    tokenizer = AutoTokenizer.from_pretrained(str(first.output / "tokenizer"))
-    assert isinstance(tokenizer, BertTokenizer) and len(tokenizer) == 400
-    assert tokenizer.convert_ids_to_tokens(list(range(5))) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    assert ("The" in tokenizer.get_vocab()) == cased
-
-    # Which merge comes first of several that are as frequent is chance in tokenizers, so a few pieces may differ.
-    held = held_out(first.output)
-    other = BertTokenizer(do_lower_case=not cased).train_new_from_iterator(
-        iter([text for text in texts if text not in held]), 400, show_progress=False
-    )
-    assert len(other.get_vocab().keys() ^ tokenizer.get_vocab().keys()) <= 8
-    corpus = IndexedCorpus(first.output / "validation")
-    for i, text in enumerate(held):
-        assert corpus.document(i).tolist() == tokenizer.encode(text, add_special_tokens=False), "no token ends it"
-
-
-def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
-    for name, kind in (("wordpiece", "wordpiece:400"), ("bpe", "bpe:400")):
-        plain = run(tmp_path, f"{name}-plain", texts=SPEECHES, tokenizer=kind).output
-        split = run(tmp_path, f"{name}-split", texts=SPEECHES, tokenizer=kind, sentences="en").output
-        assert (plain / "train.bin").read_bytes() == (split / "train.bin").read_bytes()
-        tokenizer = AutoTokenizer.from_pretrained(str(split / "tokenizer"))
-        held = held_out(split)
-        corpus, number = IndexedCorpus(split / "train"), 0
-        assert len(corpus) == len(SPEECHES) - len(held)
-        for i, text in enumerate(text for text in SPEECHES if text not in held):
-            expected = [sentence.strip() for sentence in segment("en", text) if sentence.strip()]
-            begins = corpus.sequences(*corpus.extent(i))
-            assert begins[0] == 0
-            found = [part.tolist() for part in np.split(corpus.document(i), begins[1:])]
-            number += len(found)
-            if name == "wordpiece":
-                assert found == [tokenizer.encode(sentence, add_special_tokens=False) for sentence in expected]
-            else:
-                told = [str(tokenizer.decode(sentence, skip_special_tokens=True)).strip() for sentence in found]
-                assert told == expected and found[-1][-1] == tokenizer.eos_token_id
-        assert number > 20 * len(corpus)
 
 
 @pytest.mark.parametrize(
@@ -379,41 +264,3 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
             prepare([source], tmp_path / "out", PrepareSettings(tokenizer))
     assert not prepare([source], tmp_path / ("o" * 250), PrepareSettings("bpe:300")).reused
     assert {path.name[:3] for path in tmp_path.iterdir()} == {"a.j", "b.j", "ooo"}
-
-
-def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
-    left = tmp_path / ".out.partial"
-    (left / "tokenizer").mkdir(parents=True)
-    (left / "tokenizer" / "a.json").touch()
-    (left / "train.bin").write_bytes(b"half")
-    with partial_directory(tmp_path / "out"), pytest.raises(UserError, match="another process writes it now"):
-        run(tmp_path)
-    assert not left.exists()
-    left.mkdir()
-    (left / "old").touch()
-    files = {path.name for path in run(tmp_path).output.iterdir()}
-    assert files == {
-        *("report.json", "tokenizer", "train.bin", "train.idx", "train.content.json"),
-        *("validation.bin", "validation.idx", "validation.content.json", "validation.jsonl"),
-    }
-    assert not left.exists()
-    left.mkdir()
-    (left / "old").touch()
-    assert run(tmp_path).reused and not left.exists()
-    left.symlink_to(tmp_path / "out")
-    with pytest.raises(UserError, match="can't be written"):
-        prepare([tmp_path / "out.jsonl"], tmp_path / "out", PrepareSettings("bpe:300", 0.1, 7), overwrite=True)
-    assert run(tmp_path).reused, "nothing is cleared through a link"
-
-
-def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "word " * 50 for i in range(200_000)])
-    arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
-    process = subprocess.Popen([sys.executable, "launch/prepare_data.py", *map(str, arguments)], cwd=ROOT)
-    partial = tmp_path / ".out.partial"
-    while not partial.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.terminate()
-    assert process.wait() == 143
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.unit.test_data_prepare import TEXTS, held_out
+from tests.corpora import TEXTS, held_out
+from tests.tiers import THOROUGH
 from tests.unit.test_data_steps import run
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.show import shown, write_page
-from zero_tp.data.tokenizer import suggested_size, train_bpe
+from zero_tp.data.tokenizer_training import suggested_size, train_bpe
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -75,6 +76,7 @@ def test_a_page_of_its_own(tmp_path: Path) -> None:
     )
 
 
+@THOROUGH
 def test_the_command_shows(tmp_path: Path) -> None:
     prepared = run(tmp_path, TEXTS)
     words = [sys.executable, "launch/prepare_data.py", "--show", str(prepared.output)]
@@ -82,22 +84,6 @@ def test_the_command_shows(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "") and "--- train, document 0:" in done.stdout
     done = subprocess.run(words[:2], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and "required: --input, --tokenizer, --output" in done.stderr
-
-
-def test_the_end_of_documents_is_named(tmp_path: Path) -> None:
-    directory = run(tmp_path, TEXTS).output / "tokenizer"
-    config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": None, "bos_token": None}))
-    given = str(directory)
-    with pytest.raises(UserError, match=r"no eos token.*: name one with --eos \(<\|endoftext\|>\)"):
-        run(tmp_path, TEXTS, "a", tokenizer=given)
-    with pytest.raises(UserError, match="it has no token '</s>'"):
-        run(tmp_path, TEXTS, "b", tokenizer=given, eos="</s>")
-    found = run(tmp_path, TEXTS, "c", tokenizer=given, eos="a")
-    end = AutoTokenizer.from_pretrained(str(found.output / "tokenizer"))
-    assert end.eos_token == "a" and IndexedCorpus(found.output / "train").document(0)[-1] == end.eos_token_id
-    with pytest.raises(UserError, match="has its own"):
-        run(tmp_path, TEXTS, "d", eos="a")
 
 
 def test_a_tokenizer_is_trained_on_a_sample(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.test_data_prepare import write_jsonl
+from tests.corpora import write_jsonl
+from zero_tp.data import Prepared, PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.prepare import Prepared, PrepareSettings, prepare
 from zero_tp.data.records import Document
 from zero_tp.data.similarity import EvaluationSets, exact_duplicates, near_duplicates, overlaps, shingles, sketches
 from zero_tp.errors import UserError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from zero_tp.data.tokenizer import train_wordpiece
+from zero_tp.data.tokenizer_training import train_wordpiece
 from zero_tp.errors import UserError
 from zero_tp.evaluation.finetuning import TASKS, judged_answer, read_task
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.native import to_theirs
-from zero_tp.data.tokenizer import train_bpe
+from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.models.architectures.configs import pretrained_config

@@ -12,11 +12,11 @@ import pytest
 
 from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import ConfigError, RunConfig
+from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
-from zero_tp.data.prepare import PrepareSettings, prepare
-from zero_tp.data.tokenizer import train_bpe
+from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.training.run import PreparedRun
 

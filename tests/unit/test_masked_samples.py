@@ -16,12 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero_tp.constants import IGNORE_INDEX
-from zero_tp.data import masked
+from zero_tp.data import PrepareSettings, masked, prepare
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.masked import DocumentWindows, MaskedSamples, MaskedValidation, Masking, SegmentPairs
-from zero_tp.data.prepare import PrepareSettings, prepare
 from zero_tp.data.tokenizer import MaskingVocabulary, load_tokenizer
 from zero_tp.errors import UserError
 

@@ -21,7 +21,8 @@ from zero_tp.data import permutation
 from zero_tp.data.documents import read_documents
 from zero_tp.data.masked import Masking, ngrams
 from zero_tp.data.permutation import uniforms
-from zero_tp.data.tokenizer import MaskingVocabulary, train_bpe, train_wordpiece
+from zero_tp.data.tokenizer import MaskingVocabulary
+from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from zero_tp.constants import IGNORE_INDEX
-from zero_tp.data.tokenizer import train_bpe
+from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
 from zero_tp.evaluation.registry import parse_data, parse_tasks

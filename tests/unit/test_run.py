@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zero_tp.config import RunConfig
 from zero_tp.data import indexed
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path, content_path
-from zero_tp.data.tokenizer import train_bpe
+from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.training.loop import train

@@ -82,7 +82,7 @@ def find_sources(
     found: list[Source] = []
     for word in map(str, words):
         if word == STDIN:
-            found.append(Source("standard input", stdin_kind, None, text_key, documents))
+            found.append(Source("standard input", stdin_kind, text_key, documents))
         elif word.startswith(HUB):
             name, config, split = [*word.removeprefix(HUB).split(":", 2), "", ""][:3]
             if not name:
@@ -90,11 +90,11 @@ def find_sources(
                     f"{word}: name a data set: hf:NAME, hf:NAME:CONFIGURATION or hf:NAME:CONFIGURATION:SPLIT"
                 )
             dataset = (name, config or None, split or "train")
-            found.append(Source(word, "hub", None, text_key, documents, dataset))
+            found.append(Source(word, "hub", text_key, documents, dataset))
         else:
             paths = _files(word)
             check_files(paths)
-            found += [Source(_printable(path), document_kind(path), path, text_key, documents) for path in paths]
+            found += [Source(_printable(path), document_kind(path), text_key, documents, path=path) for path in paths]
     for source in found if every_string else ():
         source.text_key = EVERY_STRING
     if sum(source.name == "standard input" for source in found) > 1:
@@ -166,7 +166,7 @@ def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
     Raises:
         UserError: naming the file and line: missing file, not UTF-8, not JSON, no such key, damaged gzip.
     """
-    for block in Source(str(path), document_kind(path), path, text_key).blocks():
+    for block in Source(str(path), document_kind(path), text_key, path=path).blocks():
         for place, document in block.documents():
             if isinstance(document, Problem):
                 raise UserError(f"{where(block.source, place)}: {document.detail}")
@@ -175,7 +175,7 @@ def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and line, for messages; the JSON object there) of a .jsonl file. UserError as `read_documents`."""
-    for block in Source(str(path), "jsonl", path, EVERY_STRING).blocks():
+    for block in Source(str(path), "jsonl", EVERY_STRING, path=path).blocks():
         for place, content in block.records:
             found = object_of(content) if isinstance(content, bytes) else content
             if not isinstance(found, dict):

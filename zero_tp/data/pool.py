@@ -61,6 +61,7 @@ def in_order(make: Callable[[], Callable[[Item], Made]], items: Iterable[Item], 
 
 def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
     global _work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _work = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from zero_tp.data.indexed import content_path
 from zero_tp.data.show import SPLITS
 from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
 from zero_tp.data.streams import needed
-from zero_tp.data.tokenizer import TokenizerSpec
+from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.files import (
     InvalidJson,
@@ -26,6 +27,7 @@ from zero_tp.validation import Count, Positive, validate
 
 REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
+SPOOL_FORMAT = 2  # raised when what is kept of an interrupted preparation is stored otherwise
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PrepareSettings:
     """These settings and the inputs decide the output.
 
     Attributes:
-        tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
+        tokenizer: `bpe:SIZE`, `unigram:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
         seed: of the split.
         text_key: field of the text, where documents have fields; None: it is found.
@@ -43,7 +45,7 @@ class PrepareSettings:
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
         decontaminate: files of evaluation sets: documents that overlap with one are dropped.
-        eos: the token that ends documents, of a given tokenizer; None: its own eos token.
+        eos: the token that ends documents, of a given tokenizer; None: its own eos token, or the one that is found.
         tokenizer_documents: train the tokenizer on so many of the training documents; None: all.
         sentences: split documents into sentences, by the rules of the language of this ISO 639 code.
     """
@@ -142,6 +144,7 @@ class Report(Record):
     documents: Counted | None = Field(None, description="None: of an earlier version.")
     splits: Splits
     vocabulary_size: Positive
+    end_of_document: str | None = Field(None, description="The token. None: there is none, or of an earlier version.")
     unigram: Unigram
     seconds: dict[str, float]
     tokens_per_second: float
@@ -167,6 +170,32 @@ def identity_of(
         **({"documents": settings.documents} if settings.documents != "file" else {}),
         **settings.steps(),
     }
+
+
+def identity_of_reading(
+    sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, shard: tuple[int, int] = (0, 1)
+) -> dict[str, Any]:
+    """Return what decides what is read into a spool, as JSON has it."""
+    identity = {
+        "format": [FORMAT, SPOOL_FORMAT],
+        "inputs": [source.name for source in sources],
+        "sizes and times": [stamp_of(source) for source in sources],
+        "settings": settings.of_documents(),
+        "tokenizer": spec.fingerprint(),
+        "versions": library_versions(),
+        "shard": list(shard),
+        # A tokenizer is trained on what is not held out.
+        **({"validation": settings.validation} if spec.directory is None else {}),
+    }
+    found: dict[str, Any] = json.loads(json.dumps(identity))
+    return found
+
+
+def chosen_otherwise(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the names of what a person chose otherwise, of two identities of a reading; "" where nothing."""
+    last, this = ({**each, **each.get("settings", {})} for each in (before, now))
+    given = (last.keys() | this.keys()) - {"format", "versions", "sizes and times", "settings"}
+    return ", ".join(sorted(key for key in given if last.get(key) != this.get(key)))
 
 
 def memories(directory: Path) -> list[Path]:

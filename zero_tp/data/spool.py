@@ -48,7 +48,7 @@ class Spool:
         OSError: the disk is full or the directory cannot be written.
     """
 
-    def __init__(self, directory: Path, columns: Sequence[str], identity: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, directory: Path, columns: Sequence[str] = (), identity: Mapping[str, Any] | None = None) -> None:
         """Go on with what is in `directory`; where it is of another identity, begin anew (None: read only)."""
         self.directory, self.columns = directory, tuple(columns)
         self.sources, self.numbers = array("q"), array("q")

@@ -12,6 +12,8 @@ import zlib
 from types import ModuleType
 from typing import IO, Any
 
+import zstandard
+
 from zero_tp.data.records import Problem
 from zero_tp.errors import UserError
 
@@ -54,8 +56,8 @@ class Watched(io.RawIOBase):
 class _Zstd(io.RawIOBase):
     """A stream decompresses zstandard frames, and raises EOFError where the last one is cut."""
 
-    def __init__(self, raw: IO[bytes], name: str) -> None:
-        self._raw, self._made = raw, needed("zstandard", name).ZstdDecompressor()
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._made = raw, zstandard.ZstdDecompressor()
         self._frame: Any = None
         self._given = memoryview(b"")
         self._left = b""
@@ -79,9 +81,9 @@ class _Zstd(io.RawIOBase):
         return count
 
 
-def decompressed(raw: IO[bytes], compression: str | None, name: str) -> IO[bytes]:
+def decompressed(raw: IO[bytes], compression: str | None) -> IO[bytes]:
     if compression == "zstd":
-        return io.BufferedReader(_Zstd(raw, name), 2**17)
+        return io.BufferedReader(_Zstd(raw), 2**17)
     opened = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
     return opened[compression](raw, "rb") if compression else raw  # type: ignore[operator]
 

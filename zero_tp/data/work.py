@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
+from zero_tp.data.encoder import DocumentEncoder, Encoded
 from zero_tp.data.indexed import token_dtype
 from zero_tp.data.records import Block, Document, Problem, where
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.data.spool import MOST_PROBLEMS, Found
 from zero_tp.data.streams import needed
-from zero_tp.data.tokenizer import DocumentEncoder, Encoded
 
 DOCUMENT = np.dtype(
     [
@@ -159,11 +159,11 @@ def columns_of(documents: Sequence[Encoded], encoder: DocumentEncoder) -> dict[s
 
 def packed(texts: Sequence[bytes]) -> bytes:
     """Return the texts behind each other, compressed."""
-    return zlib.compress(b"".join(texts), 1)
+    return zstandard.compress(b"".join(texts), 1)
 
 
 def unpacked(data: bytes, lengths: npt.NDArray[np.int64]) -> list[bytes]:
     """Return the texts that were packed, by their lengths [bytes]."""
-    whole = zlib.decompress(data)
+    whole = zstandard.decompress(data)
     ends = np.cumsum(lengths).tolist()
     return [whole[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
