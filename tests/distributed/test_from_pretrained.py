@@ -45,9 +45,7 @@ def config_file(path: Path, directory: str) -> Path:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
-        # The first step's learning rate is 0.
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.1, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
         "zero_tp": {
             "model": {"from_pretrained": directory, **NO_DROPOUT},

@@ -1,5 +1,5 @@
 """What ranks do before they connect: lock files of torch's extension builds that nobody holds go, devices
-are taken, freed memory is kept."""
+are taken, freed memory is kept, and what has to be compiled is said."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.launched import ROOT
+from zero_tp.config.optimizer import choose_implementation
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.zero import ops
 
 
 def lock_in(root: Path, op: str) -> Path:
@@ -132,3 +135,48 @@ def test_freed_memory_is_kept_unless_the_environment_says_how(
     said, faults = done.stdout.split()
     assert (said == "True") == can
     assert (int(faults) < 1000) == kept
+
+
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "zero", "name"),
+    [
+        ("AdamW", {}, {"stage": 3}, None),
+        ("Adam", {}, {"stage": 1, "offload_optimizer": {"device": "none"}}, None),
+        ("AdamW", {"torch_adam": False}, {}, "FusedAdamBuilder"),
+        ("AdamW", {"bias_correction": True}, {}, "FusedAdamBuilder"),
+        ("adamw", {}, OFFLOAD, "CPUAdamBuilder"),
+        ("Lion", {}, {}, "FusedLionBuilder"),
+        ("Lion", {}, OFFLOAD, "CPULionBuilder"),
+        ("Adagrad", {}, {}, None),
+        ("Adagrad", {}, OFFLOAD, "CPUAdagradBuilder"),
+        ("SGD", {}, {}, None),
+    ],
+)
+def test_what_deepspeed_compiles_is_known(
+    kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None
+) -> None:
+    config = {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_optimization": zero}
+    choose_implementation(config)
+    assert ops.builder_name(config) == name
+
+
+def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    line = ops.announced(offloaded, accelerator)
+    assert line == "compiling DeepSpeed's cpu_adam for this machine, one to three minutes, once"
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
+        ops.announced(offloaded, accelerator)
+    with pytest.raises(UserError, match=r"DeepSpeed has no Lion for cpu devices; use AdamW"):
+        ops.announced({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, accelerator)
+    assert ops.announced({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+    monkeypatch.delenv("CXX")
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    assert ops.announced(offloaded, accelerator) is None

@@ -79,12 +79,14 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     """Check what the config needs of this machine, then `connect` on DeepSpeed's accelerator. Collective.
 
     Raises:
-        UserError: see `connect`; the accelerator lacks the config's dtype, or the machine what NVMe offload needs.
+        UserError: see `connect`; the accelerator lacks the config's dtype, or the machine what NVMe offload or
+            DeepSpeed's optimizer needs.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import check_accelerator
+    from zero_tp.zero.ops import announced
 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
@@ -97,6 +99,9 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     without_shared_memory_collectives()
     # On one machine, what no process holds is abandoned; several may share the folder.
     clear_abandoned_locks(0.0 if environment.local_world == environment.world else OTHER_MACHINE_SECONDS)
+    to_compile = announced(config.deepspeed_config(), accelerator)
+    if to_compile is not None and environment.rank == 0:
+        print(to_compile, flush=True)
     # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 

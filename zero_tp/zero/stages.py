@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zero_tp.config.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
+from zero_tp.zero import schedule
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
@@ -88,6 +89,8 @@ class ZeroEngine(ABC):
         found = self.engine.dp_world_size
         if found != self.topology.data:
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
+        if self.scheduler is not None:
+            schedule.begin(self.scheduler)
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
     def backward(self, loss: Tensor) -> None:
@@ -157,7 +160,7 @@ class ZeroEngine(ABC):
         for name, value in progress["counters"].items():
             setattr(self.engine, name, value)
         if self.scheduler is not None and progress["schedule"] is not None:
-            self.scheduler.load_state_dict(progress["schedule"])
+            schedule.restore(self.scheduler, progress["schedule"])
         for group, rate in zip(self.optimizer.param_groups, progress["learning_rates"], strict=True):
             group["lr"] = rate
         if self.loss_scale is not None:

@@ -1,0 +1,158 @@
+"""Step k of a run trains at its schedule's value at k; one that was begun before keeps the schedule that it has."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_model import NO_DROPOUT
+from tests.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.config.optimizer import SCHEDULERS
+from zero_tp.topology import Topology
+
+RATE, STEPS = 0.25, 12
+LOW, HIGH = 0.1, 0.5
+LINEAR = {"warmup_num_steps": 4, "warmup_type": "linear"}
+
+
+def cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * min(1.0, part))) / 2
+
+
+CYCLE = {"cycle_min_lr": LOW, "cycle_max_lr": HIGH, "cycle_first_step_size": 3, "cycle_second_step_size": 4}
+RANGE = {"lr_range_test_min_lr": LOW, "lr_range_test_step_size": 3, "lr_range_test_step_rate": 2.0}
+FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
+    "linear warm-up": (
+        "WarmupLR",
+        {**LINEAR, "warmup_min_lr": LOW, "warmup_max_lr": HIGH},
+        lambda k: LOW + (HIGH - LOW) * min(1.0, k / 4),
+    ),
+    "logarithmic warm-up": (
+        "WarmupLR",
+        {"warmup_num_steps": 4},
+        lambda k: RATE * min(1.0, math.log(k + 1) / math.log(4)),
+    ),
+    "linear decay": (
+        "WarmupDecayLR",
+        {**LINEAR, "warmup_max_lr": HIGH, "total_num_steps": 9},
+        lambda k: HIGH * min(k / 4, max(0.0, (9 - k) / 5)),
+    ),
+    "cosine decay": (
+        "WarmupCosineLR",
+        {**LINEAR, "total_num_steps": 9, "cos_min_ratio": 0.1},
+        lambda k: RATE * (k / 4 if k < 4 else 0.1 + 0.9 * cosine((k - 3) / 5)),
+    ),
+    "range test": ("LRRangeTest", RANGE, lambda k: LOW * (1 + 2 * k / 3)),
+    "range test in stairs": (
+        "LRRangeTest",
+        {**RANGE, "lr_range_test_staircase": True},
+        lambda k: LOW * (1 + 2 * (k // 3)),
+    ),
+    "one cycle": (
+        "OneCycle",
+        {**CYCLE, "decay_lr_rate": 0.5, "decay_step_size": 2},
+        lambda k: LOW + (HIGH - LOW) * min(k / 3, (7 - k) / 4) if k <= 7 else LOW / (1 + 0.5 * (k - 7) / 2),
+    ),
+}
+"""DeepSpeed's schedules: type, params, and the rate at k as its documentation says it."""
+
+
+def engine_of(scheduler: str, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
+    from transformers import GPT2Config
+
+    from zero_tp.training.engine import TrainingEngine
+
+    torch_adam = {} if optimizer == "SGD" else {"torch_adam": True}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": optimizer, "params": {"lr": RATE, **torch_adam}},
+        "scheduler": {"type": scheduler, "params": params},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    sizes: dict[str, Any] = {"n_layer": 1, "n_embd": 24, "n_head": 4, "vocab_size": 50, "n_positions": 8}
+    config = GPT2Config(**sizes, **NO_DROPOUT, bos_token_id=0, eos_token_id=0)
+    return TrainingEngine(config, Topology(), settings, seed=1)
+
+
+TOKENS = torch.arange(9).reshape(1, 9) * 5 % 50
+ROWS = [(TOKENS[:, :-1], TOKENS[:, 1:])]
+
+
+def rates(stage: int) -> dict[str, list[tuple[float, float]]]:
+    """Of each step of each schedule: the rate that is said, and by how much of its gradient a weight has moved."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, (scheduler, params, _) in FORMULAS.items():
+        engine = engine_of(scheduler, params, stage)
+        weight = engine.model.transformer.final_norm.weight
+        seen: list[torch.Tensor] = []
+        weight.register_hook(seen.append)
+        found[name] = []
+        for _ in range(STEPS):
+            before, said = weight.detach().clone(), engine.learning_rate
+            engine.train_step(ROWS)
+            gradient = seen.pop().double()
+            moved = (before - weight.detach()).double()
+            found[name].append((said, ((moved * gradient).sum() / (gradient**2).sum()).item()))
+    return found
+
+
+@pytest.mark.parametrize("stage", in_tiers([0, 2], [0]))
+def test_step_k_trains_at_the_schedule_s_value_at_k(ranks: Pools, stage: int) -> None:
+    assert {scheduler for scheduler, _, _ in FORMULAS.values()} == set(SCHEDULERS)
+    found = ranks(2).run(rates, stage)[0]
+    for name, (_, _, formula) in FORMULAS.items():
+        expected = [formula(k) for k in range(1, STEPS + 1)]
+        assert [said for said, _ in found[name]] == pytest.approx(expected, rel=1e-9), name
+        assert [moved for _, moved in found[name]] == pytest.approx(expected, rel=1e-3, abs=1e-6), name
+
+
+def begun_before() -> tuple[list[float], list[float]]:
+    """The rates of steps 4 to 9 of a run whose first three steps were of a version that followed DeepSpeed: as it goes
+    on here, and as DeepSpeed's schedule would have had them."""
+    from deepspeed.runtime.lr_schedules import WarmupCosineLR
+
+    params = {**LINEAR, "total_num_steps": 8}
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    schedule = WarmupCosineLR(plain, **params)
+    for _ in range(3):
+        schedule.step()
+    engine = engine_of("WarmupCosineLR", params, 0)
+    progress = engine.zero.progress()
+    progress |= {"schedule": schedule.state_dict(), "learning_rates": [plain.param_groups[0]["lr"]] * 2}
+    engine.zero.restore_progress(json.loads(json.dumps(progress)))
+    ours, theirs = [], []
+    for _ in range(6):
+        ours.append(engine.learning_rate)
+        theirs.append(plain.param_groups[0]["lr"])
+        engine.train_step(ROWS)
+        schedule.step()
+    return ours, theirs
+
+
+def cycled_betas() -> tuple[Any, Any]:
+    """The betas of step 4 under OneCycle: of a run, and of one that was resumed there."""
+    whole, resumed = (engine_of("OneCycle", CYCLE, 0, "AdamW") for _ in range(2))
+    for _ in range(3):
+        whole.train_step(ROWS)
+    resumed.train_step(ROWS)  # which gives its optimizer states to set
+    resumed.zero.restore_progress(whole.zero.progress())
+    return whole.zero.optimizer.param_groups[0]["betas"], resumed.zero.optimizer.param_groups[0]["betas"]
+
+
+def test_a_run_that_was_begun_before_keeps_its_schedule(ranks: Pools) -> None:
+    ours, theirs = ranks(2).run(begun_before)[0]
+    assert ours == theirs, "bit for bit"
+    assert len(set(ours)) > 4
+
+
+def test_a_resumed_cycle_has_the_momentum_of_its_step(ranks: Pools) -> None:
+    whole, resumed = ranks(2).run(cycled_betas)[0]
+    assert whole == resumed
