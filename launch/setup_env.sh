@@ -35,7 +35,7 @@ python=$environment/bin/python
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail ".venv has $("$python" --version): remove it, Python 3.11 or newer is needed"
 
-key=$({ cat constraints.txt setup.cfg pyproject.toml tests/packages.txt && "$python" --version && pwd; } | cksum)
+key=$({ cat constraints.txt setup.cfg setup.py pyproject.toml tests/packages.txt && "$python" --version && pwd; } | cksum)
 installed() { # any set of extras contains the bare package
     for stamp in "$environment/installed-$extras" ${extras:-"$environment"/installed-*}; do
         if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then return 0; fi

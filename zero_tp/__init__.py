@@ -1,1 +1,43 @@
-"""Tensor and sequence parallel pretraining on DeepSpeed ZeRO, behind a Hugging Face compatible model."""
+"""Tensor and sequence parallel pretraining on DeepSpeed ZeRO, behind a Hugging Face compatible model.
+
+The names below are imported when they are first used: torch and transformers take seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_tp.config import RunConfig
+    from zero_tp.data.corpus import prepare
+    from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+    from zero_tp.planning.plan import plan
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RunConfig",
+    "Topology",
+    "TrainingEngine",
+    "ZeroTPForCausalLM",
+    "ZeroTPForPreTraining",
+    "plan",
+    "prepare",
+]
+
+_WHERE = {
+    **{"RunConfig": "config", "Topology": "topology", "TrainingEngine": "training.engine"},
+    **dict.fromkeys(("ZeroTPForCausalLM", "ZeroTPForPreTraining"), "models.wrapper"),
+    **{"plan": "planning.plan", "prepare": "data.corpus"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, show_visibly
 
@@ -17,10 +17,17 @@ BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
-    """A Parser reports bad arguments as one `UserError` line instead of the usage text and a line."""
+    """A Parser reports bad arguments as one `UserError` line instead of the usage text and a line.
+
+    It shows texts as they are written, and takes options by their whole names.
+    """
+
+    def __init__(self, prog: str | None = None, **options: Any):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog or f"python {sys.argv[0]}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (python {sys.argv[0]} --help explains the arguments)")
+        raise UserError(f"{message} ({self.prog} --help explains the arguments)")
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

@@ -288,7 +288,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_json(path: Path, remedy: str = "give the path of a JSON config") -> dict[str, Any]:
+def read_json(path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs") -> dict[str, Any]:
     """Return the object in a JSON file that a person has named.
 
     Args:

@@ -192,7 +192,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a-sample-of-less-than-nothing": Mutant(
         "A negative count of tokens reaches transformers.",
-        "launch/sample.py",
+        "zero_tp/commands/sample.py",
         "        if value is not None and not least <= value < 2**32:",
         "        if value is not None and not value < 2**32:",
         (CLI + "test_a_sample_of_no_such_size_is_one_line",),

@@ -224,7 +224,7 @@ def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> N
         ({"reorder_and_upcast_attn": True}, r"config\.json: reorder_and_upcast_attn: true is refused"),
         ({"activation_function": "mish"}, r"config\.json: activation_function:"),
         ({"quantization_config": {"bits": 4}}, r"config\.json: quantization_config: quantized weights"),
-        ({"zero_tp": {}}, r"is a training run; export it with launch/convert\.py to-hf"),
+        ({"zero_tp": {}}, r"is a training run; export it with zero-tp convert to-hf"),
     ],
 )
 def test_configs_are_held_to_the_rules(directory: Path, changes: dict[str, Any], words: str) -> None:

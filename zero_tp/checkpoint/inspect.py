@@ -28,7 +28,7 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         verify: also read every file from end to end and compare its checksum, under a progress bar.
 
     Returns:
-        What `convert.py inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
+        What `zero-tp inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
         checkpoint that was named itself), `step`, `saved_at`, `model`, `parameters`, `bytes` (by kind: masters,
         moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `hashed` (the manifest holds
         its own hash), `verified`.

@@ -275,7 +275,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
-            "with launch/convert.py to-hf, or give another --output-dir"
+            "with zero-tp convert to-hf, or give another --output-dir"
         )
     fixed = {**UNSAID, **manifest.fixed}
     if isinstance(fixed.get("optimizer"), dict):

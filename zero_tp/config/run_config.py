@@ -30,6 +30,7 @@ from zero_tp.validation import validate
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+SCHEMA = "$schema"
 MOST_SAMPLES = 2**31 - 1
 """Samples of a step, and tokens of a forward: kernels count in 32 bits."""
 
@@ -77,6 +78,7 @@ class RunConfig:
         path = Path(path)
         raw = read_json(path)
         apply_overrides(raw, overrides)
+        _take_schema(raw)
         check_numbers(raw)
         check_names(raw)
         if "zero_tp" not in raw:
@@ -186,6 +188,12 @@ class RunConfig:
 
             config.architectures = [str(architecture_of(config).without_sentences)]
         return config
+
+
+def _take_schema(raw: dict[str, Any]) -> None:
+    """Take out what tells an editor where the schema is: it is nothing of a run."""
+    if not isinstance(raw.pop(SCHEMA, ""), str):
+        raise ConfigError(SCHEMA, "expected a string", "give the path of what `zero-tp schema` prints, or leave it out")
 
 
 def _check_tokens(batch: BatchSizes, length: int) -> None:

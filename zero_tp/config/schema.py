@@ -39,7 +39,11 @@ def _weights_are_usable(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-Corpora = Annotated[dict[str, float], BeforeValidator(_as_weights), AfterValidator(_weights_are_usable)]
+Corpora = Annotated[
+    dict[str, float],
+    BeforeValidator(_as_weights, json_schema_input_type=str | dict[str, float]),
+    AfterValidator(_weights_are_usable),
+]
 
 
 class Parallel(Block):

@@ -1,7 +1,7 @@
 """Fine-tuning tasks: the published formats of MNLI, QQP, SQuAD and RACE, and one of ours, as transformers' models take
 them, with the figure that each is judged by.
 
-Training itself is transformers.Trainer's (launch/finetune.py).
+Training itself is transformers.Trainer's (commands/finetune.py).
 """
 
 from __future__ import annotations

@@ -94,13 +94,13 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 def read_report(path: Path) -> dict[str, Any]:
     """Read a file that `write_report` wrote. UserError: it isn't one."""
-    report = read_json(path, "give a report of eval/zero_shot.py --output")
+    report = read_json(path, "give a report of zero-tp evaluate --output")
     tasks, parts = report.get("tasks"), [report.get(part, {}) for part in PARTS]
     if "model" in report and isinstance(tasks, dict) and all(isinstance(part, dict) for part in parts):
         results = [result if isinstance(result, dict) else {"metrics": None} for result in tasks.values()]
         if all(isinstance(result.get("metrics", {}), dict) for result in results):
             return report
-    raise UserError(f"{path}: not a report of eval/zero_shot.py --output")
+    raise UserError(f"{path}: not a report of zero-tp evaluate --output")
 
 
 def comparison(first: Path, second: Path) -> str:

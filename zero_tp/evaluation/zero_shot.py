@@ -54,7 +54,7 @@ def evaluate(
     settings: EvaluationSettings,
     environment: RankEnvironment | None = None,
 ) -> dict[str, Any]:
-    """Run the tasks; return what `eval/zero_shot.py` writes as JSON. Collective, where there are several ranks.
+    """Run the tasks; return what `zero-tp evaluate` writes as JSON. Collective, where there are several ranks.
 
     All checks, and the reading of the tasks' data, come before ranks connect and before the weights are read.
 

@@ -234,6 +234,6 @@ def _refuse_data_parallel_wrapper(topology: Topology) -> None:
 def _refusal(topology: Topology, where: str) -> UserError:
     return UserError(
         f"a model of tensor parallel size {topology.tensor} in {where}, as Accelerator.prepare and Trainer make it, "
-        "would average the gradients of different shards; train it with launch/pretrain.py, call "
+        "would average the gradients of different shards; train it with zero-tp pretrain, call "
         "deepspeed.initialize(mpu=topology), or use tensor parallel size 1"
     )

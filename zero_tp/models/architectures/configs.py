@@ -159,7 +159,7 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
         raise ConfigError(where, f"no {CONFIG} in{named or ' it'}", _GIVE)
     raw = read_json(directory / CONFIG)
     if "zero_tp" in raw:
-        remedy = f"export it with launch/convert.py to-hf {directory} --output DIR, and give that DIR"
+        remedy = f"export it with zero-tp convert to-hf {directory} --output DIR, and give that DIR"
         raise ConfigError(where, f"{directory} is a training run", remedy)
     if raw.get("quantization_config") is not None:
         raise ConfigError(f"{directory / CONFIG}: quantization_config", "quantized weights", "give whole ones")

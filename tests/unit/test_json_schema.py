@@ -1,0 +1,93 @@
+"""The JSON schema of the config file: what RunConfig accepts is valid, and what is mistyped is not.
+
+The validator is the reference implementation of JSON Schema for Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.launched import ROOT
+from tests.mistakes import MISTAKES, RIGHT
+from zero_tp.config.json_schema import json_schema
+from zero_tp.config.resolve import AUTO
+
+SUMS_AND_COMBINATIONS = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "scheduler.params.total_num_steps", "fp16.enabled"),
+    *("activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"),
+    *("zero_optimization.zero_quantized_weights", "zero_optimization.offload_param", "sequence_parallel_size"),
+    *("zero_tp.parallel.tensor", "zero_tp.data.train", "zero_tp.data.sequence_length", "zero_tp.objective"),
+    *(f"zero_tp.recompute.{key}" for key in ("layers", "every", "keep_micro_batches")),
+}
+
+
+@cache
+def validator() -> Draft202012Validator:
+    schema = json_schema()
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(json.loads(json.dumps(schema)))
+
+
+def problems(config: Any) -> list[str]:
+    return [error.json_path + ": " + error.message for error in validator().iter_errors(config)]
+
+
+def test_the_configs_that_are_shipped_and_shown_are_valid() -> None:
+    shown = re.findall(r"```json\n(\{.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    texts = [path.read_text() for path in sorted((ROOT / "ds_configs").glob("*.json"))] + shown
+    assert len(texts) > 15
+    for text in texts:
+        assert not problems(json.loads(text) | {"$schema": "zero_tp.schema.json"})
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(RIGHT)
+    *blocks, name = path.split(".")
+    block = config
+    for part in blocks:
+        block = block.setdefault(part, {})
+    block[name] = value
+    return config
+
+
+def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
+    for path in AUTO:
+        config = with_value(path, "auto")
+        if path.startswith("scheduler.params.warmup_m"):
+            config["scheduler"]["type"] = "WarmupDecayLR"
+            config["scheduler"]["params"].setdefault("warmup_max_lr", "auto")
+        assert not problems(config), path
+    assert problems(with_value("optimizer.params.lr", "auto"))
+    assert problems(with_value("zero_tp.training.steps", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("optimizer", {"type": "adamw", "params": {"lr": 1, "torch_adam": False, "bias_correction": True}}),
+        ("optimizer", {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}),
+        ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_momentum": False}}),
+        ("zero_optimization.reduce_bucket_size", 5e8),
+        ("zero_optimization.offload_optimizer", {"device": "cpu", "pin_memory": True}),
+        ("zero_tp.data.train", {"a": 1, "b": 0.5}),
+        ("zero_tp.training.timeout_minutes", {"step": 4}),
+        ("pipeline", {"enabled": False}),
+    ],
+)
+def test_what_runs_may_say_is_valid(path: str, value: Any) -> None:
+    assert not problems(with_value(path, value))
+
+
+def test_a_mistake_of_one_key_is_not_valid() -> None:
+    """All but those that are about several keys, the run's sizes, files, or the fields of a model, of which any may
+    stand there."""
+    unseen = {mistake.key for mistake in MISTAKES if not problems(mistake.config())}
+    assert {key for key in unseen if not key.startswith("zero_tp.model.")} == SUMS_AND_COMBINATIONS
+    assert sum(bool(problems(mistake.config())) for mistake in MISTAKES) > 40

@@ -1,0 +1,53 @@
+"""`zero-tp COMMAND …`, or `python -m zero_tp COMMAND …`, starts one of the commands of zero_tp/commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+import zero_tp
+from zero_tp import cli
+from zero_tp.commands import COMMANDS, module, start
+from zero_tp.errors import UserError, did_you_mean, shown
+
+DESCRIPTION = """\
+Pretrain transformers with tensor and sequence parallelism on DeepSpeed ZeRO.
+
+The ranks of a run are started by a launcher:
+  deepspeed --num_accelerators 4 $(zero-tp path pretrain) --deepspeed_config quickstart
+"""
+
+
+def parser(prog: str) -> cli.Parser:
+    """Return the parser of all commands."""
+    whole = cli.Parser(prog, description=DESCRIPTION)
+    whole.add_argument("--version", action="version", version=f"zero-tp {zero_tp.__version__}")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        chosen = module(name)
+        chosen.add_arguments(commands.add_parser(name, help=command.summary, description=chosen.__doc__))
+    return whole
+
+
+def main() -> NoReturn:
+    """Start the command that this process's arguments name."""
+    prog = "python -m zero_tp" if os.path.basename(sys.argv[0]) == "__main__.py" else "zero-tp"
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        import argcomplete
+
+        argcomplete.autocomplete(parser(prog))
+    name = next(iter(sys.argv[1:]), "--help")
+    if name in COMMANDS:
+        start(name, sys.argv[2:], f"{prog} {name}")
+
+    def other() -> None:
+        if not name.startswith("-"):
+            raise UserError(f"{shown(name)} is no command of {prog}: {did_you_mean(name, COMMANDS)}")
+        parser(prog).parse_args([name])
+
+    cli.run(other)
+
+
+if __name__ == "__main__":
+    main()

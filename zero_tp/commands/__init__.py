@@ -1,0 +1,73 @@
+"""The commands stand in one table; `zero-tp`, and the scripts of launch/ and eval/, start the same code of each.
+
+A command is the module of its name here. `add_arguments(parser)` says what it takes, and `main(options)` does it; one
+whose process may be one rank of several has `start(parse, verbose)` instead, which ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from zero_tp import cli
+from zero_tp.process.quiet import quiet_libraries
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command is described by one line.
+
+    Attributes:
+        ranks: its process may be one rank of several.
+        quiet: what its libraries print is dropped; else it sets no variable of theirs.
+    """
+
+    summary: str
+    ranks: bool = False
+    quiet: bool = True
+
+
+COMMANDS = {
+    "prepare": Command("turn texts into a corpus with its tokenizer", quiet=False),
+    "check": Command("check a config without ranks, and say what it would run"),
+    "pretrain": Command("train from one JSON file, as one rank or under a launcher", ranks=True),
+    "plan": Command("say what memory and time a run will take, and find better settings"),
+    "convert": Command("write a run's checkpoint as a Hugging Face model"),
+    "inspect": Command("say what is in a checkpoint"),
+    "evaluate": Command("evaluate a model on zero-shot tasks, as one rank or under a launcher", ranks=True),
+    "sample": Command("continue a prompt with an exported model"),
+    "finetune": Command("fine-tune an exported model or a run on a task"),
+    "schema": Command("print the JSON schema of the config file, for editors"),
+    "path": Command("print where the scripts for launchers, the configs and the corpus are"),
+}
+
+
+def module(name: str) -> Any:
+    """Return the module of a command."""
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def start(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+    """Be a command to the end of this process.
+
+    Args:
+        words: its arguments, by default those of this process.
+        prog: what a person has called it, by default the script.
+    """
+    command, words = COMMANDS[name], sys.argv[1:] if words is None else words
+    verbose = "--verbose" in words
+    if command.quiet:
+        quiet_libraries(verbose)
+    chosen = module(name)
+
+    def parse() -> Any:
+        parser = cli.Parser(prog, description=chosen.__doc__)
+        chosen.add_arguments(parser)
+        return parser.parse_args(words)
+
+    if command.ranks:
+        chosen.start(parse, verbose)
+    cli.run(lambda: chosen.main(parse()))

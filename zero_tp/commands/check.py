@@ -1,0 +1,63 @@
+"""Check a run's JSON file without ranks: every key, every combination and every sum, and what data is here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from zero_tp.shipped import config_file, config_names
+
+Parser = argparse._ActionsContainer
+"""A parser, or a group of one."""
+
+FILE = "the run's JSON file, or the name of one that is shipped, such as quickstart"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "check", FILE)
+    add_settings(parser)
+
+
+def add_config(parser: Parser, name: str, help_: str) -> None:
+    """Add an argument that is a config."""
+    action: Any = parser.add_argument(name, type=config_file, metavar="FILE", help=help_)
+    action.completer = _configs  # which argcomplete asks
+
+
+def _configs(prefix: str, **others: object) -> list[str]:
+    from argcomplete.completers import FilesCompleter
+
+    return [*config_names(), *FilesCompleter()(prefix)]
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add what a check and a run take alike."""
+    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
+    parser.add_argument("--output-dir", type=Path, metavar="RUN", help="run directory (default: runs/<name of FILE>)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, such as zero_tp.training.steps=100 (VALUE is JSON, else a string); may be repeated",
+    )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="let zero_tp.model.from_pretrained read pickled weights (pytorch_model.bin), if you trust their source",
+    )
+
+
+def main(options: argparse.Namespace) -> None:
+    from zero_tp.config import RunConfig, describe
+    from zero_tp.weights.files import find_weights
+
+    config = RunConfig.load(options.check, options.set, options.world_size)
+    if config.pretrained:
+        find_weights(config.pretrained, options.allow_pickle)
+    if not config.absent():
+        from zero_tp.training.run import PreparedRun
+
+        PreparedRun(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
+    print(describe(config))

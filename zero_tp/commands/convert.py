@@ -1,0 +1,57 @@
+"""Convert a run's checkpoint to a Hugging Face model directory, or say what is in it. Needs no ranks, no accelerator.
+
+    %(prog)s to-hf runs/quickstart --output exports/quickstart
+    %(prog)s inspect runs/quickstart --verify
+
+The weights are the fp32 masters that the optimizer keeps, read one at a time; AutoModelForCausalLM opens the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero_tp.commands import inspect
+from zero_tp.constants import DTYPES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True)
+    to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
+    to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write; must not exist yet")
+    to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
+    to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the written weights (default: fp32)")
+    to_hf.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer to copy in (default: the run's)")
+    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
+    inspect.add_source(to_hf)
+    inspect.add_arguments(
+        actions.add_parser("inspect", help="say what is in a checkpoint: step, topology, model, bytes, files")
+    )
+
+
+def to_hf(options: argparse.Namespace) -> None:
+    import torch
+
+    from zero_tp.checkpoint.convert import to_huggingface
+    from zero_tp.checkpoint.directory import MANIFEST
+    from zero_tp.checkpoint.manifest import UNHASHED
+
+    converted = to_huggingface(
+        options.source,
+        options.output,
+        dtype=getattr(torch, DTYPES[options.dtype]),
+        tokenizer=options.tokenizer,
+        max_shard_size=options.max_shard_size,
+        overwrite=options.overwrite,
+    )
+    print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
+    if not converted.hashed:
+        print(f"{converted.checkpoint / MANIFEST} is {UNHASHED}")
+    if converted.tokenizer is None:
+        print("no tokenizer was copied: the run has none beside its data; give one with --tokenizer")
+    else:
+        print(f"tokenizer from {converted.tokenizer}")
+
+
+def main(options: argparse.Namespace) -> None:
+    {"to-hf": to_hf, "inspect": inspect.main}[options.action](options)

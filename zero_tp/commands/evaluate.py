@@ -1,0 +1,115 @@
+"""Evaluate a causal language model, from a Hugging Face directory or a training run, without training on the task."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from zero_tp import cli
+from zero_tp.errors import UserError
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.lifecycle import run_rank
+
+EPILOG = """\
+examples:
+  %(prog)s --model runs/quickstart --tasks perplexity --data perplexity=data/quickstart/validation.jsonl
+  %(prog)s --model exports/gpt2 --tasks wikitext103,lambada,arc_easy,piqa --output gpt2.json
+  %(prog)s --compare before.json after.json
+  deepspeed --num_accelerators 4 $(zero-tp path evaluate) --tensor-parallel 2 --model runs/gpt2_355m --tasks lambada
+
+tasks
+  perplexity   of any text, --data perplexity=FILE: .jsonl (a document a line) or .txt (one document), each also .gz
+  wikitext103  word-level perplexity of the test split, or of --data wikitext103=FILE in its tokenised form
+  lambada      is a passage's last word the most likely one? The test split, or --data lambada=FILE: JSON lines with
+               "context" and "continuation" or with the passage as "text", or a passage a line in .txt
+  any other    is a task, group or tag of lm-eval: arc_easy, hellaswag, piqa, mmlu, …
+
+Without --data the texts come from the Hugging Face hub or its cache. docs/evaluation.md says what each figure means.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory, a run, or a checkpoint")
+    parser.add_argument("--tasks", metavar="TASK[,TASK]", help="what to evaluate")
+    parser.add_argument(
+        "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at once on a rank (default: 8)")
+    parser.add_argument(
+        "--sequence-length",
+        type=int,
+        metavar="N",
+        help="tokens of a window and of the longest context (default: all positions the model has)",
+    )
+    parser.add_argument(
+        "--overlap",
+        type=int,
+        metavar="N",
+        help="tokens a window advances by; each window after a text's first scores its last N only "
+        "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
+    )
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of lm-eval's tasks")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
+    parser.add_argument(
+        "--allow-task-code",
+        action="store_true",
+        help="let the task files of --include-path run Python (!function), if you trust their source",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=1,
+        metavar="T",
+        help="ranks that share one copy of the model; a launcher starts them, and the rest is data parallel",
+    )
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda if there is one, else cpu)")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its tokenizer instead of the model's own")
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read pickled weights (pytorch_model.bin) where there are no safetensors, if you trust their source",
+    )
+    parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="show two such JSON files side by side, and stop"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
+
+
+def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
+    if options.compare is None and (options.model is None or options.tasks is None):
+        raise UserError("--model and --tasks are needed, or --compare")
+    from zero_tp.evaluation import report
+
+    if options.compare:
+        print(report.comparison(*options.compare))
+        return
+
+    from zero_tp.evaluation.registry import parse_data, parse_tasks
+    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+
+    names = parse_tasks(options.tasks)
+    settings = EvaluationSettings(**{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)})
+    found = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
+    if environment.rank == 0:
+        print(report.table(found))
+        if options.output:
+            report.write_report(options.output, found)
+            print(f"wrote {options.output}")
+
+
+def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
+    environment = RankEnvironment.of_this_process()
+    if environment.world == 1:
+        cli.run(lambda: run(parse(), environment))
+    run_rank(lambda: run(parse(), environment), verbose)

@@ -1,0 +1,27 @@
+"""Say what is in a run's newest checkpoint, or in one checkpoint: step, topology, model, bytes, files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON instead of a table")
+    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    add_source(parser)
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Let a command take a run or a checkpoint."""
+    parser.add_argument(
+        "source", type=Path, metavar="RUN|CHECKPOINT", help="a run (its newest checkpoint) or RUN/checkpoints/step_N"
+    )
+
+
+def main(options: argparse.Namespace) -> None:
+    from zero_tp.checkpoint.inspect import inspect, table
+
+    found = inspect(options.source, verify=options.verify)
+    print(json.dumps(found, indent=2) if options.json else table(found))

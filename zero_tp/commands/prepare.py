@@ -1,0 +1,209 @@
+"""Turn texts into a training and a validation corpus with their tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from zero_tp.errors import UserError
+
+EPILOG = """\
+example:
+  %(prog)s --input $(zero-tp path corpus) --tokenizer bpe:8192 --output data/sotu
+
+writes
+  OUTPUT/train.bin, train.idx            training tokens: "data": {"train": "OUTPUT/train"} in a config
+  OUTPUT/validation.bin, validation.idx  held-out tokens: "data": {"validation": "OUTPUT/validation"}
+  OUTPUT/validation.jsonl                the held-out documents' text, for an evaluation
+  OUTPUT/tokenizer/                      opens with AutoTokenizer.from_pretrained
+  OUTPUT/report.json                     counts, entropies in nats a token, checksums, settings
+
+inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is one), .txt (the file is one, see
+--documents); all but .parquet and .arrow also with .gz, .zst, .bz2 or .xz after it. Directories, globs, - for standard
+input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. docs/data.md has all of it.
+What can't be read is counted by reason, and the rest goes on. The split depends on the documents and the seed only, not
+on their order. Running the same command again reuses OUTPUT; one that was interrupted goes on.
+"""
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: I/N is needed, such as 0/4")
+    return int(match[1]), int(match[2])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        metavar="FILE|DIR|GLOB|-|hf:NAME",
+        help="what to read, see below",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR|bpe:SIZE|unigram:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
+        help="a Hugging Face tokenizer directory, or what to train: a byte-level BPE of SIZE tokens, a "
+        "unigram vocabulary by SentencePiece, or a WordPiece vocabulary for the masked objective, of text without "
+        "capitals and accents or as it is",
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
+    parser.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="of a given tokenizer: what ends a document (default: its eos token, or the one of a well-known name)",
+    )
+    parser.add_argument(
+        "--tokenizer-documents", type=int, metavar="N", help="train the tokenizer on N documents (default: all)"
+    )
+    show = parser.add_argument_group("instead of preparing")
+    show.add_argument("--show", type=Path, metavar="DIR", help="print documents and packed samples of a corpus as text")
+    show.add_argument("--sample", type=int, default=3, metavar="N", help="how many of each (default: 3)")
+    show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="of samples (default: 256)")
+    show.add_argument("--html", type=Path, metavar="FILE", help="draw the corpus of --show as one page instead")
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.02,
+        metavar="F|COUNT",
+        help="documents to hold out: a fraction below 1, or a whole number of documents (default: 0.02)",
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
+    parser.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, or the one that is found)")
+    parser.add_argument(
+        "--documents",
+        choices=("file", "line", "blank-line"),
+        default="file",
+        help="what a document of a .txt file is: the file, a line, or what a blank line ends (default: file)",
+    )
+    parser.add_argument(
+        "--stdin-kind",
+        choices=("jsonl", "json", "txt", "csv"),
+        default="jsonl",
+        help="what --input - reads (default: jsonl)",
+    )
+    steps = parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
+    steps.add_argument("--repair-unicode", action="store_true", help="mend Unicode (ftfy)")
+    steps.add_argument(
+        "--min-tokens",
+        type=int,
+        nargs="?",
+        const=128,
+        default=0,
+        metavar="N",
+        help="drop documents of fewer tokens (128 where N is left out)",
+    )
+    steps.add_argument(
+        "--deduplicate",
+        choices=("exact", "near"),
+        help="drop copies; near: also what shares 0.7 of its 5-word shingles with an earlier document (MinHash LSH)",
+    )
+    steps.add_argument(
+        "--decontaminate",
+        nargs="+",
+        action="extend",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="drop documents with 13 words in a row of these evaluation sets, and WikiText's articles by their titles",
+    )
+    steps.add_argument(
+        "--split-sentences",
+        metavar="LANGUAGE",
+        help="keep where sentences begin, by the rules of a language (its ISO 639 code, such as en; general rules for "
+        "one that has none): the masked objective's two segments meet there",
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
+    parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
+    parser.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N of the work, on this machine of several"
+    )
+    parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an OUTPUT, or what an interrupted start read, of other inputs or settings",
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.show is not None:
+        from zero_tp.data.show import shown, write_page
+
+        if arguments.html is not None:
+            write_page(arguments.show, arguments.html)
+            print(f"wrote {arguments.html}")
+            return
+        for text in shown(arguments.show, arguments.sample, arguments.sequence_length):
+            print(text)
+        return
+    if missing := [f"--{name}" for name in ("input", "tokenizer", "output") if getattr(arguments, name) is None]:
+        raise UserError(f"the following arguments are required: {', '.join(missing)}")
+    if arguments.html is not None:
+        raise UserError("--html draws the corpus of --show DIR")
+
+    from zero_tp.data import PrepareSettings, prepare
+    from zero_tp.data.tokenizer_training import suggested_size
+
+    settings = PrepareSettings(
+        arguments.tokenizer,
+        arguments.validation_fraction,
+        arguments.seed,
+        arguments.text_key,
+        arguments.documents,
+        arguments.stdin_kind,
+        arguments.repair_unicode,
+        arguments.min_tokens,
+        arguments.deduplicate,
+        tuple(arguments.decontaminate),
+        arguments.split_sentences,
+        arguments.eos,
+        arguments.tokenizer_documents,
+    )
+    prepared = prepare(
+        arguments.input,
+        arguments.output,
+        settings,
+        overwrite=arguments.overwrite,
+        strict=arguments.strict,
+        processes=arguments.processes,
+        shard=arguments.shard,
+        merge=arguments.merge,
+    )
+
+    report = prepared.report
+    if prepared.reused:
+        by = (
+            "" if prepared.compared == "content" else f" (compared by {prepared.compared}: its report has no checksums)"
+        )
+        print(f"{prepared.output} is up to date: made from the same inputs and settings{by}")
+    if prepared.resumed:
+        print(f"went on from an interrupted start, which had read {prepared.resumed:,} documents")
+    if (documents := report.get("documents")) and documents["dropped"]:
+        why = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
+        print(f"   dropped: {documents['read'] - documents['kept']:,} of {documents['read']:,} documents: {why}")
+        for problem in documents["problems"]:
+            print(f"            {problem['where']}: {problem['detail']}")
+    if arguments.shard is not None:
+        print(f"{prepared.output}: {report['documents']['kept']:,} documents; --merge puts it together with the others")
+        return
+    for split, figures in report["splits"].items():
+        print(
+            f"{split:>10}: {figures['documents']:,} documents, {figures['characters']:,} characters, "
+            f"{figures['tokens']:,} tokens"
+        )
+    unigram = report["unigram"]
+    size = report["vocabulary_size"]
+    advice = f"; a vocab_size of {suggested_size(size):,} suits any TP size" if size != suggested_size(size) else ""
+    print(f"vocabulary: {size:,} tokens{advice}")
+    if (end := report.get("end_of_document")) is not None:
+        print(f"   each document ends with {end}")
+    print(
+        f"   unigram: {unigram['train_entropy']:.3f} nats a token "
+        f"(validation {unigram['validation_cross_entropy']:.3f}): a model must get below this to have learnt any order"
+    )
+    if not prepared.reused:
+        print(f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s")

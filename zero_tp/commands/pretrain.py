@@ -1,0 +1,120 @@
+"""Pretrain a transformer language model from one JSON file, or check that file.
+
+    deepspeed --num_accelerators 4 $(zero-tp path pretrain) --deepspeed_config quickstart
+    deepspeed --num_accelerators 4 --module zero_tp.pretrain --deepspeed_config quickstart
+    zero-tp check quickstart --world-size 4
+
+Starting the same command again on a run directory resumes it. torchrun starts it too, and alone it is one rank.
+SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and goes on: kill -USR1 $(cat RUN/rank0.pid).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zero_tp import cli
+from zero_tp.commands import check
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.lifecycle import run_rank
+from zero_tp.process.signals import Requests
+from zero_tp.process.watch import Watch
+
+if TYPE_CHECKING:
+    from zero_tp.config import RunConfig
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.training.run import PreparedRun
+    from zero_tp.training.tools import Forecast, Profiler
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    check.add_config(what, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys")
+    check.add_config(what, "--check", "only check FILE, as zero-tp check does")
+    check.add_settings(parser)
+    parser.add_argument(
+        "--resume-from",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="resume from this checkpoint instead of the run's newest, such as RUN/checkpoints/step_00000500",
+    )
+    parser.add_argument(
+        "--profile-steps",
+        metavar="FIRST:LAST",
+        help="record memory over time and time by operator of these steps, in RUN/profile; costs time in them",
+    )
+    parser.add_argument(
+        "--trace-nonfinite",
+        action="store_true",
+        help="of each step whose loss or gradients are not finite, say in which layer and on which rank it began; "
+        "looks at every layer's output and gradient, which costs time",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
+
+
+def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests, watch: Watch) -> None:
+    from zero_tp.checkpoint.run import saved_start
+    from zero_tp.config import RunConfig
+
+    output = options.output_dir or Path("runs") / options.deepspeed_config.stem
+    # Before anything heavy is imported: a mistake in the file is told within a second or two.
+    config = RunConfig.load(
+        options.deepspeed_config,
+        options.set,
+        environment.world,
+        *saved_start(output, options.resume_from),
+    )
+
+    from zero_tp.training.loop import train
+    from zero_tp.training.run import PreparedRun
+    from zero_tp.training.tools import Tools
+
+    first = environment.local_rank in (None, 0)
+    profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None
+    run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)
+    tools = Tools(forecast=forecast, profiler=profiler, watch=watch, **live_tools(run))
+    train(
+        run,
+        environment,
+        requests,
+        tools=tools,
+        verbose=options.verbose,
+        resume_from=options.resume_from,
+        trace_nonfinite=options.trace_nonfinite,
+    )
+
+
+# What follows imports what it needs when it is needed: most runs, and most ranks, start without.
+
+
+def live_tools(run: PreparedRun) -> dict[str, Any]:
+    if not run.config.zero_tp.evaluation.tasks:
+        return {}
+    from zero_tp.evaluation.live import live_tasks
+    from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+    return {"tasks": live_tasks(run.config, run.tokenizer, run.model_config), "model": ZeroTPForCausalLM}
+
+
+def forecast(config: RunConfig, device_type: str) -> Forecast:
+    from zero_tp.planning.forecast import MemoryForecast
+
+    return MemoryForecast(config, device_type)
+
+
+def step_profiler(steps: str, output: Path) -> Callable[[TrainingEngine], Profiler]:
+    from zero_tp.planning.profile import StepProfiler, step_range
+
+    first_and_last = step_range(steps)
+    return lambda engine: StepProfiler(first_and_last, engine, output)
+
+
+def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
+    if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
+        cli.run(lambda: check.main(parse()))
+    environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
+    run_rank(lambda: pretrain(parse(), environment, requests, watch), verbose, requests, watch)

@@ -1,0 +1,81 @@
+"""Prints text that a Hugging Face model, as transformers' own class computes it, continues a prompt with."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from zero_tp.errors import UserError, first_line
+
+TOKENS = 80
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model directory")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"new tokens at most (default: {TOKENS}, or what the model has room for)",
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest (default: 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
+
+
+def check(options: argparse.Namespace) -> None:
+    for name, value, least in (("tokens", options.tokens, 1), ("top-k", options.top_k, 1), ("seed", options.seed, 0)):
+        if value is not None and not least <= value < 2**32:
+            raise UserError(f"--{name} {value}: from {least} to {2**32 - 1}")
+    if not 0 <= options.temperature < math.inf:
+        raise UserError(f"--temperature {options.temperature}: 0, or a positive number such as 0.8")
+    if not options.prompt:
+        raise UserError("--prompt is empty: give the text some words to begin with")
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: not UTF-8 at character {error.start}") from error
+
+
+def main(options: argparse.Namespace) -> None:
+    check(options)
+
+    from transformers import set_seed
+
+    from zero_tp.data.tokenizer import open_tokenizer
+    from zero_tp.weights.files import find_weights
+    from zero_tp.weights.load import open_config, open_model
+
+    config = open_config(options.model)
+    find_weights(options.model)
+    tokenizer = open_tokenizer(options.model)
+    prompt = tokenizer(options.prompt, return_tensors="pt")
+    length = prompt["input_ids"].shape[1]
+    largest = int(prompt["input_ids"].max()) if length else -1
+    if not 0 <= largest < config.get_text_config().vocab_size:
+        problem = (
+            f"gives the prompt the id {largest:,}, which the model lacks" if length else "finds no token in the prompt"
+        )
+        raise UserError(f"{options.model}: its tokenizer {problem}; give the model's own tokenizer, or another prompt")
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    room = positions - length if isinstance(positions, int) else 2**32
+    tokens = min(TOKENS, room) if options.tokens is None else options.tokens
+    if tokens > room or room < 1:
+        raise UserError(f"--tokens {tokens}: the prompt has {length:,} tokens, and the model {positions:,} positions")
+    model = open_model(options.model, config)
+    set_seed(options.seed)
+    sampling = {"temperature": options.temperature, "top_k": options.top_k} if options.temperature > 0 else {}
+    try:
+        output = model.generate(
+            input_ids=prompt["input_ids"],
+            attention_mask=prompt["attention_mask"],
+            max_new_tokens=tokens,
+            do_sample=bool(sampling),
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **sampling,
+        )
+    except Exception as error:  # what its config and its settings of generation make of transformers' code
+        raise UserError(f"{options.model}: transformers can't continue the prompt: {first_line(error)}") from error
+    print(str(tokenizer.decode(output[0], skip_special_tokens=True)))
