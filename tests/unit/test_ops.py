@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from tests.launched import ROOT
-from zero_tp.config.optimizer import choose_implementation
+from zero_tp.config.optimizer import builder_name, choose_implementation
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.zero import ops
 
 
 def lock_in(root: Path, op: str) -> Path:
@@ -160,7 +159,7 @@ def test_what_deepspeed_compiles_is_known(
 ) -> None:
     config = {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_optimization": zero}
     choose_implementation(config)
-    assert ops.builder_name(config) == name
+    assert builder_name(config) == name
 
 
 def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +168,14 @@ def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, mon
     accelerator = get_accelerator()
     offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    line = ops.announced(offloaded, accelerator)
+    line = connect.to_compile(offloaded, accelerator)
     assert line == "compiling DeepSpeed's cpu_adam for this machine, one to three minutes, once"
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
-        ops.announced(offloaded, accelerator)
+        connect.to_compile(offloaded, accelerator)
     with pytest.raises(UserError, match=r"DeepSpeed has no Lion for cpu devices; use AdamW"):
-        ops.announced({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, accelerator)
-    assert ops.announced({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+        connect.to_compile({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, accelerator)
+    assert connect.to_compile({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
     monkeypatch.delenv("CXX")
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert ops.announced(offloaded, accelerator) is None
+    assert connect.to_compile(offloaded, accelerator) is None

@@ -71,6 +71,10 @@ LEFT_OUT = {
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Arguments that say by which code an Adam is computed, and not what."""
 
+OFFLOADED = {"adam": "CPUAdamBuilder", "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
+ON_DEVICE = {"adam": "FusedAdamBuilder", "lion": "FusedLionBuilder"}
+"""DeepSpeed's builder for each optimizer (`DeepSpeedEngine._configure_basic_optimizer`); for others torch has it."""
+
 BY_THE_ENGINE = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
 """Arguments that DeepSpeed gives itself."""
 
@@ -166,6 +170,16 @@ def choose_implementation(raw: dict[str, Any]) -> None:
         return
     if params.setdefault("torch_adam", True) is True and "foreach" not in params:
         params.setdefault("fused", True)
+
+
+def builder_name(config: dict[str, Any]) -> str | None:
+    """Return the builder of the op that the optimizer of DeepSpeed's config needs; None where torch has it."""
+    optimizer = config["optimizer"]
+    if optimizer.get("params", {}).get("torch_adam"):
+        return None
+    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    table = ON_DEVICE if offload.get("device", "none") == "none" else OFFLOADED
+    return table.get(optimizer["type"].lower().removesuffix("w"))
 
 
 def check_scheduler(raw: Any) -> None:

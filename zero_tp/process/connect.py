@@ -7,17 +7,20 @@ import ctypes
 import errno
 import fcntl
 import os
+import shutil
 import signal
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from zero_tp.config.optimizer import OFFLOADED, ON_DEVICE, builder_name
 from zero_tp.errors import UserError
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
@@ -86,7 +89,6 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.config import check_accelerator
-    from zero_tp.zero.ops import announced
 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
@@ -99,9 +101,9 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     without_shared_memory_collectives()
     # On one machine, what no process holds is abandoned; several may share the folder.
     clear_abandoned_locks(0.0 if environment.local_world == environment.world else OTHER_MACHINE_SECONDS)
-    to_compile = announced(config.deepspeed_config(), accelerator)
-    if to_compile is not None and environment.rank == 0:
-        print(to_compile, flush=True)
+    told = to_compile(config.deepspeed_config(), accelerator)
+    if told is not None and environment.rank == 0:
+        print(told, flush=True)
     # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 
@@ -146,6 +148,63 @@ def _has_libaio() -> bool:
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible())
+
+
+def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
+    """Return a line on what DeepSpeed will compile for a run; None where nothing is left to compile.
+
+    Its own optimizers, such as those of offloaded states, are C++ that it builds when a machine first needs them.
+
+    Args:
+        config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
+
+    Raises:
+        UserError: DeepSpeed has no such op for this accelerator, or what compiles it is missing.
+    """
+    name = builder_name(config)
+    if name is None:
+        return None
+    builder = accelerator.create_op_builder(name)
+    kind = config["optimizer"]["type"]
+    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
+        device = accelerator.device_name()
+        raise UserError(f"optimizer.type: DeepSpeed has no {kind} for {device} devices; use AdamW, which torch has")
+    from deepspeed.git_version_info import installed_ops
+
+    if installed_ops.get(builder.name):
+        return None
+    if missing := _missing_compiler(on_cuda=name in ON_DEVICE.values() and accelerator.device_name() == "cuda"):
+        other = "leave offload_optimizer out" if name in OFFLOADED.values() else 'use AdamW with "torch_adam": true'
+        raise UserError(
+            f"optimizer.type: {kind} needs DeepSpeed's {builder.name}, which is compiled, but there is no {missing}; "
+            f"install it, or {other}"
+        )
+    if _built(builder.name).exists():
+        return None
+    return f"compiling DeepSpeed's {builder.name} for this machine, one to three minutes, once"
+
+
+def _missing_compiler(on_cuda: bool) -> str | None:
+    """Return what a compiler lacks here, in words."""
+    from torch.utils import cpp_extension
+
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"C++ compiler ({compiler}; Debian, Ubuntu: g++)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python.h (Debian, Ubuntu: python3-dev)"
+    if on_cuda and cpp_extension.CUDA_HOME is None:
+        return "CUDA toolkit (nvcc)"
+    if not cpp_extension.is_ninja_available():
+        return "ninja on PATH (it is in the environment's bin)"
+    return None
+
+
+def _built(name: str) -> Path:
+    """Return the library that torch makes of an extension."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(name, verbose=False), f"{name}.so")
 
 
 def without_shared_memory_collectives() -> None:

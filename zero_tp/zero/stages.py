@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import deepspeed
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
 
 from zero_tp.config.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
-from zero_tp.zero import schedule
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
@@ -31,6 +31,19 @@ Veto = Callable[[float], bool]
 """Decides from the gradient norm, on every rank alike, that a step is skipped."""
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+COUNTING_ONE_MORE = (LRRangeTest, OneCycle)
+"""Schedules whose formulas take `last_batch_iteration + 1`; those of the others take it as it is."""
+
+
+def begin_schedule(schedule: Any) -> None:
+    """Bring a new schedule to its value at k = 1, and the optimizer to its rates: step k trains at its value at k.
+
+    DeepSpeed makes it at iteration -1 and moves it on after each step, so that a warm-up from 0 would leave the first
+    two steps without effect. A checkpoint keeps the iteration: a run that was begun so goes on so.
+    """
+    schedule.step(0 if isinstance(schedule, COUNTING_ONE_MORE) else 1)
 
 
 @contextmanager
@@ -90,7 +103,7 @@ class ZeroEngine(ABC):
         if found != self.topology.data:
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
         if self.scheduler is not None:
-            schedule.begin(self.scheduler)
+            begin_schedule(self.scheduler)
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
     def backward(self, loss: Tensor) -> None:
@@ -160,7 +173,8 @@ class ZeroEngine(ABC):
         for name, value in progress["counters"].items():
             setattr(self.engine, name, value)
         if self.scheduler is not None and progress["schedule"] is not None:
-            schedule.restore(self.scheduler, progress["schedule"])
+            self.scheduler.load_state_dict(progress["schedule"])
+            self.scheduler.step(self.scheduler.last_batch_iteration)  # sets OneCycle's betas too
         for group, rate in zip(self.optimizer.param_groups, progress["learning_rates"], strict=True):
             group["lr"] = rate
         if self.loss_scale is not None:
