@@ -71,7 +71,7 @@ def test_the_public_names_are_what_they_say() -> None:
 
     for named in (RunConfig, Topology, TrainingEngine, ZeroTPForCausalLM, ZeroTPForPreTraining):
         assert isinstance(named, type)
-    assert plan is zero_tp.planning.plan.plan and prepare is zero_tp.data.prepare.prepare
+    assert plan is zero_tp.planning.plan.plan and prepare is zero_tp.data.prepare
     with pytest.raises(AttributeError, match="has no attribute 'plam'"):
         _ = zero_tp.plam
 
