@@ -243,7 +243,7 @@ def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
     assert report["problems"][0] == {
         "where": f"{tmp_path}/a.jsonl:4",
         "reason": "malformed",
-        "detail": "not valid JSON: Expecting value at line 2 column 1",
+        "detail": "not valid JSON: Expecting value at line 1 column 10",
     }
     with pytest.raises(UserError, match=r"a\.jsonl:4: not valid JSON"):
         prepare(inputs, tmp_path / "strict", given, strict=True)

@@ -126,7 +126,7 @@ class Preparation:
                 if number not in spool.done and (not whole or number % n == i):
                     for block in source.blocks():
                         bar.update(before + source.position - bar.n)
-                        if block.number > reached.get(number, -1) and (whole or block.number % n == i):
+                        if block.number > reached.get(number, -1) and (whole or (number + block.number) % n == i):
                             yield number, block
                     self.ended.add(number)
                 before += size_of(source)

@@ -123,7 +123,7 @@ def _decoded(data: bytes) -> str | Problem:
 
 def object_of(line: bytes) -> dict[str, Any] | Problem:
     try:
-        record = parse_json(line.removeprefix(codecs.BOM_UTF8))
+        record = parse_json(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
     except InvalidJson as error:
         return Problem("not UTF-8" if "UTF-8" in str(error) else "malformed", str(error))
     if not isinstance(record, dict):
