@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import scaling
 from tests import published
+from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.plan import plan
@@ -101,3 +103,20 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     parameters, ports = 354_823_168, 8 * 50e9 * 0.5
     assert wide[0] - narrow[0] == pytest.approx(2 * parameters * 63 / 64 / ports)
     assert wide[1] > narrow[1]
+
+
+@THOROUGH
+def test_the_documents_show_the_scaling_as_it_is() -> None:
+    assert scaling.table("8 B", scaling.DEVICES) in (ROOT / "docs" / "scaling.md").read_text()
+
+
+def test_the_documents_have_the_scaling_figures_of_the_planner() -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    alone = published.B1_2.speed
+    overlapping = published.scaled(published.B8_3, 8, 64, heads=32)
+    after = replace(overlapping, program=replace(overlapping.program, hides_data=False))
+    more = published.B530_DP8.time.total - published.B530.time.total
+    share = published.B530_DP8.speed / published.B530.speed
+    rows = (f"| 74 % | {100 * overlapping.speed / alone:.1f} % |", f"| 60 % | {100 * after.speed / alone:.1f} % |")
+    for row in (*rows, f"| 96.6 % (+1.32 s) | {100 * share:.1f} % (+{more:.2f} s) |"):
+        assert row in text
