@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,11 @@ def test_the_public_names_are_what_they_say() -> None:
 def test_one_version() -> None:
     assert zero_tp_says("--version").stdout == f"zero-tp {zero_tp.__version__}\n"
     assert "version = attr: zero_tp.__version__\n" in (ROOT / "setup.cfg").read_text()
+
+
+def test_uv_takes_the_versions_that_pip_takes() -> None:
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
+    assert len(pinned) == 4 and set(pinned) <= set((ROOT / "constraints.txt").read_text().splitlines())
 
 
 def test_what_is_no_command_is_one_line() -> None:
