@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.native import perturbed
 from zero_tp.models.architectures import ARCHITECTURES
 from zero_tp.models.architectures.fields import FIXED_IN_DECODERS
 
@@ -85,15 +86,12 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
 
 
 def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
-    """Hugging Face's model, random everywhere: biases and norms too, so that none is missed."""
+    """Hugging Face's model, random everywhere."""
     named = dict(fields)
     config = AutoConfig.for_model(named.pop("model_type"), **named)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return perturbed(model)
 
 
 def tokens_for(fields: dict[str, Any]) -> torch.Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.decoders import MODEL_TYPES as DECODERS
-from tests.native import native_model
+from tests.native import native_model, perturbed
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.models.architectures import ARCHITECTURES
 
 LENGTH, BATCH, HEADS = 16, 3, 4
@@ -51,13 +52,9 @@ def config_of(fields: dict[str, Any]) -> Any:
 
 
 def encoder(fields: dict[str, Any], seed: int) -> Any:
-    """Hugging Face's model, random everywhere: biases and norms too, so that none is missed."""
+    """Hugging Face's model, random everywhere."""
     torch.manual_seed(seed)
-    model = native_model(config_of(fields), attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return perturbed(native_model(config_of(fields), attn_implementation="eager").eval())
 
 
 def rows_for(fields: dict[str, Any], seed: int, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
@@ -78,7 +75,7 @@ def rows_for(fields: dict[str, Any], seed: int, batch: int = BATCH, length: int 
         "input_ids": ids,
         "token_type_ids": drawn(fields["type_vocab_size"], batch, length),
         "attention_mask": mask,
-        "labels": drawn(fields["vocab_size"], batch, length).masked_fill(~chosen, -100),
+        "labels": drawn(fields["vocab_size"], batch, length).masked_fill(~chosen, IGNORE_INDEX),
     }
     if not fields["architectures"]:
         rows["next_sentence_label"] = drawn(2, batch)

@@ -6,11 +6,13 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from tests.compare import check_close
 from zero_tp.models import architectures as tables
 from zero_tp.models.architectures import architecture_of, native_class_of, weights_of
 from zero_tp.models.model import ParallelModel
@@ -36,6 +38,14 @@ def native_model(config: PretrainedConfig, **options: Any) -> Any:
     return getattr(transformers, native_class_of(config))._from_config(config, dtype=torch.float32, **options)
 
 
+def perturbed(model: Any, scale: float = 0.1) -> Any:
+    """The model, random everywhere: biases and norms too, so that none is missed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+    return model
+
+
 def our_class(config: PretrainedConfig) -> Any:
     return ZeroTPForCausalLM if architecture_of(config).spec(config).causal else ZeroTPForPreTraining
 
@@ -54,6 +64,23 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
         assert parameter.grad is not None, name
         found[name] = parameter.grad
     return found
+
+
+def check_gradients(model: ParallelModel, reference: Any) -> None:
+    """Every gradient of a model of one process is that of its twin, and no weight of either is without one."""
+    theirs = gradients(reference)
+    assert {name for weight in weights_of(model.config) for name in weight.names} == theirs.keys()
+    check_close(gradients(model), to_ours(model.config, theirs))
+
+
+def check_widths(config: PretrainedConfig, seed: int = 3) -> None:
+    """Weights drawn from a seed have the mean and the standard deviation of those that transformers draws."""
+    theirs = to_ours(config, native_model(config).state_dict())
+    for name, parameter in our_class(config)(config, Topology(world=1), seed=seed).named_parameters():
+        # Of two estimates from n numbers: the ratio of deviations has one of 1/√n, the difference of means of σ·√(2/n).
+        mean, std, few = theirs[name].mean().item(), theirs[name].std().item(), parameter.numel() ** -0.5
+        assert parameter.std().item() == pytest.approx(std, rel=max(0.05, 4 * few)), name
+        assert parameter.mean().item() == pytest.approx(mean, abs=1e-6 + 6 * std * few), name
 
 
 class Native:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.compare import check_close, grid, whole_gradients
-from tests.native import gradients, parallel_model, to_ours
+from tests.native import gradients, parallel_model, perturbed, to_ours
 from tests.packed import packed_kernels
 from tests.pools import Pools
 from tests.tiers import in_tiers
@@ -50,11 +50,7 @@ def reference_model(kind: str, attention: str, seed: int) -> Any:
     config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **CONFIGS[kind])
     config._attn_implementation = attention
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return perturbed(AutoModelForCausalLM.from_config(config).eval())
 
 
 def windows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:

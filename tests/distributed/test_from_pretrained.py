@@ -18,7 +18,7 @@ from tests.compare import grid
 from tests.distributed.test_checkpoint import OFFLOADS
 from tests.distributed.test_model import NO_DROPOUT
 from tests.distributed.test_pretrain import pretrain, script
-from tests.native import native_tensors, to_theirs
+from tests.native import native_tensors, perturbed, to_theirs
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
@@ -35,10 +35,7 @@ SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions":
 def random_model(**changes: Any) -> Any:
     torch.manual_seed(4)
     model = GPT2LMHeadModel(GPT2Config(**{**SIZES, **NO_DROPOUT, "bos_token_id": 0, "eos_token_id": 0, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    return model.eval()
+    return perturbed(model, 0.02).eval()
 
 
 def config_file(path: Path, directory: str) -> Path:

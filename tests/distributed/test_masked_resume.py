@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.launched import ROOT, metrics_of, pretrain
-from zero_tp.data import PrepareSettings, prepare
-from zero_tp.data.documents import read_documents
+from tests.launched import metrics_of, pretrain
+from tests.tiny_models import bert_fields, prepared_speeches
 
 pytestmark = pytest.mark.thorough
 FIGURES = ("loss", "masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
@@ -21,27 +19,14 @@ FIGURES = ("loss", "masked_loss", "masked_accuracy", "sentence_loss", "sentence_
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masked_resume")
-    texts = itertools.islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 20)
-    source = folder / "speeches.jsonl"
-    source.write_text("".join(json.dumps({"text": text[:10_000]}) + "\n" for text in texts))
-    prepare([source], folder / "data", PrepareSettings("wordpiece:600", 2, sentences="en"), progress=False)
+    prepared_speeches(folder, "wordpiece:600", 20, 10_000, validation=2)
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
         "zero_optimization": {"stage": 1},
         "zero_tp": {
-            "model": {
-                "model_type": "megatron-bert",
-                "num_hidden_layers": 2,
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "intermediate_size": 64,
-                "max_position_embeddings": 48,
-                "vocab_size": 600,
-                "hidden_dropout_prob": 0.0,
-                "attention_probs_dropout_prob": 0.0,
-            },
+            "model": bert_fields(),
             "objective": "masked",
             "data": {"train": "data/train", "validation": "data/validation", "sequence_length": 48},
             "training": {"steps": 6},

@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertForPreTraining, BertTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.launched import script
+from tests.native import perturbed
 from tests.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
@@ -36,10 +37,7 @@ def directory(tmp_path: Path) -> Path:
         intermediate_size=32,
         max_position_embeddings=POSITIONS,
     )
-    model: Any = BertForPreTraining(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model: Any = perturbed(BertForPreTraining(config), 0.3)
     model.save_pretrained(tmp_path / "model")
     BertTokenizer(vocab={word: number for number, word in enumerate(WORDS)}).save_pretrained(tmp_path / "model")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.compare import check_close, grid, whole_gradients
-from tests.native import gradients, parallel_model, to_ours
+from tests.native import gradients, parallel_model, perturbed, to_ours
 from tests.pools import Pools
 from zero_tp.errors import UserError
 from zero_tp.models.wrapper import ZeroTPForCausalLM
@@ -28,15 +28,10 @@ EACH_GRID = pytest.mark.parametrize(
 
 
 def reference_model(attention: str = "sdpa", **changes: Any) -> Any:
-    """Random everywhere: biases and norms too, so that none is missed."""
     config = GPT2Config(**{**SIZES, **NO_DROPOUT, "bos_token_id": 0, "eos_token_id": 0, **changes})
     config._attn_implementation = attention
     torch.manual_seed(1)
-    model = GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return perturbed(GPT2LMHeadModel(config).eval())
 
 
 def batch(vocabulary: int, padding: str) -> dict[str, Tensor]:

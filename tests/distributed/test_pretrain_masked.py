@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, MegatronBertForMaskedLM, MegatronBertForPreTraining
 
-from tests.launched import ROOT, metrics_of, pretrain, said, script
+from tests.launched import metrics_of, pretrain, said, script
 from tests.tiers import THOROUGH
+from tests.tiny_models import CORPUS, bert_fields
 from zero_tp.config import RunConfig
 from zero_tp.training.run import PreparedRun
 
@@ -28,15 +29,7 @@ CONFIG: dict[str, Any] = {
     },
     "zero_optimization": {"stage": 2},
     "zero_tp": {
-        "model": {
-            "model_type": "megatron-bert",
-            "num_hidden_layers": 2,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "max_position_embeddings": 48,
-            "vocab_size": 512,
-        },
+        "model": bert_fields(vocab_size=512, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
         "objective": "masked",
         "parallel": {"tensor": 2, "sequence": True},
         "data": {"train": "data/train", "validation": "data/validation", "sequence_length": 48},
@@ -49,8 +42,7 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("masked")
-    corpus = str(ROOT / "launch" / "corpus" / "sotu.jsonl.gz")
-    words = ("--input", corpus, "--tokenizer", "wordpiece:512", "--split-sentences", "en", "--output", "data")
+    words = ("--input", str(CORPUS), "--tokenizer", "wordpiece:512", "--split-sentences", "en", "--output", "data")
     prepared = script("launch/prepare_data.py", directory, *words)
     assert prepared.returncode == 0, prepared.stderr
     (directory / "run.json").write_text(json.dumps(CONFIG))

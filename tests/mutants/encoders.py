@@ -45,4 +45,11 @@ MUTANTS: dict[str, Mutant] = {
         "right = (softmax.others[:, 1] == 1).any(0) if choosing else None",
         (ROWS,),
     ),
+    "the-later-segment-is-cut": Mutant(
+        "Two segments end after s - 3 tokens, within a sentence that tells which is the later one.",
+        "zero_tp/data/masked.py",
+        "if self.sentence_order and len(begins):",
+        "if False:",
+        ("tests/unit/test_masked_samples.py::test_no_full_stop_tells_the_order",),
+    ),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from tests.corpora import TEXTS, held_out, run
 from tests.tiers import in_tiers
-from zero_tp.data.documents import read_documents
+from tests.tiny_models import speeches
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError
@@ -46,7 +45,7 @@ def test_a_given_tokenizer(tmp_path: Path) -> None:
     assert ids == AutoTokenizer.from_pretrained(str(first.output / "tokenizer"))("the café").input_ids
 
 
-SPEECHES = [text[:20_000] for text in itertools.islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 12)]
+SPEECHES = speeches(12, 20_000)
 
 
 @pytest.mark.parametrize("cased", in_tiers([False, True], [False]))

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.compare import check_close
 from tests.decoders import BATCH, MODEL_TYPES, decoder, decoder_fields, tokens_for
-from tests.native import gradients, parallel_model, to_ours
+from tests.native import check_gradients, check_widths, parallel_model
 from tests.tiers import in_tiers
-from zero_tp.models.architectures import weights_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -37,9 +36,7 @@ def test_logits_loss_and_every_gradient(model_type: str, data: st.DataObject) ->
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     expected.loss.backward()
     found.loss.backward()
-    theirs = gradients(reference)
-    assert {name for weight in weights_of(model.config) for name in weight.names} == theirs.keys()
-    check_close(gradients(model), to_ours(model.config, theirs))
+    check_gradients(model, reference)
 
 
 @EACH_TYPE
@@ -113,7 +110,4 @@ def test_a_model_drawn_from_a_seed_is_as_wide_as_transformers_draws_it(model_typ
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * 2
     config.pad_token_id = None
-    theirs = to_ours(config, AutoModelForCausalLM.from_config(config).state_dict())
-    for name, parameter in ZeroTPForCausalLM(config, Topology(world=1), seed=3).named_parameters():
-        assert parameter.float().std().item() == pytest.approx(theirs[name].float().std().item(), rel=0.05), name
-        assert parameter.float().mean().item() == pytest.approx(theirs[name].float().mean().item(), abs=1e-3), name
+    check_widths(config)

@@ -27,9 +27,10 @@ from tests.encoders import (
     rows_for,
     without_sentences,
 )
-from tests.native import gradients, native_model, parallel_model, to_ours
+from tests.native import check_gradients, check_widths, gradients, parallel_model, to_ours
+from tests.tiny_models import bert_fields
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import weights_of
 from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.topology import Topology
 
@@ -39,21 +40,9 @@ ALONE = Topology(world=1)
 
 
 def fields_of(model_type: str, **changes: Any) -> dict[str, Any]:
-    fields = {
-        "model_type": model_type,
-        "vocab_size": 61,
-        "hidden_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 40,
-        "max_position_embeddings": LENGTH,
-        "type_vocab_size": 2,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "pad_token_id": 0,
-        "architectures": None,
-    }
-    return {**fields, **changes}
+    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": LENGTH}
+    rest = {"type_vocab_size": 2, "pad_token_id": 0, "architectures": None}
+    return bert_fields(model_type=model_type, **{**sizes, **rest, **changes})
 
 
 @EACH_TYPE
@@ -69,9 +58,7 @@ def test_logits_losses_and_every_gradient(model_type: str, data: st.DataObject) 
     assert output.loss.item() == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
     output.loss.backward()
-    theirs = gradients(reference)
-    assert {name for weight in weights_of(model.config) for name in weight.names} == theirs.keys()
-    check_close(gradients(model), to_ours(model.config, theirs))
+    check_gradients(model, reference)
 
 
 @EACH_TYPE
@@ -84,7 +71,7 @@ def test_figures_and_each_tokens_loss(model_type: str, seed: int) -> None:
     words, order = logits["prediction_logits"], logits["seq_relationship_logits"]
     rows["labels"][0, 1] = words[0, 1].argmax()
     rows["next_sentence_label"][1] = order[1].argmax()
-    chosen = rows["labels"] != -100
+    chosen = rows["labels"] != IGNORE_INDEX
     right, in_order = words.argmax(-1) == rows["labels"], order.argmax(-1) == rows["next_sentence_label"]
     assert right[chosen].any() and in_order.any()
     output = model(**rows)
@@ -107,7 +94,7 @@ def test_nothing_that_is_padded_or_ignored_changes_a_bit(seed: int) -> None:
     fields = fields_of("bert")
     model, rows = parallel_model(encoder(fields, seed), ALONE), rows_for(fields, seed)
     before = model(**rows)
-    places = (rows["labels"].flatten() != -100).nonzero().squeeze(1)
+    places = (rows["labels"].flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     assert model(**rows, label_places=places).loss == before.loss
     other = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, 1)
     assert not torch.equal(other, rows["input_ids"])
@@ -136,7 +123,7 @@ def test_the_vocabulary_meets_the_masked_tokens_alone(seed: int) -> None:
     tokens = torch.randint(997, (2, 100))
     flops = []
     for masked in (15, 100):
-        labels = tokens.masked_fill(torch.arange(100) >= masked, -100)
+        labels = tokens.masked_fill(torch.arange(100) >= masked, IGNORE_INDEX)
         with Products(997) as products:
             model(tokens, labels=labels).loss.backward()
         flops.append(products.flops)
@@ -148,7 +135,7 @@ def test_the_vocabulary_meets_the_masked_tokens_alone(seed: int) -> None:
 def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed: int) -> None:
     fields = fields_of(model_type)
     model, rows = parallel_model(encoder(fields, seed), ALONE), rows_for(fields, seed)
-    rows["attention_mask"][1], rows["labels"][1] = 0, -100
+    rows["attention_mask"][1], rows["labels"][1] = 0, IGNORE_INDEX
     model(**rows).loss.backward()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
@@ -238,12 +225,7 @@ def test_names_of_old_files_and_what_has_no_weights(model_type: str, tmp_path: P
 
 @EACH_TYPE
 def test_a_model_drawn_from_a_seed_is_as_wide_as_transformers_draws_it(model_type: str) -> None:
-    config = config_of(fields_of(model_type, hidden_size=256, vocab_size=200, intermediate_size=512))
-    theirs = to_ours(config, native_model(config).state_dict())
-    for name, parameter in ZeroTPForPreTraining(config, ALONE, seed=3).named_parameters():
-        few = 4 * parameter.numel() ** -0.5  # four standard deviations of the ratio of two such estimates
-        assert parameter.std().item() == pytest.approx(theirs[name].std().item(), rel=max(0.05, few)), name
-        assert parameter.mean().item() == pytest.approx(theirs[name].mean().item(), abs=4e-3), name
+    check_widths(config_of(fields_of(model_type, hidden_size=256, vocab_size=200, intermediate_size=512)))
 
 
 def test_what_does_not_fit_is_refused() -> None:

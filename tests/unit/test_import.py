@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.native import to_theirs
+from tests.native import perturbed, to_theirs
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.evaluation.pretrained import open_directory
@@ -33,11 +33,7 @@ IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
 
 def native(**changes: Any) -> Any:
     torch.manual_seed(3)
-    model = GPT2LMHeadModel(GPT2Config(**{**SIZES, **IDS, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return perturbed(GPT2LMHeadModel(GPT2Config(**{**SIZES, **IDS, **changes})))
 
 
 @pytest.fixture

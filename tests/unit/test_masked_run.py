@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,36 +9,22 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_models import bert_fields, prepared_speeches
 from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.data import PrepareSettings, prepare
-from zero_tp.data.documents import read_documents
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.training.run import PreparedRun
 
-ROOT = Path(__file__).parents[2]
-BERT: dict[str, Any] = {
-    "model_type": "bert",
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "max_position_embeddings": 32,
-    "vocab_size": 400,
-}
+BERT = bert_fields(model_type="bert", max_position_embeddings=32, vocab_size=400)
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 400}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("masked_run")
-    texts = itertools.islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 6)
-    source = folder / "speeches.jsonl"
-    source.write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in texts))
-    return prepare([source], folder / "data", PrepareSettings("wordpiece:400", 1, sentences="en")).output
+    return prepared_speeches(tmp_path_factory.mktemp("masked_run"), "wordpiece:400", 6, 4000, validation=1)
 
 
 def config_of(

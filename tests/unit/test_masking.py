@@ -16,17 +16,16 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 from tests.tiers import in_tiers
+from tests.tiny_models import speeches
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data import permutation
-from zero_tp.data.documents import read_documents
 from zero_tp.data.masked import Masking, ngrams
 from zero_tp.data.permutation import uniforms
 from zero_tp.data.tokenizer import MaskingVocabulary
 from zero_tp.data.tokenizer_training import train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-SPEECHES = [text[:20_000] for text in itertools.islice(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz"), 12)]
+SPEECHES = speeches(12, 20_000)
 BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
 """Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
 SPECIAL = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.batch import positions_of
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
@@ -38,7 +39,7 @@ class _Samples:
         if packed.separate:
             documents = packed.documents(range(k, k + 1))[:, :-1]
             found["position_ids"] = positions_of(documents)[0]
-            found["labels"][found["position_ids"] == 0] = -100
+            found["labels"][found["position_ids"] == 0] = IGNORE_INDEX
         return found
 
 

@@ -6,7 +6,9 @@ where a sentence begins; half of the samples have them swapped, and sentence ord
 
 Windows of a document begin every s - 3 tokens, and each is one sample of a pass: the last one is as long as what is
 left, which is padded. In a corpus with sentences (each a sequence of its index) a window begins with the sentence that
-it would have begun within, and ends s - 3 tokens later. So a pass has nearly every token nearly once.
+it would have begun within. For two segments it ends with a sentence too, and what is more than s - 3 tokens is trimmed
+from the longer segment, a token at a time from either end, as BERT and Megatron-LM do: if a cut showed which segment is
+the later one, order could be told without reading. So a pass has nearly every token nearly once.
 
 Whole words are masked in n-grams, as BERT and Megatron-LM do. A word is what the tokenizer's own marks say: WordPiece's
 `##` goes on with one, byte-level BPE's `Ġ` (and other white space) and SentencePiece's `▁` begin one. An n-gram is n
@@ -126,6 +128,18 @@ def ngrams(
         yield word, n
 
 
+def trimmed(parts: Sequence[npt.NDArray[np.int64]], most: int, draw: Iterator[float]) -> list[npt.NDArray[np.int64]]:
+    """Return parts of a row that have `most` tokens together: the longest loses one at a time, from either end."""
+    spans = [[0, len(part)] for part in parts]
+    for _ in range(sum(map(len, parts)) - most):
+        span = max(spans, key=lambda span: span[1] - span[0])
+        if next(draw) < 0.5:
+            span[0] += 1
+        else:
+            span[1] -= 1
+    return [part[slice(*span)] for part, span in zip(parts, spans, strict=True)]
+
+
 class DocumentWindows:
     """The windows of a corpus' documents are numbered in order: window w is the j-th of a document.
 
@@ -208,7 +222,7 @@ class SegmentPairs:
             if not len(begins):
                 begins = np.flatnonzero(vocabulary.word_begins(tokens)[1:]) + 1
             cut = int(begins[int(next(draw) * len(begins))]) if len(begins) else 1 + int(next(draw) * (len(tokens) - 1))
-            parts = [tokens[:cut], tokens[cut:]]
+            parts = trimmed([tokens[:cut], tokens[cut:]], s - self.special, draw)
         swapped = self.sentence_order and next(draw) < 0.5
         row, types, used = np.full(s, vocabulary.padding, np.int64), np.zeros(s, np.int64), 1
         row[0] = vocabulary.classifier
@@ -241,10 +255,18 @@ class SegmentPairs:
             lowest = at - length // 2  # a sentence as long as a window would be all of it each time
             begun = corpus.sequences(first + lowest, at - lowest + 1)
             at = lowest + int(begun[-1]) if len(begun) else at
-        tokens = corpus.read(first + at, min(length, size - at))
-        if at + len(tokens) == size and tokens[-1] == self.masking.vocabulary.end:
+        stop = min(at + length, size)
+        begins = corpus.sequences(first + at + 1, stop - at - 1) + 1
+        if self.sentence_order and len(begins):
+            after = corpus.sequences(first + stop, min(length, size - stop))
+            if len(after) or stop + length >= size:
+                stop = stop + int(after[0]) if len(after) else size
+            else:  # a sentence as long as a window: its end would tell which segment is the later one
+                begins = begins[:0]
+        tokens = corpus.read(first + at, stop - at)
+        if stop == size and tokens[-1] == self.masking.vocabulary.end:
             tokens = tokens[:-1]
-        return tokens, corpus.sequences(first + at + 1, len(tokens) - 1) + 1
+        return tokens, begins[begins < len(tokens)]
 
 
 def _batch(rows: Sequence[dict[str, npt.NDArray[np.int64]]]) -> MaskedBatch:

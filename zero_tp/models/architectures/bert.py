@@ -16,15 +16,7 @@ from zero_tp.models.architectures.table import Architecture, Weight
 from zero_tp.models.spec import TransformerSpec
 
 FIELDS = Fields(
-    sizes=(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "type_vocab_size",
-    ),
+    sizes=(*common.SIZES, "type_vocab_size"),
     positive=("initializer_range", "layer_norm_eps"),
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     choices={"hidden_act": tuple(common.ACTIVATIONS)},

@@ -33,6 +33,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": F.silu,
 }
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+"""The sizes that most configs have, under the general names."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -53,15 +63,7 @@ def fields(
         epsilon: the norms' field. The others: see Fields.
     """
     return Fields(
-        sizes=(
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-            *sizes,
-        ),
+        sizes=(*SIZES, *sizes),
         positive=("initializer_range", epsilon),
         dropouts=("attention_dropout", *dropouts),
         choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
