@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
+from zero_tp.__main__ import parser
+from zero_tp.commands import COMMANDS
 from zero_tp.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,14 +39,34 @@ def test_every_file_that_is_named_exists() -> None:
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("script", ["prepare_data", "pretrain", "plan", "convert", "zero_shot", "sample"])
-def test_the_options_that_are_given_exist(script: str) -> None:
-    rows = [line for line in README.splitlines() if f"/{script}.py" in line]
-    options = set(re.findall(r"--[a-z_-]+", " ".join(rows))) - {"--num_accelerators"}
-    path = next(ROOT.glob(f"*/{script}.py"))
-    known = ""
-    for words in [["to-hf"], ["inspect"]] if script == "convert" else [[]]:
-        done = subprocess.run([sys.executable, str(path), *words, "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        known += done.stdout
-    assert options and not [option for option in options if option not in known]
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each `zero-tp` command in the page's shell blocks, those that launchers start included."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    text = re.sub(r"\$\(zero-tp path (pretrain|evaluate)\)", r"zero-tp \1", "".join(blocks).replace("\\\n", ""))
+    text = text.replace("$(zero-tp path corpus)", "CORPUS")
+    variables = dict(re.findall(r"^(\w+)=\"(.*)\"$", text, re.MULTILINE))
+    lines = [re.sub(r"\$(\w+)", lambda name: variables[name[1]], line) for line in text.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line[line.index("zero-tp") + 1 :] for line in words if "zero-tp" in line]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/faq.md"])
+def test_the_commands_are_such_as_the_parser_takes(page: str) -> None:
+    commands = commands_of(ROOT / page)
+    assert len(commands) > 5
+    for words in commands:
+        options = parser("zero-tp").parse_args(words)
+        configs = [getattr(options, name, None) for name in ("file", "deepspeed_config")]
+        assert not [config for config in configs if config is not None and not config.exists()], words
+
+
+def test_the_table_has_every_command_with_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"^\| (`zero-tp .*?) \| ", README.replace("\\|", "/"), re.MULTILINE)
+    pieces = [piece for row in rows for piece in re.findall(r"`zero-tp (.*?)`", row)]
+    assert {piece.split()[0] for piece in pieces} == COMMANDS.keys()
+    for piece in pieces:
+        name, *words = re.findall(r"^\w+(?: to-hf)?|--[\w-]+", piece)
+        with pytest.raises(SystemExit):
+            parser("zero-tp").parse_args([*name.split(), "--help"])
+        known = capsys.readouterr().out
+        assert not [word for word in words if word not in known], piece
