@@ -131,7 +131,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         plain = folder / f"plain{turn}"
         taken["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
         forget(checkpoint)
-        taken["load"] = timed(partial(resume, engine.zero, checkpoint, config))
+        taken["load"] = timed(partial(resume, engine.zero, checkpoint, config.zero_tp.training.seed))
         forget(plain)
         taken["read"] = timed(partial(read_plainly, plain))
         if turn >= WARM_UP:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
     from zero_tp.planning.plan import plan
     from zero_tp.topology import Topology
+    from zero_tp.trainer import ZeroTPTrainer
     from zero_tp.training.engine import TrainingEngine
 
 __version__ = "0.1.0"
@@ -22,12 +23,14 @@ __all__ = [
     "TrainingEngine",
     "ZeroTPForCausalLM",
     "ZeroTPForPreTraining",
+    "ZeroTPTrainer",
     "plan",
     "prepare",
 ]
 
 _WHERE = {
     **{"RunConfig": "config", "Topology": "topology", "TrainingEngine": "training.engine"},
+    "ZeroTPTrainer": "trainer",
     **dict.fromkeys(("ZeroTPForCausalLM", "ZeroTPForPreTraining"), "models.wrapper"),
     **{"plan": "planning.plan", "prepare": "data.corpus"},
 }

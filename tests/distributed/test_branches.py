@@ -58,7 +58,7 @@ def go_back(path: str, run: str, to: int, last: int, broken: bool = False) -> tu
     from zero_tp.checkpoint.resume import resume
 
     engine, config = build(path)
-    assert resume(engine.zero, step_directory(Path(run), to), config) == to
+    assert resume(engine.zero, step_directory(Path(run), to), config.zero_tp.training.seed) == to
     saver = save.Saver(engine.zero, config, Path(run), goes_on_from=to)
     removed = []
     for step in range(to + 1, last + 1):

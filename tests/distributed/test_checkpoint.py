@@ -138,7 +138,7 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     engine, config = build(path)
     checkpoint = find_resumable(Path(run), config)
     assert checkpoint is not None
-    step = resume(engine.zero, checkpoint, config)
+    step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
 
 
@@ -232,7 +232,7 @@ def resumed_in(path: str, run: str) -> tuple[float | None, float]:
         engine, config = build(path)
         checkpoint = find_resumable(Path(run), config)
         assert checkpoint is not None
-        step = resume(engine.zero, checkpoint, config)
+        step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
         scale = engine.zero.loss_scale
         at_start = None if scale is None else scale.value
         return at_start, steps_of(engine, step + 1, step + 1)[0][0]

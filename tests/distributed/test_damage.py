@@ -168,7 +168,9 @@ def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str
     steps_of(engine, 1, 1)
     found = look(Path(run), config)
     try:
-        found = take_whole(found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config))
+        found = take_whole(
+            found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config.zero_tp.training.seed)
+        )
     except UserError as error:
         return f"error: {error}", [], {}
     return str(found.checkpoint), list(found.notes), masters_of(engine)

@@ -147,7 +147,7 @@ def moved(path: str, run: str, again: str) -> list[float]:
     engine, config = build(path)
     checkpoint = find_resumable(Path(run), config)
     assert checkpoint is not None
-    assert resume(engine.zero, checkpoint, config) == SAVED
+    assert resume(engine.zero, checkpoint, config.zero_tp.training.seed) == SAVED
     saver = Saver(engine.zero, config, Path(again))
     saver.save(SAVED)
     assert saver.outcome() == (SAVED, "")

@@ -9,11 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     *("constants", "errors", "validation", "files", "shipped", "devices", "topology"),
-    *("parallel", "tensors", "architectures", "weights", "models", "activations"),
+    *("parallel", "tensors", "architectures", "weights", "models", "activations", "wrapper"),
     *("config", "zero", "checkpoint", "data", "process", "training"),
 )
-"""From the bottom to the top. `architectures` are models/architectures and the spec that they translate to."""
-BESIDE = ("planning", "evaluation")
+"""From the bottom to the top. `architectures` are models/architectures and the spec that they translate to; `wrapper`
+is the models' Hugging Face face, which can recompute activations."""
+BESIDE = ("planning", "evaluation", "trainer")
 """Tools that import what they need of the others, but not each other; nothing above imports them."""
 COMMANDS = ("cli",)
 TOP = ("commands", "__main__", "pretrain", "evaluate")
@@ -25,6 +26,8 @@ def room(module: str) -> str:
     parts = module.split(".")
     if parts[1:3] == ["models", "architectures"] or parts[1:3] == ["models", "spec"]:
         return "architectures"
+    if parts[1:3] == ["models", "wrapper"]:
+        return "wrapper"
     return parts[1] if len(parts) > 1 else ""
 
 

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.directory import Damaged, check_file, check_sizes, read_manifest
-from zero_tp.checkpoint.manifest import Manifest, ManifestFile, Parallelism, check_same_run, states_file
+from zero_tp.checkpoint.manifest import Manifest, ManifestFile, check_same_run, states_file
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -284,11 +284,14 @@ class Verification(AbstractContextManager["Verification"]):
         self._thread.shutdown(cancel_futures=True)
 
 
-def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
+def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
     """Restore masters, moments, counts, schedule, loss scale and random streams; check every file. Collective.
 
     On the grid that saved it, each rank reads its own file, once. On another one, ranks share out the files to hash,
     and read the pieces that they hold from whichever files have them.
+
+    Args:
+        seed: of the run, for new random streams on another grid.
 
     Returns:
         The checkpoint's step.
@@ -322,7 +325,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, config: RunConfig) -> int:
         zero.fill_module()
         with directory.taken_as_it_stands(checkpoint, manifest):
             zero.restore_progress(manifest.progress.model_dump())
-            _restore_streams(zero, checkpoint, manifest, config)
+            _restore_streams(zero, checkpoint, manifest, seed)
             if manifest.generation is not None:
                 model.generation_config = GenerationConfig(**manifest.generation)
     return manifest.step
@@ -353,12 +356,13 @@ def _fill(
         states.get(fragment, kind).copy_(piece)
 
 
-def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
+def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, seed: int) -> None:
     """Restore the streams as they were where the grid is the same; elsewhere take new ones, chosen by seed and step."""
     topology, streams = zero.topology, zero.model.streams
-    before, now = Parallelism.saved(manifest), Parallelism.of(config)
-    if (before.tensor, before.data, before.sequence) != (now.tensor, now.data, now.sequence):
-        streams.reseed(topology, manifest.fixed["zero_tp.training.seed"] + manifest.step)
+    split_sequence = manifest.sequence and manifest.tensor > 1
+    before = (manifest.tensor, manifest.data, split_sequence)
+    if before != (topology.tensor, topology.data, topology.sequence):
+        streams.reseed(topology, seed + manifest.step)
         return
     with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:
         names = [key for key in file.keys() if key.startswith(f"{RANDOM}/")]  # noqa: SIM118 - not a mapping

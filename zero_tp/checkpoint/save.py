@@ -10,7 +10,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,13 +92,11 @@ class Saver:
         if problem:  # on every rank
             self._tell("outcome", problem)
             return
-        states = self.zero.states()
-        starts = {fragment.name: fragment.start + share.start for fragment, share in self._shares(states)}
-        entries = list(self._entries(states))
-        manifest = self._manifest(states)
+        entries, metadata = own_entries(self.zero)
+        manifest = self._manifest()
         if self.background:
             entries = [_in_host_memory(entry) for entry in entries]
-        arguments = (entries, {STARTS: json.dumps(starts)}, manifest)
+        arguments = (entries, metadata, manifest)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
         if not self.background:
@@ -166,36 +164,14 @@ class Saver:
         value: bytes = self._store.get(key)
         return value.decode()
 
-    def _shares(self, states: OptimizerStates) -> Iterator[tuple[Fragment, slice]]:
-        """Yield each fragment of which this rank writes something, and which of its elements."""
-        for fragment in states.fragments:
-            share = self.zero.share(fragment)
-            if share.stop > share.start:
-                yield fragment, share
-
-    def _entries(self, states: OptimizerStates) -> Iterator[Entry]:
-        kinds = states.kinds()
-        for fragment, share in self._shares(states):
-            for kind in kinds:
-                read = partial(_read, states, fragment, kind, share)
-                yield Entry(tensor_name(fragment.name, kind), (share.stop - share.start,), read().dtype, read)
-        for name, state in self.zero.model.streams.state_dict().items():
-            yield Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
-
-    def _manifest(self, states: OptimizerStates) -> dict[str, Any]:
-        model = self.zero.model
+    def _manifest(self) -> dict[str, Any]:
         return {
             **Parallelism.of(self.config)._asdict(),
-            "model": model.config.to_dict(),
-            "generation": model.generation_config.to_dict() if model.generation_config is not None else None,
-            "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
-            "kinds": states.kinds(),
-            "progress": self.zero.progress(),
+            **described(self.zero),
             "fixed": fixed_of(self.config),
             "corpora": self.corpora,
             "validation": self.validation,
             "tokenizer": str(self.tokenizer) if self.tokenizer else None,
-            "versions": versions(),
             "config": self.config.resolved(),
         }
 
@@ -234,6 +210,36 @@ class Saver:
         self._saved, settings = self._step, self.config.zero_tp.checkpoint
         self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
         return {}
+
+
+def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
+    """Return (tensors, metadata) of the file that this rank writes into a checkpoint."""
+    states, entries, starts = zero.states(), [], dict[str, int]()
+    kinds = states.kinds()
+    for fragment in states.fragments:
+        share = zero.share(fragment)
+        if share.stop <= share.start:
+            continue
+        starts[fragment.name] = fragment.start + share.start
+        for kind in kinds:
+            read = partial(_read, states, fragment, kind, share)
+            entries.append(Entry(tensor_name(fragment.name, kind), (share.stop - share.start,), read().dtype, read))
+    for name, state in zero.model.streams.state_dict().items():
+        entries.append(Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state)))
+    return entries, {STARTS: json.dumps(starts)}
+
+
+def described(zero: ZeroEngine) -> dict[str, Any]:
+    """Return what a manifest says of the model, its states, how far they are, and the libraries."""
+    model = zero.model
+    return {
+        "model": model.config.to_dict(),
+        "generation": model.generation_config.to_dict() if model.generation_config is not None else None,
+        "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
+        "kinds": zero.states().kinds(),
+        "progress": zero.progress(),
+        "versions": versions(),
+    }
 
 
 def _read(states: OptimizerStates, fragment: Fragment, kind: str, share: slice) -> Tensor:

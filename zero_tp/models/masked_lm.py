@@ -92,6 +92,7 @@ class MaskedLM(ParallelModel):
         return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: Tensor | float | None = None,
+        num_rows_in_batch: Tensor | float | None = None,
     ) -> PreTrainingOutput:
         """Return the losses and, when asked or when there are no labels, logits.
 
@@ -107,6 +108,7 @@ class MaskedLM(ParallelModel):
             reduction: `none` gives each token's and each row's loss, for evaluation, without gradient.
             num_items_in_batch: what the sum of the masked tokens' losses is divided by, instead of their number: the
                 forwards of one step can share a number.
+            num_rows_in_batch: likewise of the rows' losses.
 
         Returns:
             Losses are means, fp32, equal on all TP ranks; with `none` `masked_loss` is [b, s], 0 where a label is
@@ -153,7 +155,7 @@ class MaskedLM(ParallelModel):
         if next_sentence_label is not None:
             if scores is None:
                 raise ValueError("next_sentence_label, but the model has no sentence head")
-            _score_sentences(output, scores, next_sentence_label, reduction)
+            _score_sentences(output, scores, next_sentence_label, reduction, num_rows_in_batch)
         if reduction == "mean":
             losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
             output.loss = sum(losses[1:], losses[0]) if losses else None
@@ -189,7 +191,9 @@ class MaskedLM(ParallelModel):
         output.masked_accuracy = right.new_zeros(batch * length).index_put((places,), right).view(batch, length)
 
 
-def _score_sentences(output: PreTrainingOutput, scores: Tensor, labels: Tensor, reduction: str) -> None:
+def _score_sentences(
+    output: PreTrainingOutput, scores: Tensor, labels: Tensor, reduction: str, divisor: Tensor | float | None
+) -> None:
     """Fill in the losses of the rows' labels [b] under scores [b, 2]."""
     if labels.shape != scores.shape[:1]:
         raise ValueError(f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}")
@@ -197,5 +201,8 @@ def _score_sentences(output: PreTrainingOutput, scores: Tensor, labels: Tensor, 
     inside = (labels == 0) | (labels == 1) | ~counted
     torch._assert_async(inside.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
     right = scores.detach().argmax(1) == labels
-    output.sentence_loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction)
-    output.sentence_accuracy = right if reduction == "none" else right.sum() / counted.sum()
+    taken = "sum" if divisor is not None else reduction
+    loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=taken)
+    output.sentence_loss = loss if divisor is None else loss / divisor
+    rows = counted.sum() if divisor is None else divisor
+    output.sentence_accuracy = right if reduction == "none" else right.sum() / rows

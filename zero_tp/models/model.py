@@ -85,7 +85,7 @@ class ParallelModel(nn.Module, ABC):
         spec: TransformerSpec | None = None,
     ) -> None:
         config = self.config
-        self.topology = topology or Topology()
+        self.topology, self.seed = topology or Topology(), seed
         self.architecture = architecture_of(config)
         self.spec = spec or self.architecture.spec(config)
         if self.spec.causal != self.causal:
@@ -235,5 +235,5 @@ def _refusal(topology: Topology, where: str) -> UserError:
     return UserError(
         f"a model of tensor parallel size {topology.tensor} in {where}, as Accelerator.prepare and Trainer make it, "
         "would average the gradients of different shards; train it with zero-tp pretrain, call "
-        "deepspeed.initialize(mpu=topology), or use tensor parallel size 1"
+        "deepspeed.initialize(mpu=topology), or tensor parallel size 1"
     )

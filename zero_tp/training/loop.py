@@ -93,7 +93,7 @@ def train(
                 compiled=config.zero_tp.compile,
             )
             if found.checkpoint is not None:
-                take = partial(resume, engine.zero, config=config)
+                take = partial(resume, engine.zero, seed=config.zero_tp.training.seed)
                 found = take_whole(found, directory, config, take, resume_from)
         manifest = found.manifest
         notes += found.notes

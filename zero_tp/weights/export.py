@@ -32,6 +32,7 @@ from zero_tp.models.architectures import (
     to_theirs,
     weights_of,
 )
+from zero_tp.models.architectures.configs import CONFIG
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
@@ -139,6 +140,7 @@ def write_native(
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
+    among: bool = False,
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
 
@@ -151,15 +153,16 @@ def write_native(
             `plan_shards`. The config records their dtype.
         generation: settings of generation; by default those that the config implies.
         tokenizer: a directory whose tokenizer is copied in.
+        among: the directory is others' too, which may write in it meanwhile: files are put into it one by one.
 
     Raises:
         UserError: the directory exists and `overwrite` is off, or is no model; `max_shard_size` is not a size; a
             tensor is missing, unexpected or has a wrong shape.
     """
     target = Path(directory)
-    if target.exists() and not overwrite:
+    if target.exists() and not (overwrite or among):
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
-    if not _replaceable(target):
+    if not among and not _replaceable(target):
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
     architecture = architecture_of(config)
     config = copy.deepcopy(config)
@@ -182,7 +185,24 @@ def write_native(
             settings.save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
-        put_in_place(temporary, target, lambda name: fnmatch(name, "model*.safetensors*"))
+        if among and target.is_dir():
+            _put_among(temporary, target)
+        else:
+            put_in_place(temporary, target, _is_weights)
+
+
+def _is_weights(name: str) -> bool:
+    return fnmatch(name, "model*.safetensors*")
+
+
+def _put_among(written: Path, target: Path) -> None:
+    """Move files into a directory, the config last; weights of an older model that was there go."""
+    names = sorted((file.name for file in written.iterdir()), key=lambda name: name == CONFIG)
+    for name in names:
+        os.replace(written / name, target / name)
+    for file in list(target.iterdir()):
+        if _is_weights(file.name) and file.name not in names:
+            file.unlink()
 
 
 def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
@@ -217,12 +237,14 @@ def save_pretrained(
     generation: GenerationConfig | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
+    among: bool = False,
 ) -> None:
     """Write a live model as its native class. Collective; global rank 0 writes and the others wait for it.
 
     Args:
         parameters: the model's, by name; sharded over the topology's TP group as their layouts say.
         dtype: of the written weights; by default that of the parameters.
+        among: see `write_native`.
 
     Raises:
         UserError: see `write_native`; rank 0's own error there, and its text on the other ranks.
@@ -243,6 +265,7 @@ def save_pretrained(
                 generation=generation,
                 max_shard_size=max_shard_size,
                 overwrite=True,
+                among=among,
             )
         except Exception as error:  # whatever it is, the other ranks are to hear of it; raised below
             failure = error
@@ -256,3 +279,29 @@ def save_pretrained(
             failure = UserError(outcome[0])
     if failure is not None:
         raise failure
+
+
+def save_tensors(
+    directory: str | os.PathLike[str],
+    config: PretrainedConfig,
+    whole: Mapping[str, Tensor],
+    *,
+    generation: GenerationConfig | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write whole weights by our names as the native class, into a directory that may be others' too. Not collective.
+
+    Raises:
+        UserError: see `write_native`; a weight is missing.
+    """
+    for weight in weights_of(config):
+        if weight.ours not in whole:
+            raise UserError(f"{directory}: no weight {weight.ours} among those that are to be saved")
+    chosen = dtype or next(iter(whole.values())).dtype
+    entries = native_entries(
+        config, lambda name: tuple(whole[name].shape), lambda name: whole[name].detach().cpu(), chosen
+    )
+    write_native(
+        directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, among=True
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -54,10 +55,10 @@ def native_model(config: PretrainedConfig) -> Any:
     """
     with init_empty_weights(include_buffers=True):
         if config.model_type in ARCHITECTURES:
-            native = getattr(transformers, native_class_of(config))
-            # MegatronBert has no SDPA: what ours computes with is none of its business.
-            options = {} if native._supports_sdpa else {"attn_implementation": "eager"}
-            return native._from_config(config, **options)
+            native, config = getattr(transformers, native_class_of(config)), copy.deepcopy(config)
+            if not native._supports_sdpa:  # MegatronBert: what ours computes with is none of its business
+                config._attn_implementation = "eager"
+            return native(config)  # not by `_from_config`, which partitions over ranks where Trainer runs ZeRO-3
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 

@@ -27,6 +27,7 @@ from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe,
 if TYPE_CHECKING:
     from zero_tp.models.model import ParallelModel
 
+Optimized = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 Veto = Callable[[float], bool]
 """Decides from the gradient norm, on every rank alike, that a step is skipped."""
 
@@ -92,12 +93,17 @@ class ZeroEngine(ABC):
         """Return the context in which the model has to be built."""
         return nullcontext()
 
-    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
-        """Make DeepSpeed's engine. Collective over all ranks."""
+    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
+        """Make DeepSpeed's engine. Collective over all ranks.
+
+        Args:
+            optimized: what the optimizer of the config trains, or another optimizer, whose update is element-wise.
+        """
         self.model = model
+        by = "optimizer" if isinstance(optimized, torch.optim.Optimizer) else "model_parameters"
         with without_compiler():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-                model=model, model_parameters=parameter_groups, config=self.settings, mpu=self.topology
+                model=model, config=self.settings, mpu=self.topology, **{by: optimized}
             )
         found = self.engine.dp_world_size
         if found != self.topology.data:
@@ -106,9 +112,9 @@ class ZeroEngine(ABC):
             begin_schedule(self.scheduler)
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
-    def backward(self, loss: Tensor) -> None:
-        """Run a micro-batch's backward, in fp16 of the scaled loss."""
-        self.engine.backward(loss)
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run a micro-batch's backward, in fp16 of the scaled loss; the options are those of DeepSpeed's."""
+        self.engine.backward(loss, **options)
 
     def step(self, veto: Veto | None = None) -> None:
         """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights.
@@ -225,8 +231,8 @@ class WithoutZero(ZeroEngine):
         self._last_norm = float("nan")
         super().__init__({**settings, "gradient_clipping": 0.0}, topology)
 
-    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
-        super().initialize(model, parameter_groups)
+    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
+        super().initialize(model, optimized)
         # In 16 bit DeepSpeed wraps the optimizer, and keeps fp32 copies of the weights as its masters.
         self._wrapped = hasattr(self.optimizer, "loss_scale_config")
         if self._wrapped:
@@ -246,9 +252,9 @@ class WithoutZero(ZeroEngine):
         for fragment in self.fragments():
             fragment.master.copy_(self.model.get_parameter(fragment.name).flatten())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
         # DeepSpeed 0.19.8 scales the losses of its ZeRO optimizers alone; that of ZeRO-0 divides by the scale too.
-        super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value)
+        super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value, **options)
 
     def _step(self) -> None:
         if self.engine.is_gradient_accumulation_boundary():
@@ -333,8 +339,8 @@ class PartitionedStates(ZeroEngine):
             settings = {**settings, "zero_optimization": zero}
         super().__init__(settings, topology)
 
-    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
-        super().initialize(model, parameter_groups)
+    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
+        super().initialize(model, optimized)
         measure_in_pieces(self.optimizer)
         if self._alone:
             for name in ("average_tensor", "buffered_reduce_fallback"):
@@ -404,8 +410,8 @@ class PartitionedParameters(ZeroEngine):
 
     lock_step = True
 
-    def initialize(self, model: ParallelModel, parameter_groups: list[dict[str, Any]]) -> None:
-        super().initialize(model, parameter_groups)
+    def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
+        super().initialize(model, optimized)
         measure_in_pieces(self.optimizer)
         measured = self.optimizer._get_norm_groups
 

@@ -1,0 +1,134 @@
+"""What Trainer, accelerate and people call on a model does to ours what it does to theirs, on any TP size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils.generic import find_labels
+
+from tests.compare import check_close, grid, whole_gradients
+from tests.decoders import decoder
+from tests.encoders import encoder
+from tests.native import gradients, native_tensors, parallel_model, to_theirs
+from tests.pools import Pools
+from tests.tiers import in_tiers
+from zero_tp.errors import ConfigError, UserError
+from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}
+ENCODER: dict[str, Any] = {**SIZES, "model_type": "bert", "vocab_size": 31, "hidden_dropout_prob": 0.0}
+ENCODER |= {"attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
+MODELS = {
+    "tied": lambda: decoder({**DECODER, "tie_word_embeddings": True}, 1),
+    "untied": lambda: decoder({**DECODER, "tie_word_embeddings": False}, 2),
+    "encoder": lambda: encoder(ENCODER, 3),
+}
+
+
+def embedded(kind: str, tensor: int, tokens: int) -> str:
+    """Resize ours and theirs; what both kept is equal, what is new is the mean, and both then train alike."""
+    reference = MODELS[kind]()
+    before = {name: each.clone() for name, each in reference.state_dict().items()}
+    model = parallel_model(reference, grid(tensor, False)).eval()
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    resized = model.resize_token_embeddings(tokens)
+    assert resized is model.get_input_embeddings() and model.config.vocab_size == tokens
+    reference.resize_token_embeddings(tokens, mean_resizing=False)
+    found = dict(native_tensors(model))
+    kept = min(tokens, 31)
+    for name, each in found.items():
+        assert each.shape == reference.state_dict()[name].shape, name
+        if each.shape == before[name].shape:
+            assert torch.equal(each, before[name]), name
+        else:
+            assert torch.equal(each[:kept], before[name][:kept]), name
+            assert torch.allclose(each[kept:], before[name].mean(0).expand_as(each[kept:]), atol=1e-7), name
+    reference.load_state_dict(found, strict=False)
+    other = torch.nn.Embedding(tokens, 16)
+    model.set_input_embeddings(other)
+    reference.get_input_embeddings().weight.data.copy_(other.weight)
+    batch = {"input_ids": torch.randint(tokens, (2, 8)), "labels": torch.randint(tokens, (2, 8))}
+    if kind == "encoder":
+        batch["next_sentence_label"] = torch.tensor([0, 1])
+    expected = reference(**batch)
+    expected.loss.backward()
+    output = model(**batch)
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    check_close(
+        to_theirs(model.config, whole_gradients(model)),
+        {name: each for name, each in gradients(reference).items() if name in found},
+    )
+    with torch.no_grad():
+        logits = [name for name in expected if name.endswith("logits")]
+        scored = model(**batch)
+        assert [name for name in scored if name != "loss"] == logits
+        for name in logits:
+            torch.testing.assert_close(scored[name], expected[name], rtol=1e-4, atol=1e-5)
+    try:
+        model.set_input_embeddings(torch.nn.Embedding(tokens + 1, 16))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+CASES = [("tied", 2, 40), ("untied", 2, 20), ("encoder", 2, 36), ("untied", 1, 40), ("encoder", 1, 20)]
+
+
+@pytest.mark.parametrize(("kind", "tensor", "tokens"), in_tiers(CASES, [("encoder", 2, 36)]))
+def test_a_vocabulary_is_resized(ranks: Pools, kind: str, tensor: int, tokens: int) -> None:
+    for refused in ranks(2).run(embedded, kind, tensor, tokens):
+        assert "resize_token_embeddings first" in refused
+
+
+def test_labels_are_those_of_transformers() -> None:
+    """Trainer asks the class."""
+    assert find_labels(ZeroTPForCausalLM) == ["labels"]
+    assert find_labels(ZeroTPForPreTraining) == ["labels", "next_sentence_label"]
+
+
+def test_native_weights_are_loaded_by_their_names(tmp_path: Path) -> None:
+    reference, other = MODELS["tied"](), decoder({**DECODER, "tie_word_embeddings": True}, 9)
+    model = parallel_model(other, grid_of_one())
+    names = list(reference.state_dict())
+    halves = [{name: reference.state_dict()[name] for name in names[start::2]} for start in (0, 1)]
+    for half in halves:  # the files of a model in shards
+        assert model.load_state_dict(half, strict=False).unexpected_keys == []
+    with pytest.raises(RuntimeError, match="missing"):
+        model.load_state_dict(halves[0])
+    check_close(dict(native_tensors(model)), {name: reference.state_dict()[name] for name, _ in native_tensors(model)})
+
+
+def grid_of_one() -> Any:
+    from zero_tp.topology import Topology
+
+    return Topology(world=1)
+
+
+def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
+    model = parallel_model(MODELS["tied"](), grid_of_one())
+    for name, value in (("variant", "fp16"), ("safe_serialization", False), ("distributed_checkpoint", True)):
+        with pytest.raises(UserError, match=name):
+            model.save_pretrained(tmp_path / "model", **{name: value})
+    assert not (tmp_path / "model").exists()
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing_kwargs\.mode"):
+        model.gradient_checkpointing_enable({"mode": "everything"})
+    with pytest.raises(UserError, match="0 tokens"):
+        model.resize_token_embeddings(0)
+
+
+def test_a_directory_that_is_others_too_keeps_their_files(tmp_path: Path) -> None:
+    """As Trainer's, in which it has checkpoints and its own state."""
+    model = parallel_model(MODELS["tied"](), grid_of_one())
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "training_args.bin").write_text("theirs")
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("an older model's")
+    model.save_pretrained(tmp_path, is_main_process=True)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-5", "training_args.bin", "model.safetensors", "config.json", "generation_config.json"}
+    model.save_pretrained(tmp_path / "nothing", is_main_process=False)
+    assert not (tmp_path / "nothing").exists()

@@ -1,0 +1,88 @@
+"""The vocabulary of a built model is made larger or smaller, and its word embedding replaced, on any TP size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zero_tp.errors import UserError
+from zero_tp.models.model import ParallelModel
+from zero_tp.parallel.layout import Layout, layout_of, whole_shape
+from zero_tp.parallel.parameter import Drawn, Init
+from zero_tp.topology import Topology
+from zero_tp.weights.export import whole_parameter
+
+
+class Resized:
+    """This `WeightSource` keeps a model's weights, and gives those with a row a token as many rows as are asked for.
+
+    Attributes:
+        by_mean: a new row is the mean of the old ones, else it is drawn as at the model's start.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int, *, by_mean: bool):
+        self._parameters, self._drawn, self.by_mean = parameters, Drawn(seed), by_mean
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        """Fill a shard. Collective over the TP group, in the order in which parameters are made."""
+        old = self._parameters[name]
+        if whole_shape(old) == tuple(whole):
+            local.copy_(old.detach())
+            return
+        rows = whole_parameter(old, topology.tensor_group)
+        resized = rows.new_empty(tuple(whole))
+        if self.by_mean:
+            resized[:] = rows.double().mean(0)
+        else:
+            self._drawn.fill(resized, name, whole, layout, init, Topology(world=1))
+        kept = min(len(rows), whole[0])
+        resized[:kept] = rows[:kept]
+        local.copy_(layout.shard(resized, topology.tensor_rank, topology.tensor))
+
+
+def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> None:
+    """Give a model a row for each of `tokens` tokens; the first rows stay. Collective over the TP group.
+
+    Its parameters are new ones: resize before an optimizer or an engine gets them.
+
+    Raises:
+        UserError: the size is not positive, or a ZeRO-3 engine has the parameters.
+    """
+    old = dict(model.named_parameters())
+    if tokens < 1:
+        raise UserError(f"resize_token_embeddings: {tokens} tokens; a vocabulary has at least one")
+    if any(hasattr(parameter, "ds_tensor") for parameter in old.values()):
+        raise UserError("resize_token_embeddings: ZeRO-3 has partitioned the parameters; resize before training starts")
+    trained = {name for name, parameter in old.items() if parameter.requires_grad}
+    sample, streams = next(iter(old.values())), model.streams.state_dict()
+    model.config.vocab_size = tokens
+    source = Resized(old, model.seed, by_mean=by_mean)
+    training = model.training
+    model._build(model.topology, seed=model.seed, source=source, dtype=sample.dtype, device=sample.device)
+    model.streams.load_state_dict(streams)
+    model.train(training)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+@torch.no_grad()
+def set_word_embedding(model: ParallelModel, value: nn.Module) -> None:
+    """Write the rows of another embedding, torch's own of the whole vocabulary or one of ours, into the model's.
+
+    Raises:
+        UserError: it has other sizes.
+    """
+    weight, given = model.get_input_embeddings().weight, value.weight
+    assert isinstance(weight, Tensor) and isinstance(given, Tensor)
+    topology, layout = model.topology, layout_of(weight)  # type: ignore[arg-type]
+    own = tuple(given.shape) == tuple(weight.shape) and hasattr(given, "tensor_layout")
+    if not own and tuple(given.shape) != whole_shape(weight):  # type: ignore[arg-type]
+        raise UserError(
+            f"set_input_embeddings: {tuple(given.shape)}, but the model's word embedding is "
+            f"{whole_shape(weight)}; change its size with resize_token_embeddings first"  # type: ignore[arg-type]
+        )
+    weight.copy_(given if own else layout.shard(given, topology.tensor_rank, topology.tensor))

@@ -1,0 +1,94 @@
+"""Trainer's checkpoints hold masters and moments as a run's do, so that they go on on any topology.
+
+`checkpoint-500/` is a run directory with one checkpoint: `launch/convert.py` takes it too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_tp.checkpoint import directory
+from zero_tp.checkpoint.manifest import Parallelism, states_file
+from zero_tp.checkpoint.resume import resume
+from zero_tp.checkpoint.save import described, own_entries
+from zero_tp.config.resolve import dtype_name
+from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import from_all, require_alike
+from zero_tp.tensors.files import Written, write_tensors
+from zero_tp.zero.stages import ZeroEngine
+
+
+def save_states(zero: ZeroEngine, scheduler: Any, folder: Path, step: int, seed: int) -> None:
+    """Write masters, moments, counts, schedule, loss scale and random streams into `folder`. Collective.
+
+    Args:
+        scheduler: the one that Trainer steps, whose state is kept where DeepSpeed has none.
+
+    Raises:
+        UserError: on every rank; a rank could not write.
+    """
+    topology = zero.topology
+    temporary = directory.checkpoints_of(folder) / directory.TEMPORARY
+    name = states_file(topology.tensor_rank, topology.data_rank)
+    _together(folder, partial(directory.begin, folder) if topology.rank == 0 else None)
+    entries, metadata = own_entries(zero)
+    written = _together(folder, partial(write_tensors, temporary / name, entries, metadata))
+    files: dict[str, Written] = dict(from_all((name, written)))
+    told = described(zero)
+    if zero.scheduler is None:
+        told["progress"]["schedule"] = scheduler.state_dict()
+    manifest = {
+        **Parallelism(
+            topology.tensor,
+            topology.data,
+            topology.sequence,
+            int(zero.settings["zero_optimization"]["stage"]),
+            dtype_name(zero.settings),
+        )._asdict(),
+        **told,
+        "fixed": {"zero_tp.training.seed": seed},
+        "corpora": {},
+        "tokenizer": None,
+        "config": zero.settings,
+    }
+    commit = partial(directory.commit, folder, temporary, step, manifest, files)
+    _together(folder, commit if topology.rank == 0 else None)
+
+
+def _together(folder: Path, work: Any) -> Any:
+    """Do a rank's work; go on only where no rank has failed. Collective.
+
+    Raises:
+        UserError: on every rank, naming the first that failed.
+    """
+    done, problem = None, ""
+    try:
+        done = work() if work is not None else None
+    except Exception as error:  # whatever it is, the other ranks are to hear of it
+        problem = str(error) or type(error).__name__
+    for rank, told in enumerate(from_all(problem)):
+        if told:
+            raise UserError(f"{folder}: rank {rank} could not save: {told}")
+    return done
+
+
+def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> None:
+    """Restore what `save_states` wrote, on whatever topology. Collective.
+
+    Raises:
+        UserError: there is nothing to resume, it is damaged or of another model, or ranks do not see the same.
+    """
+    try:
+        found = directory.find_checkpoint(folder)
+        told = directory.read_manifest(found).digest()
+    except UserError as error:
+        found, told = folder, f"an error ({error})"
+    require_alike({f"{folder}: the ranks do not see the same checkpoint": told})
+    if told.startswith("an error"):
+        raise UserError(told[len("an error (") : -1])
+    resume(zero, found, seed)
+    schedule = directory.read_manifest(found).progress.schedule
+    if zero.scheduler is None and schedule is not None:
+        scheduler.load_state_dict(schedule)

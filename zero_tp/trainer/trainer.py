@@ -1,0 +1,229 @@
+"""ZeroTPTrainer is transformers' Trainer on tensor-parallel ranks; `TensorParallel` makes one of any other Trainer.
+
+Trainer keeps its loop, arguments, callbacks and metrics. What is replaced: who gets which samples (data-parallel
+ranks), what a step's loss is divided by, the engine, and checkpoints.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import seed_worker
+
+from zero_tp.errors import UserError
+from zero_tp.models.model import ParallelModel
+from zero_tp.models.wrapper import parallel_model
+from zero_tp.topology import Topology
+from zero_tp.trainer.batches import check_alike, count_labels, padded
+from zero_tp.trainer.checkpoints import resume_states, save_states
+from zero_tp.trainer.engine import prepare_by_zero, see_data_parallel_ranks
+from zero_tp.zero.stages import ZeroEngine
+
+REFUSED = {
+    "label_smoothing_factor": "the loss is formed without whole logits",
+    "neftune_noise_alpha": "ranks would add different noise to one embedding",
+    "use_liger_kernel": "its kernels replace layers of transformers' own models",
+    "torch_compile": "compile one model on one rank with transformers' own Trainer",
+    "auto_find_batch_size": "a rank that runs out of memory leaves the others waiting",
+    "save_on_each_node": "a checkpoint is one directory that all ranks see",
+    "eval_use_gather_object": "each data-parallel rank would be counted once a tensor-parallel rank",
+}
+"""Training arguments that are not exact here, and why."""
+
+
+Base: Any = object  # what stands before a Trainer and uses its attributes has no types
+
+
+class TensorParallel(Base):
+    """This makes a subclass of transformers' Trainer tensor-parallel: `class Mine(TensorParallel, TheirTrainer)`.
+
+    Attributes:
+        topology: the TP × DP grid.
+        zero: the engine of the ZeRO stage, once training has begun.
+    """
+
+    zero: ZeroEngine | None = None
+    deepspeed: Any
+    is_distributed_loading_by_transformers: bool
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = True,
+        **named: Any,
+    ):
+        """Take what Trainer takes, with DeepSpeed's config in `args`; every rank of the job does.
+
+        Args:
+            model: one of transformers' own, whole and the same on every rank, which is split here; or one of ours,
+                which has its topology already.
+            tensor_parallel: TP degree of a model of transformers'.
+            sequence_parallel: SP beside it.
+
+        Raises:
+            UserError: no DeepSpeed config; an argument that is not exact here; an architecture or sizes that TP can't
+                split.
+        """
+        if model is None or args is None or isinstance(model, str):
+            raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
+        _check(args)
+        args.device  # noqa: B018 - connects the ranks
+        if isinstance(model, ParallelModel):
+            self.topology = model.topology
+        else:
+            self.topology = Topology(tensor_parallel, sequence_parallel)
+            model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
+        self._rows: Tensor | None = None
+        super().__init__(model, args, *positional, **named)
+        if self.compute_loss_func is not None:
+            raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
+        self.model_accepts_loss_kwargs = True  # the losses of labelled tokens and of labelled rows are both sums here
+        if args.label_names is None and not self.model.spec.sentence_head:
+            self.label_names = ["labels"]
+
+    # ---- samples -------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if not self.is_deepspeed_enabled:
+            raise UserError(
+                "ZeroTPTrainer: it trains in DeepSpeed's engine; give TrainingArguments a deepspeed=CONFIG, such as "
+                '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
+            )
+        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads: what is sent goes to all ranks
+        see_data_parallel_ranks(self.accelerator, self.topology)
+        prepare_by_zero(self.accelerator, self.topology, self.args.max_grad_norm, self._made)
+
+    def _made(self, zero: ZeroEngine) -> None:
+        self.zero = zero
+
+    def get_tp_size(self) -> int:
+        return self.topology.tensor
+
+    def _get_dataloader(self, *arguments: Any, **options: Any) -> Any:
+        loader = super()._get_dataloader(*arguments, **options)
+        if loader.worker_init_fn is not None:  # workers of a TP group draw alike
+            workers, rank = self.args.dataloader_num_workers, self.topology.data_rank
+            loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
+        return loader
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        return super().floating_point_ops(inputs) / self.topology.tensor
+
+    # ---- the loss ------------------------------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: Any) -> Tensor | None:
+        """Return the labelled tokens of a step on all data-parallel ranks; its labelled rows are kept beside."""
+        counts = count_labels(
+            batch_samples,
+            self.topology,
+            device,
+            shifted=self._loss_shifts_labels,
+            everywhere=self.args.average_tokens_across_devices,
+        )
+        self._rows = counts[1] if counts is not None else None
+        return counts[0] if counts is not None else None
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        return super().compute_loss(
+            model, self._fitting(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def _fitting(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward as the topology and the counted labels want them."""
+        check_alike(inputs, self.topology)
+        fitting = padded(inputs, self.topology) if self.model.training else dict(inputs)
+        if "next_sentence_label" in fitting and self._rows is not None:
+            fitting["num_rows_in_batch"] = self._rows
+        return fitting
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        if prediction_loss_only:
+            inputs = {**inputs, "return_logits": False}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        if self.deepspeed is None:
+            self.deepspeed = self.model  # before any training the model is evaluated without an engine
+        return super().evaluation_loop(*arguments, **options)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if resume_from_checkpoint is not None:
+            resume_states(self._engine, self.lr_scheduler, Path(resume_from_checkpoint), self.args.seed)
+        return prepared
+
+    @property
+    def _engine(self) -> ZeroEngine:
+        assert self.zero is not None, "nothing has been trained"
+        return self.zero
+
+    def _load_best_model(self) -> None:
+        resume_states(self._engine, self.lr_scheduler, Path(self.state.best_model_checkpoint), self.args.seed)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_states(self._engine, self.lr_scheduler, Path(output_dir), self.state.global_step, self.args.seed)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the native Hugging Face model and the tokenizer. Collective over all ranks."""
+        loading, self.is_distributed_loading_by_transformers = self.is_distributed_loading_by_transformers, True
+        try:
+            self._save(output_dir)  # with it, every rank takes part in gathering
+        finally:
+            self.is_distributed_loading_by_transformers = loading
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            draw_alike(self.topology)
+
+
+class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
+    """This is transformers' Trainer on TP × DP ranks with SP and ZeRO 0-3; see `TensorParallel`."""
+
+
+def _check(args: TrainingArguments) -> None:
+    """Raise a UserError for an argument that is not exact on tensor-parallel ranks."""
+    for name, why in REFUSED.items():
+        if getattr(args, name, None):
+            raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
+    if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
+        raise UserError('TrainingArguments.train_sampling_strategy: "batch_rebalance" deals to all ranks; use "random"')
+    if args.fsdp:
+        raise UserError("TrainingArguments.fsdp: the model is split by its topology and ZeRO; leave it out")
+
+
+def draw_alike(topology: Topology) -> None:
+    """Let all ranks of a TP group go on with the random numbers of its first: a data collator draws from them."""
+    if topology.tensor == 1:
+        return
+    states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+    dist.broadcast_object_list(states, group_src=0, group=topology.tensor_group)
+    python, numpy, cpu = states[0]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)

@@ -1,0 +1,69 @@
+"""Weights of Hugging Face models that are in memory, as tensors by their own names, become ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from zero_tp.models.architectures import aliases_of, weights_of
+from zero_tp.parallel.layout import Layout
+from zero_tp.parallel.parameter import Init
+from zero_tp.topology import Topology
+
+
+class LiveSource:
+    """This `WeightSource` reads a live model of transformers' own class; each rank takes its shards.
+
+    Where ZeRO-3 has partitioned the model, as transformers opens one then, making it gathers all of it on every rank.
+    """
+
+    def __init__(self, model: Any):
+        self.tensors = {name: gathered(each) for name, each in model.named_parameters(remove_duplicate=False)}
+        self.weights = {weight.ours: weight for weight in weights_of(model.config)}
+        self.generation = getattr(model, "generation_config", None)
+
+    def fill(
+        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+    ) -> None:
+        ours = self.weights[name].to_ours(self.tensors)
+        if tuple(ours.shape) != tuple(whole):
+            raise ValueError(f"{name}: expected shape {tuple(whole)}, the model has {tuple(ours.shape)}")
+        local.copy_(layout.shard(ours, topology.tensor_rank, topology.tensor))
+
+
+def gathered(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned, which is collective."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.detach()
+    deepspeed = sys.modules["deepspeed"]
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().cpu().clone()
+
+
+@torch.no_grad()
+def load_native(
+    parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
+) -> tuple[list[str], list[str]]:
+    """Copy tensors of Hugging Face names, all of a model's or one file's, into the whole parameters.
+
+    Args:
+        parameters: by our names, of one TP rank, not partitioned.
+
+    Returns:
+        (missing, unexpected): names of the model's that are not there, and of those that it has not.
+    """
+    names, missing = set(aliases_of(config)), list[str]()
+    for weight in weights_of(config):
+        names |= set(weight.names)
+        missing += [name for name in weight.names if name not in tensors and name not in missing]
+        parameter = parameters[weight.ours]
+        for run in weight.runs(parameter.shape[0]):
+            if run.theirs in tensors:
+                theirs = tensors[run.theirs].t() if weight.transposed else tensors[run.theirs]
+                parameter[run.ours : run.ours + run.length].copy_(theirs[run.start : run.start + run.length])
+    return missing, sorted(tensors.keys() - names)
