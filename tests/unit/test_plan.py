@@ -28,7 +28,8 @@ from zero_tp.planning import page, report
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.plan import device, plan
-from zero_tp.planning.search import NEAREST, Search, changed, write
+from zero_tp.planning.search import NEAREST, Choice, Search, changed, write
+from zero_tp.planning.zero import ZeroSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
@@ -107,6 +108,18 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert again.needed == pytest.approx(shown[0].needed) and again.time.total == pytest.approx(shown[0].time.total)
     told = "\n".join(report.advice(search, shown, made))
     assert "the present settings fit" in told and "longer than the first" in told
+
+
+@pytest.mark.parametrize("given", [1, 3])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_written_candidate_has_the_settings_that_were_weighed(given: int, overlap: bool) -> None:
+    raw = read_json(GPT2)
+    settings = {"stage": given, "overlap_comm": overlap}
+    apply_overrides(raw, [f"zero_optimization={json.dumps(settings)}", "gradient_accumulation_steps=16"])
+    weighed = ZeroSettings.of(raw, 8, cpu=False)
+    for stage in range(4):
+        choice = Choice(1, False, stage, "full", 4, 16, False, False)
+        assert ZeroSettings.of(changed(raw, choice, 512), 8, cpu=False) == weighed.at_stage(stage, accumulation=16)
 
 
 def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

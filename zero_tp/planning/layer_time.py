@@ -172,7 +172,9 @@ class LayerWork:
         """Return the bytes by operation. Backward of a norm reads its input and gradient twice, for its weight too."""
         spec, e, stream = self.spec, self.at.element, self._residual
         wide = self._tokens * spec.mlp_size / self.at.tensor
-        columns = self._tokens * sum(outputs for _, outputs in self._columns())
+        biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
+        columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
+        row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
         alone = self.at.tensor == 1  # a row's product then adds its bias itself
         heads, pairs = 2 * e * self._heads, 2 * e * self._pairs  # read and written
@@ -182,8 +184,8 @@ class LayerWork:
             "norms": (4 * e * stream, 10 * e * stream),
             "dropout": (dropped, dropped),
             "sums": (6 * e * stream, 6 * e * stream),
-            "row biases": ((0.0 if alone else 4 * e * stream) * spec.mlp_bias, 2 * e * stream * spec.mlp_bias),
-            "column biases": (self.program.column_biases * e * columns, e * columns * spec.mlp_bias),
+            "row biases": (0.0 if alone else 2 * e * stream * row_biases, e * stream * row_biases),
+            "column biases": (self.program.column_biases * e * columns, e * columns),
             "activation": (e * wide * spec.mlp_matrices, e * wide * (2 * spec.mlp_matrices - 1)),
             "heads": (moved + turned, moved + turned),
             "core": self._core_passes(),

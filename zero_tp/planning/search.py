@@ -290,7 +290,8 @@ def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[s
     zero = dict(config.get("zero_optimization", {}))
     if choice.stage != 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
-    if int(zero.get("stage", 0)) != choice.stage:
+    before = int(zero.get("stage", 0))
+    if before != choice.stage and 3 in (before, choice.stage):
         zero.pop("overlap_comm", None)
     for key, wanted in (("offload_optimizer", choice.offload_optimizer), ("offload_param", choice.offload_param)):
         if not wanted:

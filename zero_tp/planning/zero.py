@@ -156,7 +156,7 @@ class ZeroSettings:
         Args:
             changes: of other attributes.
         """
-        overlap = stage == 3 if 3 in (stage, self.stage) else self.overlap
+        overlap = stage == 3 if stage != self.stage and 3 in (stage, self.stage) else self.overlap
         return replace(self, stage=stage, overlap=overlap, **changes)
 
 
