@@ -84,7 +84,7 @@ def furnish(directory: Path) -> Path:
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}},
         "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
         "zero_optimization": {"stage": 2},
-        "csv_monitor": {"enabled": True, "output_path": "csv/", "job_name": "small"},
+        "csv_monitor": {"enabled": True},
         "zero_tp": {
             "model": {
                 "model_type": "gpt2",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.launched import metrics_of, pretrain, said, script
+from tests.launched import metrics_of, pretrain, run, said, script
 from tests.mistakes import MISTAKES, Mistake
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
 
 METRICS = {
     "step",
@@ -27,8 +29,11 @@ METRICS = {
     "tokens_per_second",
     "model_tflops",
     "mfu",
+    "hfu",
     "memory_gib",
     "seconds",
+    "loss_scale",
+    "skipped_steps",
 }
 
 
@@ -83,7 +88,15 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     assert trained[-1]["loss"] < trained[0]["loss"] - 0.2
     validated = [record["step"] for record in records if "validation_loss" in record and record["step"] <= 8]
     assert validated == [4, 8]
-    assert (workplace / "csv" / "small").is_dir(), "DeepSpeed's monitors write"
+    for name in {name for record in records for name in record} - {"step"}:
+        logged = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        if logged:
+            header, *rows = (directory / "csv" / "small" / f"{name}.csv").read_text().splitlines()
+            assert header == f"step,{name}"
+            assert [(int(step), float(value)) for step, value in (row.split(",") for row in rows)] == logged, name
+    kept = (directory / "console.log").read_text().splitlines()
+    assert kept[0].startswith("=== ") and "--deepspeed_config small.json" in kept[0] and "4 ranks" in kept[0]
+    assert kept[1 : 1 + len(finished)] == list(finished), "all that the run has printed"
 
 
 @THOROUGH
@@ -108,6 +121,39 @@ def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, mo
     done = pretrain(4, workplace, *again_at)
     assert done.returncode == 0
     assert "the run is at step 8, zero_tp.training.steps is 8: nothing to do" in done.stdout
+
+
+@THOROUGH
+def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) -> None:
+    """With another rate, batch and topology; the same command again resumes it, and another parent is refused."""
+    small = [record for record in metrics_of(workplace / "runs" / "small") if "validation_loss" in record]
+    changes = ("optimizer.params.lr=1e-4", "zero_tp.parallel.tensor=1", "zero_tp.training.steps=2")
+    changes += ("zero_tp.training.seed=7", "csv_monitor.enabled=false", "train_micro_batch_size_per_gpu=4")
+    words = ("--deepspeed_config", "small.json", "--output-dir", "child", *(w for c in changes for w in ("--set", c)))
+    begun = pretrain(2, workplace, *words, "--from", "runs/small")
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    told = said(begun.stdout)
+    step = read_manifest(find_checkpoint(workplace / "runs" / "small")).step
+    (start,) = [number for number, line in enumerate(told) if line.startswith("started from runs/small/checkpoints/")]
+    assert (
+        f"{step * 8 * 64:,} tokens, saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-2, fp32" in told[start]
+    )
+    assert told[start + 1].startswith("kept: weights, moments") and told[start + 2].startswith("anew: the schedule")
+    assert f"optimizer.params.lr: 0.0001, was 0.003 when step {step} was saved" in told
+    trained = metrics_of(workplace / "child")
+    assert [record["step"] for record in trained if "loss" in record] == [1, 2] and trained[0]["consumed_samples"] == 16
+    assert trained[-1]["validation_loss"] < small[0]["validation_loss"], "it has what its parent had learned"
+    parent = read_manifest(find_checkpoint(workplace / "child")).parent
+    assert parent is not None and parent.step == step
+    inspected = run([sys.executable, "-m", "zero_tp", "inspect", "child"], workplace)
+    assert f"which had seen {step * 8 * 64:,} tokens" in inspected.stdout, inspected.stderr
+    again = pretrain(2, workplace, *words, "--from", "runs/small")
+    assert again.returncode == 0 and "the run is at step 2" in again.stdout, again.stdout + again.stderr
+    other = pretrain(2, workplace, *words, "--from", "child")
+    assert other.returncode == 2, "a run is no child of its own"
+    (refusal,) = said(other.stderr)
+    assert refusal.startswith("error: --from child: child was started from ")
+    assert (workplace / "child" / "console.log").read_text().splitlines()[-1] == refusal
 
 
 @pytest.mark.heavy

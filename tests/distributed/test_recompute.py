@@ -81,6 +81,42 @@ def run(
     return found
 
 
+def counted_and_run(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
+    """On every rank: each policy's FLOPs of one step, as the library says, and as torch counts them on this rank."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from zero_tp.models.flops import hardware_flops
+    from zero_tp.training.engine import TrainingEngine
+
+    sizes: dict[str, Any] = {"n_layer": 3, "n_embd": 24, "n_head": 4, "n_positions": SEQUENCE}
+    config = GPT2Config(**sizes, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    config._attn_implementation = "eager"  # torch counts no fused kernel of a CPU
+    topology = Topology(tensor, sequence)
+    found = {}
+    for name in ["none", *(name for name in POLICIES if not POLICIES[name][1])]:
+        policy = RecomputePolicy(**({"mode": "none"} if name == "none" else POLICIES[name][0]))
+        deepspeed_config = {
+            "train_micro_batch_size_per_gpu": BATCH // topology.data // ACCUMULATION,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        }
+        engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=policy)
+        windows = torch.randint(0, config.vocab_size, (BATCH // topology.data, SEQUENCE + 1))
+        with FlopCounterMode(display=False) as ran:
+            engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows.chunk(ACCUMULATION)])
+        again = policy.run_again(config.n_layer, ACCUMULATION)
+        said = hardware_flops(engine.model.spec, BATCH, SEQUENCE, recomputed=again)
+        found[name] = (said, float(ran.get_total_flops()))
+    return found
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
+def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+    every = ranks(2).run(counted_and_run, seed, tensor, sequence)
+    for name in every[0]:
+        assert sum(ran[name][1] for ran in every) == every[0][name][0], name
+
+
 @pytest.mark.parametrize(
     "stage",
     [

@@ -8,13 +8,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    *("constants", "errors", "validation", "files", "shipped", "devices", "topology"),
+    *("constants", "errors", "validation", "files", "shipped", "page", "devices", "topology"),
     *("parallel", "tensors", "architectures", "weights", "models", "activations", "wrapper"),
     *("config", "zero", "checkpoint", "data", "process", "training"),
 )
 """From the bottom to the top. `architectures` are models/architectures and the spec that they translate to; `wrapper`
 is the models' Hugging Face face, which can recompute activations."""
-BESIDE = ("planning", "evaluation", "trainer")
+BESIDE = ("planning", "evaluation", "monitors", "report", "trainer")
 """Tools that import what they need of the others, but not each other; nothing above imports them."""
 COMMANDS = ("cli",)
 TOP = ("commands", "__main__", "pretrain", "evaluate")

@@ -61,3 +61,15 @@ class RecomputePolicy(Block):
         if self.every is not None:
             return range(0, layers, self.every)
         return range(layers if self.layers is None else self.layers)
+
+    def layers_again(self, layers: int, micro_batches: int) -> float:
+        """Return how many layers backward runs again, all or parts of them: a mean over the micro-batches of a step, of
+        which the first may keep everything."""
+        kept = min(self.keep_micro_batches, micro_batches)
+        return len(self.recomputed_layers(layers)) * (micro_batches - kept) / micro_batches
+
+    def run_again(self, layers: int, micro_batches: int) -> tuple[float, float]:
+        """Return (whole layers, attention cores alone) whose products backward runs again (see `layers_again`)."""
+        again = self.layers_again(layers, micro_batches)
+        cores = self.mode == "selective" and "attention_core" in self.chosen_modules
+        return again * (self.mode == "full"), again * cores

@@ -30,8 +30,8 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
     Returns:
         What `zero-tp inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
         checkpoint that was named itself), `step`, `saved_at`, `model`, `parameters`, `bytes` (by kind: masters,
-        moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `hashed` (the manifest holds
-        its own hash), `verified`.
+        moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `parent`
+        (the checkpoint that its run was started from), `hashed` (the manifest holds its own hash), `verified`.
 
     Raises:
         UserError: neither a run nor a checkpoint.
@@ -54,6 +54,7 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in manifest.files.items()},
         "tokenizer": manifest.tokenizer,
         "versions": manifest.versions,
+        "parent": None if manifest.parent is None else manifest.parent.model_dump(),
         "hashed": manifest.hashed,
         "verified": verify,
     }
@@ -102,6 +103,9 @@ def table(found: dict[str, Any]) -> str:
         ("files", f"{len(found['files'])}, {_size(total)}" + (", every checksum OK" if found["verified"] else "")),
         *(("", f"{name}  {_size(entry['bytes'])}") for name, entry in sorted(found["files"].items())),
     ]
+    if found["parent"]:
+        told = f"{found['parent']['checkpoint']}, which had seen {found['parent']['tokens']:,} tokens"
+        rows.insert(3, ("parent", told))
     if found["steps"]:
         rows.insert(1, ("complete", "steps " + ", ".join(f"{step:,}" for step in found["steps"])))
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)

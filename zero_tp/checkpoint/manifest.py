@@ -82,6 +82,33 @@ class Progress(Block):
     recent: list[list[float]] = Field(default_factory=list)
 
 
+class Parent(Block):
+    """A run was started from another one's checkpoint (see parent.py).
+
+    Attributes:
+        sha256: of its manifest. tokens: that its weights had seen, with those of its own parents.
+    """
+
+    checkpoint: str
+    sha256: Digest
+    step: Count
+    tokens: Count
+    parent: Parent | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Path, manifest: Manifest) -> Parent:
+        """Return what the checkpoints of a run that starts from this one record of it."""
+        samples = manifest.step * int(manifest.fixed["train_batch_size"])
+        tokens = samples * int(manifest.fixed["zero_tp.data.sequence_length"])
+        return cls(
+            checkpoint=str(checkpoint.resolve()),
+            sha256=manifest.digest(),
+            step=manifest.step,
+            tokens=tokens + (0 if manifest.parent is None else manifest.parent.tokens),
+            parent=manifest.parent,
+        )
+
+
 class Manifest(Block):
     """A manifest describes one checkpoint.
 
@@ -90,6 +117,7 @@ class Manifest(Block):
         model, generation: Hugging Face's config, and settings of generation; None in what was saved before they were.
         kinds: of the tensors that each parameter has: its master and the optimizer's states.
         fixed, corpora: what the run is, which no resuming may change (see `fixed_of`).
+        parent: that the run was started from, if it was.
         config: of the start that saved it, resolved; None in what was saved before there was a hash, as is `sha256`.
     """
 
@@ -110,6 +138,7 @@ class Manifest(Block):
     validation: dict[str, dict[str, Any]] = Field(default_factory=dict)
     tokenizer: str | None
     versions: dict[str, str]
+    parent: Parent | None = None
     config: dict[str, Any] | None = None
     files: dict[str, ManifestFile]
     sha256: Digest | None = None
@@ -272,11 +301,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
             "zero_optimization.offload_optimizer.device: a run cannot be resumed with its optimizer on NVMe, where "
             'DeepSpeed does not restore its states; use "cpu"'
         )
-    if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
-        raise UserError(
-            f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
-            "with zero-tp convert to-hf, or give another --output-dir"
-        )
+    check_states(checkpoint, manifest)
     fixed = {**UNSAID, **manifest.fixed}
     if isinstance(fixed.get("optimizer"), dict):
         fixed["optimizer"] = _computed(fixed["optimizer"])  # earlier versions kept more
@@ -287,5 +312,19 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
         if before != value:
             raise UserError(
                 f"{key}: {value!r}, but the run of {checkpoint} was started with {before!r}; "
-                "start it with that, or give another --output-dir"
+                f"start it with that, or start a new run from its weights with --from {checkpoint} and another "
+                "--output-dir"
             )
+
+
+def check_states(checkpoint: Path, manifest: Manifest) -> None:
+    """Check that a checkpoint has the optimizer's states.
+
+    Raises:
+        UserError: it lacks them.
+    """
+    if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
+        raise UserError(
+            f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
+            "with zero-tp convert to-hf, or give another --output-dir"
+        )

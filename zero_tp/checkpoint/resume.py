@@ -7,9 +7,9 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -287,14 +287,27 @@ class Verification(AbstractContextManager["Verification"]):
 def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
     """Restore masters, moments, counts, schedule, loss scale and random streams; check every file. Collective.
 
-    On the grid that saved it, each rank reads its own file, once. On another one, ranks share out the files to hash,
-    and read the pieces that they hold from whichever files have them.
-
     Args:
         seed: of the run, for new random streams on another grid.
 
     Returns:
         The checkpoint's step.
+
+    Raises:
+        Damaged, UserError: see `restored_states`.
+    """
+    with restored_states(zero, checkpoint) as manifest, directory.taken_as_it_stands(checkpoint, manifest):
+        zero.restore_progress(manifest.progress.model_dump())
+        _restore_streams(zero, checkpoint, manifest, seed)
+    return manifest.step
+
+
+@contextmanager
+def restored_states(zero: ZeroEngine, checkpoint: Path) -> Iterator[Manifest]:
+    """Restore masters and moments, fill the module, and hold the checkpoint while the block runs. Collective.
+
+    On the grid that saved it, each rank reads its own file, once. On another one, ranks share out the files to hash,
+    and read the pieces that they hold from whichever files have them.
 
     Raises:
         Damaged: on every rank, naming the first damaged file; masters and states are then undefined.
@@ -324,11 +337,9 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
             whole.agree(failure)
         zero.fill_module()
         with directory.taken_as_it_stands(checkpoint, manifest):
-            zero.restore_progress(manifest.progress.model_dump())
-            _restore_streams(zero, checkpoint, manifest, seed)
             if manifest.generation is not None:
                 model.generation_config = GenerationConfig(**manifest.generation)
-    return manifest.step
+        yield manifest
 
 
 def _check_parameters(checkpoint: Path, saved: dict[str, Described], wanted: dict[str, Described]) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.manifest import Parallelism, fixed_of, states_file, versions
+from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_of, states_file, versions
 from zero_tp.checkpoint.reader import RANDOM, STARTS, Described, tensor_name
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -51,6 +51,7 @@ class Saver:
         corpora: dict[str, dict[str, Any]] | None = None,
         validation: dict[str, dict[str, Any]] | None = None,
         goes_on_from: int = 0,
+        parent: Parent | None = None,
     ):
         """Set up the ranks' common store of messages. Collective.
 
@@ -58,9 +59,11 @@ class Saver:
             tokenizer: the directory that an export copies, noted in the manifest.
             corpora, validation: what these corpora are, by prefix, noted too (see `PackedSamples.identities`).
             goes_on_from: the step that the run was resumed at; newer checkpoints in `run` are of a branch that it left.
+            parent: the checkpoint that the run was started from, noted too.
         """
         self.zero, self.config, self.run = zero, config, run
         self.tokenizer, self.corpora, self.validation = tokenizer, corpora or {}, validation or {}
+        self.parent = parent
         self.background = config.zero_tp.checkpoint.async_
         self.topology = zero.topology
         name = [uuid.uuid4().hex]
@@ -172,6 +175,7 @@ class Saver:
             "corpora": self.corpora,
             "validation": self.validation,
             "tokenizer": str(self.tokenizer) if self.tokenizer else None,
+            **({} if self.parent is None else {"parent": self.parent.model_dump()}),
             "config": self.config.resolved(),
         }
 

@@ -39,6 +39,7 @@ COMMANDS = {
     "inspect": Command("say what is in a checkpoint"),
     "evaluate": Command("evaluate a model on zero-shot tasks, as one rank or under a launcher", ranks=True),
     "sample": Command("continue a prompt with an exported model"),
+    "report": Command("draw what runs have logged, as a page and a picture"),
     "finetune": Command("fine-tune an exported model or a run on a task"),
     "schema": Command("print the JSON schema of the config file, for editors"),
     "path": Command("print where the scripts for launchers, the configs and the corpus are"),

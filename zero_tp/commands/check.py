@@ -17,6 +17,7 @@ FILE = "the run's JSON file, or the name of one that is shipped, such as quickst
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "check", FILE)
     add_settings(parser)
+    add_parent(parser)
 
 
 def add_config(parser: Parser, name: str, help_: str) -> None:
@@ -29,6 +30,17 @@ def _configs(prefix: str, **others: object) -> list[str]:
     from argcomplete.completers import FilesCompleter
 
     return [*config_names(), *FilesCompleter()(prefix)]
+
+
+def add_parent(parser: Parser) -> None:
+    """Add what a new run may start from."""
+    parser.add_argument(
+        "--from",
+        dest="parent",
+        type=Path,
+        metavar="RUN|CHECKPOINT",
+        help="start a new run from the weights and moments of this one, with FILE's own schedule, batch and data",
+    )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +63,19 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     from zero_tp.config import RunConfig, describe
+    from zero_tp.monitors.sinks import check_installed
     from zero_tp.weights.files import find_weights
 
     config = RunConfig.load(options.check, options.set, options.world_size)
+    check_installed(config)
     if config.pretrained:
         find_weights(config.pretrained, options.allow_pickle)
     if not config.absent():
         from zero_tp.training.run import PreparedRun
 
-        PreparedRun(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
+        run = PreparedRun(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
+        if options.parent is not None:
+            from zero_tp.checkpoint.parent import check_parent
+
+            check_parent(options.parent, config, run.model_config)
     print(describe(config))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zero_tp import cli
 from zero_tp.commands import check
+from zero_tp.process.console import Console
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.signals import Requests
@@ -35,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_config(what, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys")
     check.add_config(what, "--check", "only check FILE, as zero-tp check does")
     check.add_settings(parser)
-    parser.add_argument(
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
         "--resume-from",
         type=Path,
         metavar="CHECKPOINT",
         help="resume from this checkpoint instead of the run's newest, such as RUN/checkpoints/step_00000500",
     )
+    check.add_parent(begin)
     parser.add_argument(
         "--profile-steps",
         metavar="FIRST:LAST",
@@ -57,8 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests, watch: Watch) -> None:
+    console = Console(environment)
+
     from zero_tp.checkpoint.run import saved_start
     from zero_tp.config import RunConfig
+    from zero_tp.monitors.sinks import check_installed
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Before anything heavy is imported: a mistake in the file is told within a second or two.
@@ -68,7 +74,10 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         environment.world,
         *saved_start(output, options.resume_from),
     )
+    check_installed(config)
 
+    from zero_tp.checkpoint.parent import Origin
+    from zero_tp.monitors.feed import Monitors
     from zero_tp.training.loop import train
     from zero_tp.training.run import PreparedRun
     from zero_tp.training.tools import Tools
@@ -76,7 +85,15 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     first = environment.local_rank in (None, 0)
     profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None
     run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)
-    tools = Tools(forecast=forecast, profiler=profiler, watch=watch, **live_tools(run))
+    tools = Tools(
+        forecast=forecast,
+        profiler=profiler,
+        monitors=Monitors.of,
+        origin=Origin(options.parent) if options.parent is not None else None,
+        watch=watch,
+        keep=console.keep,
+        **live_tools(run),
+    )
     train(
         run,
         environment,

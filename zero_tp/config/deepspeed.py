@@ -132,6 +132,10 @@ DEEPSPEED_BLOCKS = {
 """Blocks of pydantic models in DeepSpeed's package; that of `timers` is the one key `throughput` in it."""
 
 
+MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
+"""Blocks that zero_tp obeys itself, with DeepSpeed's keys: its engine would write the learning rate beside us."""
+
+
 def deepspeed_models() -> dict[str, type[BaseModel]]:
     """Return DeepSpeed's pydantic models by block. This imports DeepSpeed: about two seconds, and quietly."""
     with _quiet():

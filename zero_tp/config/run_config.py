@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.deepspeed import OFF_BLOCKS, check_names, check_values, refuse_auto
+from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS, check_names, check_values, refuse_auto
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.refusals import check_refusals, without_effect
 from zero_tp.config.resolve import (
@@ -154,9 +154,10 @@ class RunConfig:
         return dtype_name(self._deepspeed)
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return a new dict for `deepspeed.initialize`: no `zero_tp` or "auto", all batch sizes. Needs a world size."""
+        """Return a new dict for `deepspeed.initialize`: no `zero_tp`, "auto" or monitors, all batch sizes. Needs a
+        world size."""
         _known(self.world_size)
-        return copy.deepcopy(self._deepspeed)
+        return copy.deepcopy({key: value for key, value in self._deepspeed.items() if key not in MONITORS})
 
     def resolved(self) -> dict[str, Any]:
         """Return the whole config with every default of `zero_tp` and every "auto" filled in; it loads again."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError, shown
+from zero_tp.errors import ConfigError, did_you_mean, shown
 from zero_tp.validation import Block, Positive
 
 if TYPE_CHECKING:
@@ -204,8 +204,34 @@ class Evaluation(Block):
     )
 
 
+TRACKERS = ("aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio")
+"""accelerate's trackers, without those that have a block of DeepSpeed's."""
+BLOCK_OF = {"comet_ml": "comet", "tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+def _as_arguments(value: Any) -> Any:
+    return {name: {} for name in value} if isinstance(value, list) else value
+
+
+def _are_trackers(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    for name in value:
+        if name in BLOCK_OF:
+            raise ValueError(f'"{name}" has a block of its own: write "{BLOCK_OF[name]}": {{"enabled": true}}')
+        if name not in TRACKERS:
+            raise ValueError(f"{shown(name)} is no tracker of accelerate's; {did_you_mean(name, TRACKERS)}")
+    return value
+
+
+Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments), AfterValidator(_are_trackers)]
+
+
 class Logging(Block):
     interval: Positive = Field(default=1, description="Steps a log line.")
+    trackers: Trackers = Field(
+        default_factory=dict,
+        description="accelerate's trackers that get what metrics.jsonl gets: [monitors.md](monitors.md).",
+        json_schema_extra={"type": "[name, …], or {name: {argument: value}}", "default": "[]"},
+    )
 
 
 class ZeroTP(Block):

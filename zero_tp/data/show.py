@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from zero_tp import page
 from zero_tp.data.indexed import IndexedCorpus, idx_path
 from zero_tp.data.tokenizer import open_tokenizer, tokenizer_beside
 from zero_tp.errors import UserError, one_line
-from zero_tp.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,14 +24,6 @@ SPLITS = ("train", "validation")
 REMOVED = "removed.jsonl"
 _BLOCK = 2**22  # tokens
 _FREQUENT = 40
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-size: 13px; width: 100%; } td { padding: .1rem .5rem; white-space: nowrap; }
-td.n { text-align: right; width: 9rem; } td.bar { width: 60%; } td.bar div { background: #4477aa; height: .8rem; }
-code { white-space: pre; background: #f5f5f5; }
-"""
 
 
 def corpora_of(path: Path) -> dict[str, IndexedCorpus]:
@@ -93,14 +85,14 @@ def shown(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
                 yield str(tokenizer.decode(ids[begin:end]))
 
 
-def write_page(path: Path, page: Path) -> None:
+def write_page(path: Path, to: Path) -> None:
     """Write one page: tokens of documents, duplicates by size, the most frequent tokens. All of a corpus is read.
 
     Raises:
         UserError: as `shown`, or the page can't be written.
     """
     tokenizer = _tokenizer(path)
-    parts = [f"<h1>{html.escape(one_line(str(path)))}</h1>"]
+    parts: list[str] = []
     for name, corpus in corpora_of(path).items():
         corpus.check_vocabulary(len(tokenizer))
         sizes = _sizes(corpus)
@@ -120,11 +112,7 @@ def write_page(path: Path, page: Path) -> None:
     if (path / REMOVED).is_file():
         parts.append("<h2>Duplicates: documents by the number of their copies that were removed</h2>")
         parts.append(_bars(_copies(path / REMOVED)))
-    text = f'<!doctype html><meta charset="utf-8"><title>{html.escape(one_line(str(path)))}</title>'
-    try:
-        write_atomically(page, f"{text}<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n")
-    except OSError as error:
-        raise UserError(f"{page}: can't be written: {error.strerror or error}") from error
+    page.write(to, one_line(str(path)), parts)
 
 
 def _sizes(corpus: IndexedCorpus) -> npt.NDArray[np.int64]:
@@ -161,7 +149,7 @@ def _bars(rows: dict[str, int], whole: int | None = None) -> str:
     for label, count in rows.items():
         share = f" ({count / whole:.2%})" if whole else ""
         lines.append(
-            f'<tr><td class="n"><code>{html.escape(label)}</code></td><td class="n">{count:,}{share}</td>'
-            f'<td class="bar"><div style="width:{100 * count / most:.2f}%"></div></td></tr>'
+            f"<tr><td><code>{html.escape(label)}</code></td><td>{count:,}{share}</td>"
+            f'<td><div style="width:{100 * count / most:.2f}%"></div></td></tr>'
         )
-    return "<table>" + "\n".join(lines) + "</table>"
+    return '<table class="bars">' + "\n".join(lines) + "</table>"

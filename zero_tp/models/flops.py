@@ -56,6 +56,26 @@ def model_flops(spec: TransformerSpec, global_batch: int, length: int, labelled:
     return 3 * (spec.layers * (layer + core) + logits)
 
 
+def hardware_flops(
+    spec: TransformerSpec,
+    global_batch: int,
+    length: int,
+    labelled: float = 1.0,
+    recomputed: tuple[float, float] = (0.0, 0.0),
+) -> float:
+    """Return the FLOPs that one step runs: those of `model_flops`, and the products that backward computes again.
+
+    With GPT-2's layers and every attention core recomputed these are the 4Bs²h more a layer of arXiv 2205.05198,
+    appendix A (its equation 8 counts them three times).
+
+    Args:
+        recomputed: layers, and attention cores alone (see `RecomputePolicy.run_again`).
+    """
+    layer, core, _ = forward_flops(spec, global_batch, length, labelled)
+    layers, cores = recomputed
+    return model_flops(spec, global_batch, length, labelled) + layers * (layer + core) + cores * core
+
+
 def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
     """Return FLOPs / (time × devices × peak), in 0..1: MFU of model FLOPs, HFU of hardware FLOPs; None without a peak.
 

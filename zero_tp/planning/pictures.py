@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_tp.constants import GIB
-from zero_tp.errors import UserError
+from zero_tp.page import dressed, new_figure
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import CATEGORIES, Point, RankMemory
 from zero_tp.planning.plan import Plan
@@ -31,21 +31,9 @@ PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 
 
 def _axes(title: str, height: float = 3.6) -> tuple[Any, Any]:
-    """Return a new figure and its axes.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
-    figure = Figure(figsize=(8.4, height), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=9)
-    return figure, axes
+    """Return a new figure and its axes."""
+    figure = new_figure(8.4, height)
+    return figure, dressed(figure.add_subplot(), title)
 
 
 def _present(stacks: Sequence[Mapping[str, float]]) -> list[str]:

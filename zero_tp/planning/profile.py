@@ -71,7 +71,8 @@ class StepProfiler:
             return f"the profile of steps {self.first} to {self.last} could not be written ({first_line(error)})"
 
     def _write(self) -> str:
-        from zero_tp.planning import page, pictures
+        from zero_tp import page
+        from zero_tp.planning import pictures
 
         name = f"steps_{self.first}-{self.last}"
         largest = sorted(self._operators.items(), key=lambda item: -item[1])[:OPERATORS]

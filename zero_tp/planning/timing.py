@@ -131,9 +131,7 @@ class Timing:
 
     def _recomputed(self) -> float:
         """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
-        policy, micro = self.at.policy, self.zero.accumulation
-        layers = len(policy.recomputed_layers(self.spec.layers)) / self.spec.layers
-        return layers * max(0, micro - policy.keep_micro_batches) / micro
+        return self.at.policy.layers_again(self.spec.layers, self.zero.accumulation) / self.spec.layers
 
     @property
     def _own(self) -> float:

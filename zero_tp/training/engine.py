@@ -139,6 +139,16 @@ class TrainingEngine:
         """Return the learning rate of the next step."""
         return float(self.zero.optimizer.param_groups[0]["lr"])
 
+    @property
+    def loss_scale(self) -> float | None:
+        """Return what fp16 multiplies the next step's loss by; None in another dtype."""
+        return None if self.zero.loss_scale is None else self.zero.loss_scale.value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return how many steps of the run updated nothing: their gradients were not finite, or a spike's."""
+        return int(self.engine.skipped_steps)
+
     def train_step(
         self,
         micro_batches: Sequence[AnyBatch | tuple[Tensor, Tensor]],

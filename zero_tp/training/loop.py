@@ -14,8 +14,8 @@ from zero_tp.checkpoint.directory import (
     MANIFEST,
     step_directory,
 )
-from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, differences
-from zero_tp.checkpoint.resume import agree, check_all_there, look, resume, take_whole
+from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, Parent, differences
+from zero_tp.checkpoint.resume import Found, agree, check_all_there, look, resume, take_whole
 from zero_tp.checkpoint.run import run_directory, saved_start, write_config
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config.schema import Timeouts
@@ -23,7 +23,7 @@ from zero_tp.data.samples import FixedSamples, ReadAhead
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
-from zero_tp.models.flops import model_flops
+from zero_tp.models.flops import hardware_flops, model_flops
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
@@ -69,15 +69,25 @@ def train(
         watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)
     held: AbstractContextManager[list[str]] = run_directory(directory) if environment.rank == 0 else nullcontext([])
     with held as notes, ExitStack() as stack:
+        if tools.keep is not None and environment.rank == 0:
+            tools.keep(directory)
         found = look(directory, config, resume_from, run.check_resumed)
+        origin = Found() if tools.origin is None else tools.origin.look(found, directory, config, run.model_config)
         topology, device = connect_deepspeed(config, environment, verbose)
         stack.enter_context(back_ends(device))
+        if tools.keep is not None and environment.rank > 0:  # rank 0 has made the directory
+            tools.keep(directory)
         if watch is not None:
             watch.connect()
         found = agree(found, directory, run.read())
         if found.checkpoint is not None:
             found = take_whole(found, directory, config, check_all_there, resume_from)
-        pretrained = run.pretrained() if found.checkpoint is None else None
+        if tools.origin is not None:
+            origin = agree(origin, directory)
+        if origin.checkpoint is not None:
+            check_all_there(origin.checkpoint)
+        drawn = found.checkpoint is None and origin.checkpoint is None
+        pretrained = run.pretrained() if drawn else None
         with hushed(verbose):
             engine = TrainingEngine(
                 run.model_config,
@@ -85,7 +95,7 @@ def train(
                 config.deepspeed_config(),
                 seed=config.zero_tp.training.seed,
                 device=device,
-                source=pretrained if found.checkpoint is None else Zeros(),
+                source=pretrained if drawn else Zeros(),
                 model=tools.model,
                 recompute=config.zero_tp.recompute_policy,
                 spike=config.zero_tp.training.spike,
@@ -95,6 +105,8 @@ def train(
             if found.checkpoint is not None:
                 take = partial(resume, engine.zero, seed=config.zero_tp.training.seed)
                 found = take_whole(found, directory, config, take, resume_from)
+            elif tools.origin is not None and origin.checkpoint is not None:
+                tools.origin.take(engine.zero, origin.checkpoint)
         manifest = found.manifest
         notes += found.notes
         step = manifest.step if manifest is not None else 0
@@ -106,13 +118,18 @@ def train(
             if pretrained is not None and pretrained.drawn:
                 print(pretrained.told())
             _announce(run, engine, manifest)
+            if tools.origin is not None and origin.manifest is not None:
+                print("\n".join(tools.origin.told(origin, config, run.corpora, run.validation_corpora)))
             if not finished:
                 write_config(directory, config.resolved())
             if not finished and tools.forecast is not None:
                 forecast = tools.forecast(config, device.type)
                 print(forecast.announcement())
         if not finished:
-            _Loop(run, engine, step, requests, tools, forecast).train()
+            parent = None if manifest is None else manifest.parent
+            if origin.checkpoint is not None and origin.manifest is not None:
+                parent = Parent.of(origin.checkpoint, origin.manifest)
+            _Loop(run, engine, step, requests, tools, forecast, parent).train()
         if watch is not None:
             watch.leave()
 
@@ -170,6 +187,7 @@ class _Loop:
         requests: Requests,
         tools: Tools,
         forecast: Forecast | None,
+        parent: Parent | None,
     ):
         self.tasks, self.forecast = tools.tasks, forecast
         self.run, self.engine, self.done, self.requests = run, engine, done, requests
@@ -185,6 +203,13 @@ class _Loop:
             self.topology.world,
             device_peak_flops(self.device.type, engine.dtype, dist.barrier),
             self.steps,
+            hardware_flops=hardware_flops(
+                spec,
+                self.config.global_batch,
+                length,
+                self.config.labelled,
+                self.settings.recompute_policy.run_again(spec.layers, self.config.accumulation),
+            ),
         )
         self.reporter = Reporter(
             run.directory,
@@ -193,16 +218,15 @@ class _Loop:
             self.settings.logging.interval,
             start_step=done,
             figures=engine.model.figures,
+            monitors=tools.monitors(self.config, run.directory, done) if first and tools.monitors is not None else None,
         )
-        if first:
-            self.reporter.watch(engine.engine.monitor)
         self.skips_in_a_row = 0
         self.ahead: ReadAhead[Any] = ReadAhead(self._read, self.steps)
         self.watch = tools.watch
         if self.watch is not None:
             engine.mark = self.watch.mark
         self.saver = Saver(
-            engine.zero, self.config, run.directory, run.tokenizer, run.corpora, run.validation_corpora, done
+            engine.zero, self.config, run.directory, run.tokenizer, run.corpora, run.validation_corpora, done, parent
         )
 
     def _read(self, step: int) -> list[Any]:
@@ -314,6 +338,8 @@ class _Loop:
                     self.engine.gradient_norm,
                     self.meter.read(step),
                     memory_gib(self.device.type),
+                    self.engine.loss_scale,
+                    self.engine.skipped_steps,
                     self.engine.figures,
                 )
             )

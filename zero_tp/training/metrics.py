@@ -29,6 +29,7 @@ class Speed:
     tokens_per_second_per_device: float
     model_tflops: float  # TFLOP/s of one device, recomputation not counted
     mfu: float | None  # 0..1
+    hfu: float | None  # 0..1, what backward computes again counted too
     eta_seconds: float | None  # None before the first step
 
 
@@ -38,6 +39,7 @@ class StepMeter:
     Args:
         tokens_per_step: global batch × sequence length.
         flops_per_step: model FLOPs of one step, all devices.
+        hardware_flops: those that one step runs, where backward computes some again.
         devices: ranks of the job.
         peak_flops: of one device [FLOP/s], or None.
         total_steps: the run's last step.
@@ -53,10 +55,12 @@ class StepMeter:
         peak_flops: float | None,
         total_steps: int,
         window: int = 50,
+        hardware_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tokens_per_step = tokens_per_step
         self.flops_per_step = flops_per_step
+        self.hardware_flops = flops_per_step if hardware_flops is None else hardware_flops
         self.devices = devices
         self.peak_flops = peak_flops
         self.total_steps = total_steps
@@ -101,6 +105,7 @@ class StepMeter:
             tokens_per_second_per_device=tokens_per_second / self.devices,
             model_tflops=self.flops_per_step / seconds / self.devices / 1e12,
             mfu=utilisation(self.flops_per_step, seconds, self.devices, self.peak_flops),
+            hfu=utilisation(self.hardware_flops, seconds, self.devices, self.peak_flops),
             eta_seconds=max(0, self.total_steps - step) * sum(self._recent) / len(self._recent),
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol
 
 from tqdm import tqdm
 
@@ -24,7 +24,8 @@ from zero_tp.training.metrics import Speed, perplexity
 METRICS_FILE = "metrics.jsonl"
 LOGGED = (
     *("step", "consumed_samples", "loss", "learning_rate", "grad_norm"),
-    *("tokens_per_second", "model_tflops", "mfu", "memory_gib", "seconds"),
+    *("tokens_per_second", "model_tflops", "mfu", "hfu", "memory_gib", "seconds"),
+    *("loss_scale", "skipped_steps"),
 )
 """What a line of it has of a step, by the fields of StepRecord and Speed."""
 
@@ -32,7 +33,8 @@ LOGGED = (
 @dataclass(frozen=True)
 class StepRecord:
     """A record is a step. Its loss is the mean over the global batch, and so is what else the objective has figures of;
-    its norm is of all gradients before clipping."""
+    its norm is of all gradients before clipping. `skipped_steps` are those of the run until now; only fp16 has a loss
+    scale."""
 
     step: int
     consumed_samples: int
@@ -41,7 +43,22 @@ class StepRecord:
     grad_norm: float
     speed: Speed
     memory_gib: float
+    loss_scale: float | None = None
+    skipped_steps: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
+
+
+class Monitors(Protocol):
+    """Monitors get all that metrics.jsonl gets (zero_tp/monitors/feed.py)."""
+
+    def write(self, values: Mapping[str, float | int | None]) -> None:
+        """Take one line of it, without waiting."""
+
+    def notes(self) -> Iterable[str]:
+        """Return what is to be said of them, a line each."""
+
+    def close(self, *, failing: bool) -> Iterable[str]:
+        """End, soon where the run is failing, and return what is to be said."""
 
 
 # --- formatting: pure functions ---------------------------------------------------------------------------------------
@@ -88,7 +105,7 @@ def format_duration(seconds: float | None) -> str:
     return f"{days}d{hours % 24:02d}h" if days < 100 else f"{days}d"
 
 
-WIDTHS = (8, 9, 9, 8, 11, 6, 8, 6)
+WIDTHS = (8, 9, 9, 8, 11, 6, 6, 8, 6)
 
 
 def _columns(step: str, total_steps: int, loss: str, shares: Mapping[str, str], cells: Sequence[str]) -> str:
@@ -105,7 +122,7 @@ def accuracies_of(figures: Iterable[str]) -> dict[str, str]:
 
 def format_header(total_steps: int, figures: Sequence[str] = ()) -> str:
     """Return the names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
-    names = ("lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "peak GiB", "ETA")
+    names = ("lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "HFU", "peak GiB", "ETA")
     return _columns("step", total_steps, "loss", {name: name for name in accuracies_of(figures)}, names)
 
 
@@ -118,12 +135,17 @@ def format_line(record: StepRecord, total_steps: int) -> str:
         format_rate(speed.tokens_per_second_per_device),
         format_rate(speed.tokens_per_second),
         format_rate(speed.model_tflops),
-        "-" if speed.mfu is None else f"{100 * speed.mfu:.1f}%",
+        _percent(speed.mfu),
+        _percent(speed.hfu),
         f"{record.memory_gib:.2f}",
         format_duration(speed.eta_seconds),
     )
     shares = {column: f"{record.figures[name]:.1%}" for column, name in accuracies_of(record.figures).items()}
     return _columns(f"{record.step}/{total_steps}", total_steps, format_number(record.loss), shares, cells)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"
 
 
 def _format_figure(name: str, value: float) -> str:
@@ -250,6 +272,7 @@ class Reporter:
         interval: steps a log line.
         terminal: show a progress bar; None: if stdout and stderr are terminals.
         figures: names of what the objective tells of a step beside its loss.
+        monitors: get all that metrics.jsonl gets, and are closed with the reporter.
         start_step: the step that this start resumes from, 0 for a new run. Later lines of metrics.jsonl are cut off.
 
     A disk that is full, or whatever else keeps a line from being written, is told once and counted at the end.
@@ -264,8 +287,10 @@ class Reporter:
         terminal: bool | None = None,
         start_step: int = 0,
         figures: Sequence[str] = (),
+        monitors: Monitors | None = None,
     ) -> None:
         self.rank0 = rank0
+        self._monitors = monitors
         self.total_steps = total_steps
         self.interval = interval
         self._bar: tqdm[NoReturn] | None = None
@@ -340,6 +365,10 @@ class Reporter:
         with self.loss.of(str(self._metrics)):
             self._cut()
             _append_whole(self._metrics, (metrics_line(values) + "\n").encode())
+        if self._monitors is not None:
+            self._monitors.write(values)
+            for note in self._monitors.notes():
+                self.say(note)
 
     def _cut(self) -> None:
         if self._is_cut:
@@ -352,21 +381,17 @@ class Reporter:
             lines = "lines" if unreadable > 1 else "line"
             self.say(f"{self._metrics}: left out {unreadable} unreadable {lines}{where}")
 
-    def watch(self, monitor: Any) -> None:
-        """Let no failure of DeepSpeed's monitors (files, or services in the network) end the run."""
-        write: Callable[[Any], None] = monitor.write_events
+    def close(self, *, failing: bool = False) -> None:
+        """Take the bar away and tell what was lost.
 
-        def write_events(events: Any) -> None:
-            with self.loss.of("the monitors' events", Exception):  # each library has errors of its own
-                write(events)
-
-        monitor.write_events = write_events
-
-    def close(self) -> None:
-        """Take the bar away and tell what was lost."""
+        Args:
+            failing: an error waits to be told, so don't let it wait long.
+        """
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        for note in () if self._monitors is None else self._monitors.close(failing=failing):
+            self.say(note)
         for what, lost in self.loss.lost.items() if self.rank0 else ():
             self.say(f"{what}: {lost} {'writes were' if lost > 1 else 'write was'} lost")
         self.loss.lost.clear()
@@ -375,4 +400,4 @@ class Reporter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self.close(failing=error[0] is not None)

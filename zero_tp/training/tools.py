@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from transformers import PretrainedConfig
+
+from zero_tp.checkpoint.resume import Found
 from zero_tp.config import RunConfig
 from zero_tp.models.model import ParallelModel
 from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.report import Monitors
+from zero_tp.zero.stages import ZeroEngine
 
 
 class Forecast(Protocol):
@@ -54,6 +60,21 @@ class Watch(Protocol):
         """Return, once, what was seen of the other ranks, a line each."""
 
 
+class Origin(Protocol):
+    """An origin is the checkpoint that a new run starts from (zero_tp/checkpoint/parent.py)."""
+
+    def look(self, resumed: Found, run: Path, config: RunConfig, model: PretrainedConfig) -> Found:
+        """Return what this rank finds of it; no checkpoint where the run itself is resumed."""
+
+    def take(self, zero: ZeroEngine, checkpoint: Path) -> None:
+        """Take its weights and moments. Collective over all ranks."""
+
+    def told(
+        self, found: Found, config: RunConfig, corpora: Mapping[str, Any], validation: dict[str, dict[str, Any]]
+    ) -> list[str]:
+        """Return lines on what the run keeps of it, and what it changes."""
+
+
 @dataclass(frozen=True)
 class Tools:
     """These are the tools of one run; each may be missing.
@@ -65,11 +86,17 @@ class Tools:
             objective.
         forecast: makes the forecast of a run from its config and its device's type; called on rank 0 alone.
         profiler: makes the profiler of an engine; called on rank 0 alone.
+        monitors: opens those of a run, from its config, its directory and the step it goes on from; on rank 0 alone.
+        origin: what a new run starts from, in place of its seed.
         watch: of this rank.
+        keep: keeps what this rank prints in the run's directory, from when that is this run's own.
     """
 
     tasks: Callable[[TrainingEngine, int], Mapping[str, Mapping[str, float | None]]] | None = None
     model: type[ParallelModel] | None = None
     forecast: Callable[[RunConfig, str], Forecast] | None = None
     profiler: Callable[[TrainingEngine], Profiler] | None = None
+    monitors: Callable[[RunConfig, Path, int], Monitors] | None = None
+    origin: Origin | None = None
     watch: Watch | None = None
+    keep: Callable[[Path], None] | None = None

@@ -175,7 +175,7 @@ class ZeroEngine(ABC):
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
         """Bring the engine to what `progress` gave."""
-        self.states().set_steps(progress["optimizer_steps"])
+        self.restore_updates(progress)
         for name, value in progress["counters"].items():
             setattr(self.engine, name, value)
         if self.scheduler is not None and progress["schedule"] is not None:
@@ -183,9 +183,13 @@ class ZeroEngine(ABC):
             self.scheduler.step(self.scheduler.last_batch_iteration)  # sets OneCycle's betas too
         for group, rate in zip(self.optimizer.param_groups, progress["learning_rates"], strict=True):
             group["lr"] = rate
+        self.recent = [list(pair) for pair in progress.get("recent", [])]
+
+    def restore_updates(self, progress: dict[str, Any]) -> None:
+        """Bring to what `progress` gave only what belongs to the moments: their count of updates and the loss scale."""
+        self.states().set_steps(progress["optimizer_steps"])
         if self.loss_scale is not None:
             self.loss_scale.restore(progress["loss_scale"])
-        self.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def duplicates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what every DP rank holds alike from one update to the next, with its name: the module's weights."""

@@ -1,0 +1,124 @@
+"""The report of runs: what is read of a run that goes on, and the page that is drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.launched import run
+from tests.tiers import THOROUGH
+from zero_tp.errors import UserError
+from zero_tp.report.curves import MOST_POINTS, panels, smoothed, thinned
+from zero_tp.report.page import write_report
+from zero_tp.report.runs import differing, read_runs
+from zero_tp.training.report import metrics_line
+
+
+def make_run(directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, end: str = "") -> Path:
+    directory.mkdir(parents=True)
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        loss = math.nan if step == 2 else 8 / step
+        lines.append({"step": step, "loss": loss, "learning_rate": lr, "grad_norm": 1.0, "mfu": None, "hfu": None})
+    lines += [{"step": steps, "validation_loss": 1.5, "validation_perplexity": math.exp(1.5)}]
+    lines += [{"step": steps, "lambada/accuracy": 0.25}]
+    (directory / "metrics.jsonl").write_text("".join(metrics_line(line) + "\n" for line in lines) + end)
+    block = {"data": {"sequence_length": 16, "train": {"<corpus>": 1.0}}, "training": {"steps": 2 * steps}}
+    config = {"train_batch_size": batch, "optimizer": {"params": {"lr": lr}}, "zero_tp": block}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
+    going = make_run(tmp_path / "one", end='{"step": 7, "lo')
+    (found,) = read_runs([going])
+    assert found.unreadable == 0, "half a line at the end is being written"
+    assert found.get("loss").steps == [1, 2, 3, 4, 5, 6] and math.isnan(found.get("loss").values[1])
+    assert found.get("mfu").steps == [] and found.tasks == ["lambada/accuracy"] and found.tokens_per_step == 64
+    with (going / "metrics.jsonl").open("a") as torn:
+        torn.write('\n{"step": 7, "loss": 1.0}\n{"step": 7, "loss": 0.5}\n')
+    (found,) = read_runs([going])
+    assert found.unreadable == 1 and found.get("loss").values[-1] == 0.5 and found.last_step == 7
+    names = [panel.title for panel in panels([found])]
+    assert names == ["loss", "learning rate", "gradient norm", "lambada/accuracy"]
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none/metrics\.jsonl: cannot be read"):
+        read_runs([tmp_path / "none"])
+    one = make_run(tmp_path / "one")
+    with pytest.raises(UserError, match="given twice"):
+        read_runs([one, tmp_path / "." / "one"])
+    (one / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not a run's config"):
+        read_runs([one])
+    (one / "metrics.jsonl").write_text('{"step": 1')
+    (one / "config.json").unlink()
+    with pytest.raises(UserError, match="nothing was logged yet"):
+        read_runs([one])
+
+
+def test_smoothing_is_that_of_pandas(seed: int) -> None:
+    """Its exponentially weighted mean, adjusted for the start, over what is there."""
+    import pandas
+
+    draw = random.Random(seed)
+    values = [math.nan if draw.random() < 0.1 else draw.gauss(3, 1) for _ in range(draw.randrange(60, 400))]
+    span = max(1.0, len(values) / 50)
+    expected = pandas.Series(values).ewm(span=span, adjust=True, ignore_na=True).mean()
+    assert smoothed(values) == pytest.approx(list(expected), nan_ok=True)
+
+
+def test_a_long_line_keeps_its_extremes(seed: int) -> None:
+    draw = random.Random(seed)
+    values = [draw.gauss(0, 1) for _ in range(20_001)]
+    values[draw.randrange(20_000)] = 99.0
+    values[draw.randrange(20_000)] = -99.0
+    drawn = list(thinned(list(range(20_001)), values))
+    assert len(drawn) <= MOST_POINTS + 2 and {99.0, -99.0} & {value for _, value in drawn}
+    assert drawn == sorted(drawn) and all(values[step] == value for step, value in drawn)
+
+
+def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", steps=60, batch=8, lr=3e-3)]
+    first, second = read_runs(runs)
+    assert (first.name, second.name) == ("a/run", "b/run")
+    assert differing([first, second]) == [
+        ("train_batch_size", ["4", "8"]),
+        ("optimizer.params.lr", ["0.001", "0.003"]),
+        ("zero_tp.training.steps", ["12", "120"]),
+    ]
+    page, picture = write_report(runs, tmp_path / "both.html")
+    text = page.read_text()
+    links = re.findall(r'(?:href|src|xlink:href)="([^"]*)"', text)
+    assert all(link.startswith("#") for link in links), "only references inside the page"
+    assert "@import" not in text and "<script" not in text and "url(http" not in text
+    assert text.count("<svg") == 1 and "&lt;corpus&gt;" in text and "<corpus>" not in text
+    assert "optimizer.params.lr" in text and "1.5000 at step 60" in text and "60 of 120" in text
+    with Image.open(picture) as drawn:
+        assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50
+
+
+@THOROUGH
+def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> None:
+    def zero_tp(*words: str) -> subprocess.CompletedProcess[str]:
+        return run([sys.executable, "-m", "zero_tp", "report", *words], tmp_path)
+
+    make_run(tmp_path / "run")
+    drawn = zero_tp("run")
+    assert drawn.returncode == 0 and drawn.stdout == "wrote run/report.html\nwrote run/report_curves.png\n", (
+        drawn.stderr
+    )
+    again = zero_tp("run", "--against", "tokens", "--output", "out/page.html")
+    assert again.returncode == 0 and (tmp_path / "out" / "page.html").is_file()
+    refused = zero_tp("run", "nowhere")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "nowhere/metrics.jsonl" in refused.stderr

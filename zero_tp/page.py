@@ -1,0 +1,102 @@
+"""A page is one HTML file in which nothing comes from a network; its pictures are in it, and beside it as PNG."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_tp.errors import UserError
+from zero_tp.files import write_atomically
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+pre { background: #f5f5f5; padding: .8rem 1rem; overflow-x: auto; font-size: 13px; }
+code { white-space: pre; background: #f5f5f5; }
+figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; } td, th { padding: .25rem .7rem; text-align: right; }
+td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: #f5f5f5; }
+.keys td, .keys th { text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+.bars { width: 100%; } .bars td { padding: .1rem .5rem; white-space: nowrap; width: 9rem; }
+.bars td:last-child { width: 60%; } .bars td div { background: #4477aa; height: .8rem; }
+.good { color: #176117; } .bad { color: #a11; }
+"""
+
+
+def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, Any] | None = None) -> list[Path]:
+    """Write a page and its figures as PNG beside it: OUT.html, OUT_memory.png, …
+
+    Args:
+        parts: of the page's body, in HTML.
+
+    Returns:
+        The files written, the page first.
+
+    Raises:
+        UserError: a file can't be written.
+    """
+    text = (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
+        f"<style>{STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+    written = [path]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+        for name, figure in (figures or {}).items():
+            picture = path.with_name(f"{path.stem}_{name}.png")
+            figure.savefig(picture, dpi=150)
+            written.append(picture)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror or error}); give another path") from None
+    return written
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table as an element of a page; its cells are text.
+
+    Args:
+        kind: "keys" for columns of words.
+    """
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    lines = [row(header, "th"), *(row(cells, "td") for cells in rows)]
+    return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
+
+
+def svg(figure: Any) -> str:
+    """Return the figure as an element of the page."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    text = stream.getvalue()
+    return f"<figure>{text[text.index('<svg') :]}</figure>"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of these inches.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def dressed(axes: Any, title: str) -> Any:
+    """Return axes with a title and without a frame."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9)
+    return axes

@@ -1,0 +1,1 @@
+"""What runs have logged is drawn, while they go on or after."""

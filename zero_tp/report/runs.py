@@ -1,0 +1,148 @@
+"""A run is read from its directory as it stands, also while it is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zero_tp.errors import UserError
+from zero_tp.files import InvalidJson, parse_json, read_object
+
+METRICS, CONFIG = "metrics.jsonl", "config.json"
+VALIDATION = "validation_"
+
+
+@dataclass(frozen=True)
+class Series:
+    """A series has a value at some steps, ascending; one that was not finite is nan."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def finite(self) -> list[float]:
+        return [value for value in self.values if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run is what its directory says.
+
+    Attributes:
+        name: of the directory; with its parent's where runs share one.
+        series: by the names of metrics.jsonl.
+        config: resolved; empty where there is none yet.
+        unreadable: lines of metrics.jsonl that are no records. Half a line at its end, being written, is none of them.
+    """
+
+    name: str
+    directory: Path
+    series: dict[str, Series]
+    config: dict[str, Any]
+    unreadable: int
+
+    def get(self, name: str) -> Series:
+        """Return a series, empty where nothing of it was logged."""
+        return self.series.get(name, Series())
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Return the tokens of a step; None where the config doesn't say."""
+        length = self.config.get("zero_tp", {}).get("data", {}).get("sequence_length")
+        batch = self.config.get("train_batch_size")
+        return batch * length if isinstance(batch, int) and isinstance(length, int) else None
+
+    @property
+    def last_step(self) -> int:
+        """Return the last step of which something was logged."""
+        return max(series.steps[-1] for series in self.series.values())
+
+    @property
+    def tasks(self) -> list[str]:
+        """Return the names of the evaluations' figures, `task/figure`."""
+        return [name for name in self.series if "/" in name]
+
+
+def read_runs(directories: list[Path]) -> list[Run]:
+    """Read runs, in the order given, each with a name of its own.
+
+    Raises:
+        UserError: a directory is no run's, or is given twice.
+    """
+    whole = [path.resolve() for path in directories]
+    for number, path in enumerate(whole):
+        if path in whole[:number]:
+            raise UserError(f"{directories[number]}: given twice")
+    parts = 1
+    while len({_name(path, parts) for path in whole}) < len(whole):
+        parts += 1
+    return [_read(given, _name(path, parts)) for given, path in zip(directories, whole, strict=True)]
+
+
+def _name(path: Path, parts: int) -> str:
+    return "/".join(path.parts[-parts:])
+
+
+def _read(directory: Path, name: str) -> Run:
+    path = directory / METRICS
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    try:
+        config = read_object(directory / CONFIG)
+    except FileNotFoundError:
+        config = {}
+    except (InvalidJson, OSError) as error:
+        raise UserError(f"{directory / CONFIG}: not a run's config ({error})") from None
+    unreadable, by_name = 0, dict[str, dict[int, float]]()
+    *whole, _ = text.split(b"\n")
+    for line in whole:
+        found = _record(line)
+        if found is None:
+            unreadable += 1
+            continue
+        step, values = found
+        for key, value in values:
+            by_name.setdefault(key, {})[step] = value
+    series = {key: Series(sorted(each), [each[step] for step in sorted(each)]) for key, each in by_name.items()}
+    if not series:
+        raise UserError(f"{path}: nothing was logged yet; try again after the first step")
+    return Run(name, directory, series, config, unreadable)
+
+
+def _record(line: bytes) -> tuple[int, list[tuple[str, float]]] | None:
+    """Return (step, values) of a line; None where it is none of ours."""
+    try:
+        record = parse_json(line)
+        return int(record["step"]), list(_values(record))
+    except (InvalidJson, KeyError, TypeError, ValueError):  # counted by the caller
+        return None
+
+
+def _values(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    odd = record.get("nonfinite", {})
+    for name, value in record.items():
+        if name in odd:
+            yield name, math.nan
+        elif name != "step" and isinstance(value, (int, float)):
+            yield name, float(value)
+
+
+def differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
+    """Return each key of the configs that is not the same in all runs, with its value in each."""
+    flat = [dict(_leaves("", run.config)) for run in runs]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [(key, [each.get(key, "") for each in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, inner)
+    else:
+        yield path, str(value)
