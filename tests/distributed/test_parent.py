@@ -172,6 +172,10 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     with pytest.raises(UserError, match=r'^optimizer\.type: "Lion" has other states than "AdamW"'):
         check_parent(parent, lion, lion.hf_config())
     manifest = read_manifest(step_directory(parent, 1))
+    with rewritten(step_directory(parent, 1)) as changed:
+        del changed["fixed"]["optimizer"]
+    with pytest.raises(UserError, match=r"a Trainer saved it, .* export it"):
+        check_parent(parent, config, config.hf_config())
     with pytest.raises(UserError, match="is at step 1 already, and was not started from it"):
         check_child(parent, tmp_path / "run", manifest)
     child = manifest.model_copy(update={"parent": Parent.of(step_directory(parent, 1), manifest)})

@@ -75,8 +75,12 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
 
 def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
     """Check that the new optimizer has the states that were saved. What it does with them is its own."""
-    now = config.resolved()["optimizer"]["type"]
-    before = manifest.fixed.get("optimizer", {}).get("type")
+    if "optimizer" not in manifest.fixed:
+        raise UserError(
+            f"{checkpoint}: a Trainer saved it, and its optimizer and batch are not in it; export it, and start from the "
+            f"weights with {MODEL_KEY}.from_pretrained"
+        )
+    now, before = config.resolved()["optimizer"]["type"], manifest.fixed["optimizer"]["type"]
     if _states_of(now) != _states_of(before):
         problem = f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
         raise ConfigError("optimizer.type", problem, "--from keeps the moments: use that one")
