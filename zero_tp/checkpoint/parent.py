@@ -77,7 +77,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
     """Check that the new optimizer has the states that were saved. What it does with them is its own."""
     if "optimizer" not in manifest.fixed:
         raise UserError(
-            f"{checkpoint}: a Trainer saved it, and its optimizer and batch are not in it; export it, and start from the "
+            f"{checkpoint}: a Trainer saved it, without its optimizer and batch; export it, and start from the "
             f"weights with {MODEL_KEY}.from_pretrained"
         )
     now, before = config.resolved()["optimizer"]["type"], manifest.fixed["optimizer"]["type"]
