@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, mo
 def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) -> None:
     """With another rate, batch and topology; the same command again resumes it, and another parent is refused."""
     small = [record for record in metrics_of(workplace / "runs" / "small") if "validation_loss" in record]
-    changes = ("optimizer.params.lr=1e-4", "zero_tp.parallel.tensor=1", "zero_tp.training.steps=2")
+    changes: tuple[str, ...] = ("optimizer.params.lr=1e-4", "zero_tp.parallel.tensor=1", "zero_tp.training.steps=2")
     changes += ("zero_tp.training.seed=7", "csv_monitor.enabled=false", "train_micro_batch_size_per_gpu=4")
     words = ("--deepspeed_config", "small.json", "--output-dir", "child", *(w for c in changes for w in ("--set", c)))
     begun = pretrain(2, workplace, *words, "--from", "runs/small")
