@@ -130,7 +130,7 @@ DEVICES = (
     Known(r"\bB200\b", 2250, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, 2025, one of eight",
           {"b200-180gb": 178.3}, Links(8000, 900, 50, 50), 148, 24, 0.776),
     Known(r"\bMI300X\b", 1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet, 2023",
-          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50), 304, share=0.601, varlen=False),
+          {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50), 304, share=0.598, varlen=False),
     Known(r"\bL40S\b", 362, 362, 183, 91.6, "NVIDIA L40S datasheet, 2023",
           {"l40s-48gb": 44.5}, Links(864, 32, 25, 25), 142),
     Known(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",

@@ -13,6 +13,7 @@ from functools import cached_property
 from zero_tp.devices import Device
 from zero_tp.models.flops import head_products
 from zero_tp.models.spec import TransformerSpec
+from zero_tp.planning.formulas import pipeline_bubble
 from zero_tp.planning.layer_time import OURS, LayerTime, LayerWork, Program, Seconds
 from zero_tp.planning.rates import Rates
 from zero_tp.planning.workload import Workload
@@ -113,7 +114,7 @@ class Timing:
         head = self._head()
         transfers = self._transfers()
         working = stage.total + again * layer.again.total + transfers
-        bubble = (self.pipeline - 1) / self.interleaving * working
+        bubble = pipeline_bubble(self.pipeline, micro, self.interleaving) * micro * working
         backward = layers * (layer.backward.total + share * layer.again.total)
         optimizer, host = self._optimizer()
         return StepTime(
