@@ -30,7 +30,7 @@ from zero_tp.models import norm
 from zero_tp.models.flops import layer_products
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel import elementwise, loss
-from zero_tp.planning import dryrun
+from zero_tp.planning import dryrun, pictures
 from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
 from zero_tp.planning.formulas import (
     Layer,
@@ -42,7 +42,7 @@ from zero_tp.planning.formulas import (
     model_states,
     sdpa_fused_core,
 )
-from zero_tp.planning.memory import model_of
+from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.moments import joined, measure
 from zero_tp.planning.workload import Workload, workload_of
 from zero_tp.planning.zero import ZeroMemory, ZeroSettings
@@ -397,3 +397,13 @@ def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -
     spec, parameters, whole = model_of(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
     assert layer_products(spec) * spec.layers < whole
+
+
+def test_a_picture_keeps_the_ends_of_phases_and_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "SHOWN_POINTS", 20)
+    config = load(["zero_tp.model.n_layer=7"])
+    points = rank_memory(config, cpu=False).points
+    shown = pictures._thinned(points)
+    assert len(shown) < len(points) / 3
+    assert max(one.total for one in shown) == max(one.total for one in points)
+    assert shown[-3:] == points[-3:], "the end of backward, the step, and what stays after it"

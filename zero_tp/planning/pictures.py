@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from zero_tp.constants import GIB
@@ -126,10 +127,14 @@ def over_time(title: str, steps: Mapping[str, Sequence[Point]], limit: float | N
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Return, of many points, the greatest of each stretch."""
+    """Return, of many points, the greatest of each stretch of a phase, and the last stretch of each phase whole."""
     length = -(-len(points) // SHOWN_POINTS)
-    inner = [points[start : start + length] for start in range(0, len(points), length)]
-    return [max(stretch, key=lambda point: point.total) for stretch in inner[:-1]] + list(inner[-1])
+    found: list[Point] = []
+    for _, group in groupby(points, lambda point: point.phase):
+        phase = list(group)
+        stretches = [phase[start : start + length] for start in range(0, len(phase), length)]
+        found += [max(stretch, key=lambda point: point.total) for stretch in stretches[:-1]] + stretches[-1]
+    return found
 
 
 def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one step") -> Any:
