@@ -64,11 +64,11 @@ def truly(sets: Sequence[set[str]], threshold: float) -> set[int]:
 def by_rensa(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
     from zero_tp.data.similarity import near_duplicates, sketches
 
-    begun = time.perf_counter()
+    begun = time.process_time()
     found = [sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])]
-    sketched = time.perf_counter()
+    sketched = time.process_time()
     removed = {near.document for near in near_duplicates(enumerate(found), found.__getitem__)}
-    return removed, {"sketch": sketched - begun, "index": time.perf_counter() - sketched}
+    return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
 
 
 def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
@@ -76,17 +76,17 @@ def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[i
 
     from zero_tp.data.similarity import shingles
 
-    begun = time.perf_counter()
+    begun = time.process_time()
     shingled = [[shingle.encode() for shingle in shingles(text)] for text in texts]
     found = list(MinHash.bulk(shingled, num_perm=128, seed=42))
-    sketched = time.perf_counter()
+    sketched = time.process_time()
     index, removed = MinHashLSH(num_perm=128, params=(32, 4)), set[int]()
     for number, its in enumerate(found):
         if any(its.jaccard(found[other]) >= 0.7 for other in index.query(its)):
             removed.add(number)
         else:
             index.insert(number, its, check_duplication=False)
-    return removed, {"sketch": sketched - begun, "index": time.perf_counter() - sketched}
+    return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
 
 
 def duplicates(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def duplicates(options: argparse.Namespace) -> dict[str, Any]:
             "precision": round(both / len(found), 4),
             "recall of those at 0.8": round(len(found & clear[0.8]) / len(clear[0.8]), 4),
             "removed that are below 0.6": len(found - clear[0.6]),
-            **{f"{part} [us a document]": round(taken / len(texts) * 1e6, 1) for part, taken in seconds.items()},
+            **{f"{part} [CPU us a document]": round(taken / len(texts) * 1e6, 1) for part, taken in seconds.items()},
             "resident bytes a document": round((psutil.Process().memory_info().rss - before) / len(texts)),
         }
         print(name, result[name], flush=True)
@@ -152,16 +152,16 @@ def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> flo
     return time.perf_counter() - begun
 
 
-def alone(source: str, tokenizer: str) -> float:
-    """Encode all texts, which are in memory, by tokenizers' batch encoder in one thread → seconds."""
+def alone(source: str, tokenizer: str) -> str:
+    """Encode all texts, which are in memory, by tokenizers' batch encoder in one thread → seconds and CPU seconds."""
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     texts = [json.loads(line)["text"] for line in Path(source).read_text("utf-8").splitlines()]
-    begun = time.perf_counter()
+    begun, worked = time.perf_counter(), time.process_time()
     for at in range(0, len(texts), 100):
         _ = [len(each.ids) for each in encoder.encode_batch_fast(texts[at : at + 100])]
-    return time.perf_counter() - begun
+    return f"{time.perf_counter() - begun} {time.process_time() - worked}"
 
 
 def started(command: Sequence[str], threads: bool = False) -> subprocess.Popen[str]:
@@ -221,9 +221,10 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
 
         alone_at = called(f"alone({source!r}, {tokenizer!r})")
         for turn in range(options.rounds):
-            note("tokenizers alone, one thread", float(ended(started(alone_at))))
-            both = [started(alone_at) for _ in range(cores)]
-            note(f"tokenizers alone, {cores} processes", max(float(ended(each)) for each in both) / cores)
+            note("tokenizers alone, one thread", *map(float, ended(started(alone_at)).split()))
+            both = [ended(each).split() for each in [started(alone_at) for _ in range(cores)]]
+            wall, cpu = (max(float(each[i]) for each in both) for i in range(2))
+            note(f"tokenizers alone, {cores} processes", wall / cores, cpu)
             for way, processes in ((one, 1), (many, cores)):
                 output = f"{processes}-{turn}"
                 more = ("--processes", processes)
