@@ -59,5 +59,8 @@ def test_a_mistake_is_one_line(workplace: Path) -> None:
         done = script("launch/finetune.py", workplace, *given, "--task", task)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    done = script("launch/finetune.py", workplace, *given, "--task", "classification", "--length", "600")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --length: 600 tokens, but the model has 512 positions; shorten it\n"
     done = script("launch/finetune.py", workplace, "--model", "nowhere", *given[2:], "--task", "classification")
     assert done.returncode == 2 and "nowhere" in done.stderr and done.stderr.count("\n") == 1

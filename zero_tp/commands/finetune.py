@@ -131,7 +131,10 @@ def launched(options: argparse.Namespace, model: Path, variant: str, result: Pat
 def main(options: argparse.Namespace) -> None:
     if options.variant is not None:
         return rank(options)
+    from transformers import AutoConfig
+
     from zero_tp.data.tokenizer import open_tokenizer
+    from zero_tp.errors import UserError
     from zero_tp.evaluation.finetuning import TASKS, read_task
 
     with tempfile.TemporaryDirectory() as folder:
@@ -141,8 +144,12 @@ def main(options: argparse.Namespace) -> None:
 
             model = Path(folder) / "model"
             to_huggingface(options.model, model)
+        tokenizer = open_tokenizer(model)
+        positions = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", options.length)
+        if options.length > positions:
+            raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
         task = TASKS[options.task]  # read here, so that a mistake is one line
-        read_task(task, options.train, options.validation, open_tokenizer(model), options.length)
+        read_task(task, options.train, options.validation, tokenizer, options.length)
         found = {
             name: launched(options, model, name, Path(folder) / f"{name}.json") for name in ("pretrained", "random")
         }
