@@ -2,7 +2,7 @@
 # bash launch/quickstart.sh [ARGUMENT OF PRETRAIN.PY…]
 #
 # Pretrains a small GPT-2 on the State of the Union addresses on 4 CPU ranks (TP 2 × DP 2, sequence parallelism, ZeRO-2),
-# exports it for Hugging Face, evaluates it and prints a sample. Started again it goes on where it was.
+# draws its loss, exports it for Hugging Face, evaluates it and prints a sample. Started again it goes on where it was.
 # Example: bash launch/quickstart.sh --set zero_tp.training.steps=20
 set -euo pipefail
 
@@ -24,10 +24,10 @@ begin() {
     step=$((step + 1))
     title=$1
     started=$SECONDS
-    printf '\n[%d/6] %s\n' "$step" "$title"
+    printf '\n[%d/7] %s\n' "$step" "$title"
 }
 end() {
-    printf '[%d/6] %s: %d s\n' "$step" "$title" $((SECONDS - started))
+    printf '[%d/7] %s: %d s\n' "$step" "$title" $((SECONDS - started))
 }
 
 # A launcher that is told to stop may leave its ranks behind. It gets a process group of its own (set -m), so that all of
@@ -59,7 +59,7 @@ in_group() {
 }
 
 begin "Set-up"
-in_group bash launch/setup_env.sh
+in_group bash launch/setup_env.sh plot
 export PATH="$PWD/.venv/bin:$PATH"
 end
 
@@ -80,6 +80,10 @@ end
 # What follows is one process each, with all cores to itself.
 unset OMP_NUM_THREADS
 
+begin "A picture of the run"
+in_group zero-tp report "$run"
+end
+
 begin "Export for Hugging Face"
 in_group python launch/convert.py to-hf "$run" --output "$export_" --overwrite
 end
@@ -97,7 +101,7 @@ cat <<END
 
 Written, in $PWD:
   $data/     corpus, tokenizer, report.json
-  $run/     config.json, metrics.jsonl, checkpoints/
+  $run/     config.json, metrics.jsonl, console.log, checkpoints/; report.html, report_curves.png: its curves
   $result     perplexity of the held-out addresses
   $export_/  the model: AutoModelForCausalLM.from_pretrained("$export_")
 END
