@@ -48,7 +48,11 @@ def same_model(axes: Axes) -> None:
     axes.set(xlabel="step", ylabel="training loss", title="The same model")
     axes.legend(frameon=False, loc="upper right")
     axes.annotate(
-        f"never more than {math.ceil(apart / unit) * unit:.0e} apart", (0.975, 0.75), xycoords="axes fraction", ha="right", color="#444444"
+        f"never more than {math.ceil(apart / unit) * unit:.0e} apart",
+        (0.975, 0.75),
+        xycoords="axes fraction",
+        ha="right",
+        color="#444444",
     )
 
 
