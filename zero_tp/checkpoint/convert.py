@@ -6,19 +6,23 @@ It needs one process, no DeepSpeed, and memory for one parameter at a time.
 from __future__ import annotations
 
 import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, in_use, taken_as_it_stands
+from zero_tp.checkpoint.directory import MANIFEST, check_sizes, find_checkpoint, in_use, taken_as_it_stands
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import weights_of
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
+from zero_tp.weights.files import INDEX, SINGLE, resolve
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -100,6 +104,27 @@ def to_huggingface(
         )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     return Converted(checkpoint, parameters, found_tokenizer, manifest.hashed)
+
+
+@contextmanager
+def as_huggingface(given: Path) -> Iterator[Path]:
+    """Give the Hugging Face directory that `--model` means: itself, a hub name's, or that of a run, exported meanwhile.
+
+    Raises:
+        UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
+    """
+    found = resolve(given, "--model").directory
+    holds_states = (found / "checkpoints").is_dir() or (found / MANIFEST).is_file()
+    if not holds_states or any((found / name).is_file() for name in (SINGLE, INDEX)):
+        yield found
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "model"
+        if to_huggingface(found, exported).tokenizer is None:
+            raise UserError(
+                f"--model {given}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
+            )
+        yield exported
 
 
 def checkpoint_entries(reader: CheckpointReader, config: PretrainedConfig, dtype: torch.dtype) -> list[Entry]:

@@ -64,12 +64,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     from zero_tp.config import RunConfig, describe
     from zero_tp.monitors.sinks import check_installed
-    from zero_tp.weights.files import find_weights
+    from zero_tp.weights.files import find_weights, resolve
 
     config = RunConfig.load(options.check, options.set, options.world_size)
     check_installed(config)
     if config.pretrained:
-        find_weights(config.pretrained, options.allow_pickle)
+        find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)
     if not config.absent():
         from zero_tp.training.run import PreparedRun
 

@@ -33,7 +33,9 @@ Without --data the texts come from the Hugging Face hub or its cache. docs/evalu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face directory, a run, or a checkpoint")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="a Hugging Face directory or name on its hub, a run, or a checkpoint"
+    )
     parser.add_argument("--tasks", metavar="TASK[,TASK]", help="what to evaluate")
     parser.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"

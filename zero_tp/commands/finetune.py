@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory, or a run")
+    add(
+        "--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory or name on its hub, or a run"
+    )
     add("--task", choices=TASKS, required=True)
     add("--train", type=Path, required=True, metavar="FILE")
     add("--validation", type=Path, required=True, metavar="FILE")
@@ -133,17 +135,12 @@ def main(options: argparse.Namespace) -> None:
         return rank(options)
     from transformers import AutoConfig
 
+    from zero_tp.checkpoint.convert import as_huggingface
     from zero_tp.data.tokenizer import open_tokenizer
     from zero_tp.errors import UserError
     from zero_tp.evaluation.finetuning import TASKS, read_task
 
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model
-        if (model / "checkpoints").is_dir():
-            from zero_tp.checkpoint.convert import to_huggingface
-
-            model = Path(folder) / "model"
-            to_huggingface(options.model, model)
+    with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
         tokenizer = open_tokenizer(model)
         positions = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", options.length)
         if options.length > positions:

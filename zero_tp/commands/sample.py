@@ -12,7 +12,13 @@ TOKENS = 80
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face model directory")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="RUN|DIR",
+        help="a run, a Hugging Face model directory, or a name on its hub",
+    )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
         "--tokens",
@@ -42,15 +48,23 @@ def check(options: argparse.Namespace) -> None:
 def main(options: argparse.Namespace) -> None:
     check(options)
 
+    from zero_tp.checkpoint.convert import as_huggingface
+
+    with as_huggingface(options.model) as directory:
+        print(continued(options, directory))
+
+
+def continued(options: argparse.Namespace, directory: Path) -> str:
+    """Return the prompt and what the model in a Hugging Face directory continues it with."""
     from transformers import set_seed
 
     from zero_tp.data.tokenizer import open_tokenizer
     from zero_tp.weights.files import find_weights
     from zero_tp.weights.load import open_config, open_model
 
-    config = open_config(options.model)
-    find_weights(options.model)
-    tokenizer = open_tokenizer(options.model)
+    config = open_config(directory)
+    find_weights(directory)
+    tokenizer = open_tokenizer(directory)
     prompt = tokenizer(options.prompt, return_tensors="pt")
     length = prompt["input_ids"].shape[1]
     largest = int(prompt["input_ids"].max()) if length else -1
@@ -64,7 +78,7 @@ def main(options: argparse.Namespace) -> None:
     tokens = min(TOKENS, room) if options.tokens is None else options.tokens
     if tokens > room or room < 1:
         raise UserError(f"--tokens {tokens}: the prompt has {length:,} tokens, and the model {positions:,} positions")
-    model = open_model(options.model, config)
+    model = open_model(directory, config)
     set_seed(options.seed)
     sampling = {"temperature": options.temperature, "top_k": options.top_k} if options.temperature > 0 else {}
     try:
@@ -78,4 +92,4 @@ def main(options: argparse.Namespace) -> None:
         )
     except Exception as error:  # what its config and its settings of generation make of transformers' code
         raise UserError(f"{options.model}: transformers can't continue the prompt: {first_line(error)}") from error
-    print(str(tokenizer.decode(output[0], skip_special_tokens=True)))
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -18,14 +18,17 @@ from zero_tp.config.resolve import (
     apply_overrides,
     check_numbers,
     dtype_name,
+    look_up,
     resolve_auto,
     resolve_batch,
 )
 from zero_tp.config.schema import FROM, ZeroTP, check_model, check_recompute
+from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
 from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import validate
+from zero_tp.weights.files import as_begun, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -86,7 +89,12 @@ class RunConfig:
         refuse_auto(raw["zero_tp"], "zero_tp")
         zero_tp = validate(ZeroTP, raw.pop("zero_tp"), "zero_tp")
         data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
+        key = f"{MODEL_KEY}.{FROM}"
+        if FROM in zero_tp.model:
+            zero_tp.model[FROM] = as_begun(zero_tp.model[FROM], look_up(frozen, key))
         hf_config = check_model(zero_tp, saved_model)
+        if FROM in zero_tp.model:
+            zero_tp.model[FROM] = pinned(zero_tp.model[FROM], key)
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
         choose_implementation(raw)
         check_values(raw)
@@ -175,7 +183,8 @@ class RunConfig:
 
     @property
     def pretrained(self) -> Path | None:
-        """Return the Hugging Face directory that the weights start from; None when they are drawn from the seed."""
+        """Return the Hugging Face directory that the weights start from, or its name on the hub with the commit; None
+        when they are drawn from the seed."""
         return Path(self.zero_tp.model[FROM]) if FROM in self.zero_tp.model else None
 
     def hf_config(self) -> PreTrainedConfig:

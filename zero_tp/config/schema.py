@@ -15,6 +15,7 @@ from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, shown
 from zero_tp.validation import Block, Positive
+from zero_tp.weights.files import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -337,7 +338,7 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
     if saved is not None and not Path(directory).exists():
         return config_from(saved, Path(directory), **changes)
-    return pretrained_config(Path(directory), key, **changes)
+    return pretrained_config(resolve(directory, key, weights=False).directory, key, **changes)
 
 
 def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zero_tp.data.streams import needed
 from zero_tp.errors import UserError, first_line
+from zero_tp.weights.files import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,7 +72,7 @@ class TokenizerSpec:
                     f"tokenizer {kind}:{match[2][:20]}: more than {LARGEST:,} tokens; choose a smaller SIZE"
                 )
             return cls(kind, size)
-        path = Path(text)
+        path = resolve(text, f"tokenizer {text!r}", weights=False).directory
         if not os.path.isdir(path):
             kinds = ", ".join(f"{kind}:SIZE" for kind in TRAINED)
             raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")

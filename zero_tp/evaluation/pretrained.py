@@ -24,7 +24,7 @@ from zero_tp.models.architectures import ARCHITECTURES, architecture_of
 from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.topology import Topology
-from zero_tp.weights.files import find_weights
+from zero_tp.weights.files import find_weights, resolve
 from zero_tp.weights.load import PretrainedSource, open_config, open_model
 
 
@@ -154,6 +154,8 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
         UserError: it doesn't exist, lacks config, weights or tokenizer, isn't a causal language model, or its tokenizer
             has more tokens than the model.
     """
+    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
+    tokenizer = None if tokenizer is None else resolve(tokenizer, "--tokenizer", weights=False).directory
     if not path.is_dir():
         raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
     if _is_run(path):

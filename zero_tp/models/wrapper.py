@@ -8,7 +8,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from zero_tp.parallel.layout import whole_shape
 from zero_tp.topology import Topology
 from zero_tp.validation import validate
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
+from zero_tp.weights.files import resolve
 from zero_tp.weights.live import LiveSource, load_native
 from zero_tp.weights.load import PretrainedSource
 
@@ -182,15 +182,16 @@ class HuggingFaceModel(ParallelModel, PreTrainedModel):
         """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
 
         Args:
+            directory: or a name on the Hugging Face hub, `owner/name` or `owner/name@revision`.
             allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
             options: `seed`, `dtype`, `device` of the constructor.
 
         Raises:
             UserError: no such model there, an unsupported architecture, or weights that do not fit it.
         """
-        config = pretrained_config(Path(directory))
-        seed = options.get("seed", 0)
-        source = PretrainedSource(Path(directory), config, allow_pickle=allow_pickle, seed=seed)
+        found = resolve(os.fspath(directory), allow_pickle=allow_pickle).directory
+        config, seed = pretrained_config(found), options.get("seed", 0)
+        source = PretrainedSource(found, config, allow_pickle=allow_pickle, seed=seed)
         if source.drawn:
             warnings.warn(source.told(), stacklevel=2)
         return cls(config, topology, source=source, **options)

@@ -25,6 +25,7 @@ from zero_tp.data.tokenizer import (
 )
 from zero_tp.errors import UserError, shown
 from zero_tp.models.architectures.configs import check_unchanged, fields_of
+from zero_tp.weights.files import resolve
 from zero_tp.weights.load import PretrainedSource
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class PreparedRun:
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
-                check_same_tokens(self.tokenizer, self.config.pretrained)
+                check_same_tokens(self.tokenizer, resolve(self.config.pretrained).directory)
         for corpus in (*self.samples.corpora, *(self.validation.corpora if self.validation else ())) if whole else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
 
@@ -84,7 +85,7 @@ class PreparedRun:
         if self.config.pretrained is None:
             return None
         return PretrainedSource(
-            self.config.pretrained,
+            resolve(self.config.pretrained, allow_pickle=self.allow_pickle).directory,
             self.model_config,
             allow_pickle=self.allow_pickle,
             seed=self.config.zero_tp.training.seed,

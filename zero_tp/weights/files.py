@@ -1,4 +1,7 @@
-"""This module opens the weights files of a Hugging Face directory.
+"""This module finds a Hugging Face directory, on the hub too, and opens its weights files.
+
+Where a directory is asked for, `owner/name` or `owner/name@revision` does too. The files come into `huggingface_hub`'s
+cache, once; `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_HOME` and tokens mean what they mean there.
 
 safetensors hold nothing but tensors. Pickled files are read only where a person allows it, and then by torch's
 restricted unpickler, which makes tensors and plain containers alone. What is heavy is imported when a file is read.
@@ -6,12 +9,15 @@ restricted unpickler, which makes tensors and plain containers alone. What is he
 
 from __future__ import annotations
 
+import os
+import re
 import stat
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import UserError, first_line, shown
+from zero_tp.errors import ConfigError, UserError, first_line, shown
 from zero_tp.files import InvalidJson, read_object
 
 if TYPE_CHECKING:
@@ -26,6 +32,84 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
 )
 """The files that a tokenizer of a Hugging Face directory may have."""
+
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+"""Patterns of the files that are fetched from the hub."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A directory, and where it is from.
+
+    Attributes:
+        name: `owner/name@commit` on the hub; None of a directory that was given.
+    """
+
+    directory: Path
+    name: str | None = None
+
+
+def is_name(given: str | Path) -> bool:
+    """Tell whether a person means a name on the hub: no such path is there, nor the directory that it would be in."""
+    text = str(given)
+    beside = Path(text.partition("@")[0]).parent
+    return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not beside.exists()
+
+
+def resolve(given: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False) -> Resolved:
+    """Return the directory that is meant: `given`, or the files of a name on the hub, which are fetched if need be.
+
+    Ranks of one machine may call it at once: the cache has locks, and each file is fetched once.
+
+    Args:
+        key: what the message starts with, instead of `given`.
+        weights: fetch these too, and not the config and the tokenizer alone.
+        allow_pickle: fetch pickled weights beside others.
+
+    Raises:
+        ConfigError: the name can't be had: the line says what to download, and how.
+    """
+    if not is_name(given):
+        return Resolved(Path(given))
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = str(given).partition("@")
+    wanted = [*SMALL, *(WEIGHTS if weights else ()), *(PICKLES if weights and allow_pickle else ())]
+    try:
+        # Files of subdirectories are other formats of the same model.
+        found = snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=["*/*"])
+    except Exception as error:  # its own types, those of its HTTP client, and the system's
+        at = f" --revision {revision}" if revision else ""
+        own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
+        why = type(error).__name__ if own else first_line(error)
+        problem = f"no directory {given}, and the Hugging Face hub does not give it ({why})"
+        fetch = f"hf download {name}{at} --exclude '*/*' --local-dir DIR"
+        remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
+        raise ConfigError(key or str(given), problem, remedy) from error
+    directory = Path(found)
+    return Resolved(directory, f"{name}@{directory.name}")
+
+
+def as_begun(given: Any, before: Any) -> Any:
+    """Return the name with the commit that a run began with, where it is of the name that is given; else `given`."""
+    names = isinstance(given, str) and isinstance(before, str) and is_name(given)
+    return before if names and "@" not in given and before.startswith(f"{given}@") else given
+
+
+def pinned(given: str, key: str) -> str:
+    """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is.
+
+    Raises:
+        ConfigError: see `resolve`.
+    """
+    if not is_name(given) or COMMIT.fullmatch(given.partition("@")[2]):
+        return given
+    return resolve(given, key, weights=False).name or given
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
