@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zero_tp.errors import ConfigError, shown
@@ -79,6 +79,15 @@ def look_up(config: Any, path: str) -> Any:
             return None
         config = config[part]
     return config
+
+
+def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested objects with its dotted path; an object without keys is a value too."""
+    if isinstance(config, dict) and config:
+        for key, inner in config.items():
+            yield from leaves(inner, f"{path}.{key}" if path else key)
+    else:
+        yield path, config
 
 
 def dtype_name(config: dict[str, Any]) -> str:

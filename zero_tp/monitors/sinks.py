@@ -10,7 +10,7 @@ import csv
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zero_tp.config import RunConfig
+from zero_tp.config.resolve import leaves
 from zero_tp.errors import ConfigError
 from zero_tp.files import read_object, write_atomically
 
@@ -59,7 +60,10 @@ class Start:
 
     def flat_config(self) -> dict[str, Any]:
         """Return the config with dotted keys; what is no string or number is written as JSON."""
-        return dict(_leaves("", self.config))
+        return {
+            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
+            for key, value in leaves(self.config)
+        }
 
     def identity(self, monitor: str) -> str | None:
         """Return by which name a service knows the run that is resumed, if it has told."""
@@ -82,14 +86,6 @@ class Start:
 
 
 _REMEMBERING = threading.Lock()
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, inner)
-    else:
-        yield path, value if isinstance(value, (str, int, float)) else json.dumps(value)
 
 
 # --- the monitors -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import psutil
 
-from zero_tp.errors import visible
+from zero_tp.errors import one_line, visible
 from zero_tp.process.environment import RankEnvironment
 
 CONSOLE = "console.log"
@@ -58,7 +58,7 @@ class Console:
     def _command(self) -> str:
         ranks = f"{self.environment.world} rank{'s' if self.environment.world > 1 else ''}"
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return visible(f"=== {started}, {ranks}, in {Path.cwd()}: {shlex.join(self._words())}\n")
+        return one_line(f"=== {started}, {ranks}, in {Path.cwd()}: {shlex.join(self._words())}") + "\n"
 
     def _words(self) -> list[str]:
         """Return the words of the command that a person gave: a launcher's, or this process' own."""

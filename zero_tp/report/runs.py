@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero_tp.config.resolve import leaves
 from zero_tp.errors import UserError
 from zero_tp.files import InvalidJson, parse_json, read_object
 
@@ -134,15 +135,7 @@ def _values(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 def differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return each key of the configs that is not the same in all runs, with its value in each."""
-    flat = [dict(_leaves("", run.config)) for run in runs]
+    flat = [{key: str(value) for key, value in leaves(run.config)} for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [(key, [each.get(key, "") for each in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, inner)
-    else:
-        yield path, str(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from transformers import PretrainedConfig
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
+from zero_tp.config.resolve import leaves
 from zero_tp.config.schema import MaskedObjective
 from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
@@ -77,7 +77,7 @@ class PreparedRun:
         read = {"config": self.config.resolved(), "model": json.loads(self.model_config.to_json_string()), **corpora}
         # `content` is what one rank of a node has read.
         known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
-        keys = {f"config: {key}": shown(value) for key, value in _leaves("", read["config"])}  # names the key at first
+        keys = {f"config: {key}": shown(value) for key, value in leaves(read["config"])}  # names the key at first
         return keys | {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
 
     def pretrained(self) -> PretrainedSource | None:
@@ -161,14 +161,6 @@ class PreparedRun:
             if not given and name not in trained:
                 setattr(hf_config, name, token)
         return hf_config
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, inner)
-    else:
-        yield path, value
 
 
 def _described(corpus: dict[str, Any]) -> str:
