@@ -2,7 +2,7 @@
 """How fast a corpus is prepared and read, and how well duplicates are found. Dated results with --output DIR.
 
 Parts: duplicates (rensa beside datasketch, against true Jaccard similarities), prepare (beside tokenizers alone, and
-beside megatron-core's builder), read.
+beside megatron-core's builder; wants idle cores), work (where its CPU time goes), read.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import statistics
@@ -188,15 +189,26 @@ def taken(command: Sequence[str], threads: bool = False) -> tuple[str, float, fl
     return told, time.perf_counter() - begun, sum(os.times()[2:4]) - before
 
 
-def preparing(options: argparse.Namespace) -> dict[str, Any]:
-    """Each way is a command of its own, all in turns; the median of the rounds."""
+def write_pieces(path: Path, copies: int, seed: int) -> Path:
+    """Write the shipped corpus in documents of 600 words, so many times over, each time in another order."""
     from zero_tp.data.documents import read_documents
 
+    chance, words = random.Random(seed), [text.split(" ") for text in read_documents(CORPUS)]
+    pieces = [" ".join(each[at : at + 600]) for each in words for at in range(0, len(each), 600)]
+    with open(path, "w", encoding="utf-8") as file:
+        for _ in range(copies):
+            chance.shuffle(pieces)
+            file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
+    return path
+
+
+def preparing(options: argparse.Namespace) -> dict[str, Any]:
+    """Each way is a command of its own, all in turns; the median of the rounds."""
     cores = len(os.sched_getaffinity(0))
     one, many = "prepare_data.py, one process with threads", f"prepare_data.py, {cores} processes"
     builder = f"megatron-core's builder, {cores} processes"
     with tempfile.TemporaryDirectory() as name:
-        folder, chance = Path(name), random.Random(options.seed)
+        folder = Path(name)
         source, tokenizer = f"{name}/texts.jsonl", f"{name}/first/tokenizer"
 
         def prepare(inputs: object, given: str, output: str, *more: object) -> list[str]:
@@ -204,12 +216,7 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
             return [sys.executable, str(ROOT / "launch" / "prepare_data.py"), *map(str, words)]
 
         ended(started(prepare(CORPUS, "bpe:32768", "first")))
-        words = [text.split(" ") for text in read_documents(CORPUS)]
-        pieces = [" ".join(each[at : at + 600]) for each in words for at in range(0, len(each), 600)]
-        with open(source, "w", encoding="utf-8") as file:
-            for _ in range(options.copies):
-                chance.shuffle(pieces)
-                file.writelines(json.dumps({"text": piece}) + "\n" for piece in pieces)
+        write_pieces(Path(source), options.copies, options.seed)
         size = Path(source).stat().st_size
         seconds, worked = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
         parts: list[dict[str, float]] = []
@@ -250,6 +257,63 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
         f"seconds of the parts of {many}": {
             part: round(statistics.median(each[part] for each in parts), 2) for part in parts[0]
         },
+    }
+
+
+def working(options: argparse.Namespace) -> dict[str, Any]:
+    """Where the CPU time of a preparation goes, in one thread; and what a command and a process more take to start."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from zero_tp.data import PrepareSettings, prepare
+    from zero_tp.data.documents import find_sources
+    from zero_tp.data.encoder import DocumentEncoder
+    from zero_tp.data.tokenizer import load_tokenizer
+    from zero_tp.data.work import Reading, packed
+
+    parts, clock = defaultdict[str, float](float), time.process_time
+
+    def timed(part: str, call: Callable[[], Any]) -> Any:
+        begun = clock()
+        made = call()
+        parts[part] += clock() - begun
+        return made
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer = prepare([CORPUS], folder / "first", PrepareSettings("bpe:32768"), processes=1).output / "tokenizer"
+        source, small = write_pieces(folder / "texts.jsonl", 1, options.seed), folder / "small.jsonl"
+        encoder = DocumentEncoder(load_tokenizer(tokenizer))
+        work, batch = Reading(options.seed, encoder)(), encoder._backend.encode_batch_fast
+        (given,) = find_sources([source])
+        blocks = timed("reading", lambda: list(given.blocks()))
+        timed("between processes", lambda: pickle.loads(pickle.dumps(blocks)))
+        for block in blocks:
+            texts = timed("JSON", lambda: [document.text for _, document in block.documents()])  # noqa: B023
+            made = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
+            timed("ids", lambda: [encoder._ended(each.ids) for each in made])  # noqa: B023
+            timed("tokenizers' batch encoder", made.clear)  # it frees some strings a token
+            timed("compressing", lambda: packed([text.encode() for text in texts]))  # noqa: B023
+        whole = clock()
+        done = [work((0, block)) for block in blocks]
+        whole = clock() - whole
+        timed("between processes", lambda: pickle.loads(pickle.dumps(done)))
+        begun = clock()
+        report = prepare([source], folder / "out", PrepareSettings(str(tokenizer)), processes=1).report
+        everything = clock() - begun
+        small.write_text('{"text": "one"}\n{"text": "two"}\n')
+        starts = {}
+        for processes in (1, 2):
+            words = ("--input", small, "--tokenizer", tokenizer, "--output", folder / f"{processes}")
+            command = [sys.executable, str(ROOT / "launch" / "prepare_data.py"), *map(str, words)]
+            starts[processes] = taken([*command, "--processes", str(processes)])[2]
+    encoding = parts["tokenizers' batch encoder"]
+    return {
+        "tokens": sum(split["tokens"] for split in report["splits"].values()),
+        "CPU seconds of": {part: round(seconds, 3) for part, seconds in parts.items()},
+        "CPU seconds of all that a worker does": round(whole, 3),
+        "CPU seconds of all of prepare()": round(everything, 3),
+        "of which the batch encoder": round(encoding / everything, 3),
+        "CPU seconds to start the command": round(starts[1], 2),
+        "CPU seconds to start it with a process more": round(starts[2], 2),
     }
 
 
@@ -297,6 +361,7 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "duplicates": duplicates,
     "prepare": preparing,
+    "work": working,
     "read": reading,
 }
 
