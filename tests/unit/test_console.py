@@ -22,6 +22,7 @@ console.keep(Path(sys.argv[1]))
 sys.stderr.write("\\r 10%|#   |")
 sys.stderr.write("\\r 20%|##  |")
 print("a line", "of two words", flush=True)
+sys.stderr.write("\\r\\x1b[K")  # as write_stderr clears a terminal's line
 write_stderr("rank 0: Traceback\\nrank 0 failed: \\x1b[31mit\\x1b[0m is told")
 print("no line yet", end="", flush=True)
 print(" but now", flush=True)
