@@ -103,5 +103,5 @@ def test_an_installed_wheel_prepares_trains_exports_evaluates_and_samples(wheel:
     here.run("zero-tp", "evaluate", *evaluated, "one.json")
     here.launch("--module", "zero_tp.evaluate", *evaluated, "two.json")
     one, two = (json.loads((here.directory / name).read_text())["tasks"] for name in ("one.json", "two.json"))
-    assert one["perplexity"]["metrics"]["loss"] == pytest.approx(two["perplexity"]["metrics"]["loss"], rel=1e-5)
+    assert one["perplexity"]["loss"] == pytest.approx(two["perplexity"]["loss"], rel=1e-5)
     assert here.run("python", "-m", "zero_tp", "sample", "--model", "export", "--prompt", "My fellow", "--tokens", "3")
