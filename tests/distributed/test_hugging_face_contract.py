@@ -121,6 +121,16 @@ def test_what_is_not_built_is_refused_by_name(tmp_path: Path) -> None:
         model.resize_token_embeddings(0)
 
 
+def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
+    from transformers import Trainer
+
+    from zero_tp.trainer import TensorParallel
+
+    theirs = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
+    with pytest.raises(UserError, match="trl's trainers"):
+        type("Mine", (TensorParallel, theirs), {})(MODELS["tied"](), None)
+
+
 def test_a_directory_that_is_others_too_keeps_their_files(tmp_path: Path) -> None:
     """As Trainer's, in which it has checkpoints and its own state."""
     model = parallel_model(MODELS["tied"](), grid_of_one())

@@ -20,6 +20,7 @@ from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.harness import shared
 from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.report import write_samples
 from zero_tp.evaluation.subject import Row, Subject
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.parallel.scores import TokenScores
@@ -81,6 +82,54 @@ def test_sampled_text_is_the_same_again(model: Path, tmp_path: Path, shared_file
     assert assert_same(first, second) == 6
     greedy = write_tasks(tmp_path, shared_file)
     assert ours(native_subject(model), greedy, ["generate_local"], 6)["generate_local"][1] != first["generate_local"][1]
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}<assistant>"
+
+
+@THOROUGH
+def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_path: Path) -> None:
+    """Examples before a question are turns of their own; each request stands with its answer."""
+    import shutil
+
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chatting = tmp_path / "chatting"
+    shutil.copytree(model, chatting)
+    tokenizer = AutoTokenizer.from_pretrained(str(chatting))
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(str(chatting))
+    options = TaskOptions(include_path=tasks, limit=4, num_fewshot=1, apply_chat_template=True, log_samples=True)
+    (task,) = make_tasks(["copa_local"], {}, options)
+    found = task.run(native_subject(chatting))["samples"]["copa_local"]
+    loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(["copa_local"])
+    for each in loaded["tasks"].values():
+        each.set_config(key="num_fewshot", value=1)
+        each.set_fewshot_seed(1234)
+    lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(str(chatting)), tokenizer=tokenizer, batch_size=4)
+    results = evaluator.evaluate(
+        lm, loaded, limit=4, bootstrap_iters=0, log_samples=True, apply_chat_template=True, fewshot_as_multiturn=True
+    )
+    expected = results["samples"]["copa_local"]
+    assert len(found) == len(expected) == 4
+    for ours_, theirs in zip(found, expected, strict=True):
+        assert ours_["arguments"] == json.loads(json.dumps(theirs["arguments"]))
+        assert "<assistant>" in json.dumps(ours_["arguments"]) and ours_["acc"] == theirs["acc"]
+    with pytest.raises(UserError, match="no chat template"):
+        task.run(native_subject(model))
+    with pytest.raises(UserError, match="--log-samples: lambada"):
+        make_tasks(["lambada"], {}, TaskOptions(log_samples=True))
+
+
+def test_samples_are_files_beside_the_report(tmp_path: Path) -> None:
+    report: dict[str, Any] = {"tasks": {"mine": {"samples": {"mine_a": [{"acc": 1}, {"acc": 0}]}}, "perplexity": {}}}
+    (file,) = write_samples(tmp_path / "results.json", report)
+    assert file == tmp_path / "results_samples_mine_a.jsonl"
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"acc": 1}, {"acc": 0}]
+    assert report == {"tasks": {"mine": {}, "perplexity": {}}}
 
 
 def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:

@@ -55,6 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
     )
     parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of lm-eval's tasks")
+    parser.add_argument(
+        "--apply-chat-template",
+        "--apply_chat_template",
+        action="store_true",
+        help="put the requests of lm-eval's tasks into the tokenizer's chat template, examples as turns of their own",
+    )
+    parser.add_argument(
+        "--log-samples",
+        "--log_samples",
+        action="store_true",
+        help="write each request of lm-eval's tasks and the model's answer beside --output, JSON lines for each task",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
     parser.add_argument(
@@ -91,6 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     if options.compare is None and (options.model is None or options.tasks is None):
         raise UserError("--model and --tasks are needed, or --compare")
+    if options.log_samples and options.output is None:
+        raise UserError("--log-samples: the samples are written beside --output JSON; give it too")
     from zero_tp.evaluation import report
 
     if options.compare:
@@ -106,6 +120,8 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     if environment.rank == 0:
         print(report.table(found))
         if options.output:
+            for file in report.write_samples(options.output, found):
+                print(f"wrote {file}")
             report.write_report(options.output, found)
             print(f"wrote {options.output}")
 

@@ -194,7 +194,7 @@ class Catalogue:
             loaded = {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
         for task in loaded["tasks"].values():
             self._set_fewshot(task)
-        return HarnessTask(name, loaded, self.options.limit, only_data=only)
+        return HarnessTask(name, loaded, self.options, only_data=only)
 
     def _manager(self, name: str) -> Any:
         if name not in self.included:
@@ -264,11 +264,15 @@ class HarnessTask(Task):
         only_data: nothing of its files may run Python.
     """
 
-    def __init__(self, name: str, loaded: Any, limit: int | None, *, only_data: bool = False):
-        self.name, self.loaded, self.limit, self.only_data = name, loaded, limit, only_data
+    def __init__(self, name: str, loaded: Any, options: TaskOptions, *, only_data: bool = False):
+        self.name, self.loaded, self.options, self.only_data = name, loaded, options, only_data
+        self.limit = options.limit
 
     def figures(self, subject: Subject) -> dict[str, Any]:
         """Compute the metrics as lm-eval names them, and its whole result under `lm_eval`, for its table."""
+        chat = self.options.apply_chat_template
+        if chat and not subject.tokenizer.chat_template:
+            raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
         for task in self.loaded["tasks"].values():
             task.set_fewshot_seed(SEEDS["fewshot"])  # it is used up: an evaluation before this one drew from it
         with subject.progress(self.name) as report, isolated(), only_data(self.only_data):
@@ -279,7 +283,9 @@ class HarnessTask(Task):
                     self.loaded,
                     limit=self.limit,
                     bootstrap_iters=0 if subject.quiet or subject.topology.rank else BOOTSTRAP,
-                    log_samples=False,
+                    log_samples=self.options.log_samples,
+                    apply_chat_template=chat,
+                    fewshot_as_multiturn=chat,
                 )
             except UserError:
                 raise
@@ -301,6 +307,7 @@ class HarnessTask(Task):
             "tokens_computed": lm.tokens_computed,
             "truncated": lm.truncated,
             "lm_eval": whole,
+            **({"samples": results["samples"]} if self.options.log_samples else {}),
         }
 
     def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:

@@ -67,6 +67,10 @@ def check_data(data: Mapping[str, Path], tasks: Sequence[str]) -> None:
     check_files(data.values())
 
 
+OF_LM_EVAL = ("num_fewshot", "apply_chat_template", "log_samples")
+"""Options that change lm-eval's tasks alone."""
+
+
 def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOptions) -> list[Task]:
     """Make the tasks in order and read their data; the model isn't needed yet.
 
@@ -78,8 +82,9 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
     options.check()
     catalogue = _catalogue(names, options)
     own = [name for name in names if name in TASKS and (catalogue is None or name not in catalogue.included)]
-    if options.num_fewshot is not None and len(own) == len(names):
-        raise UserError(f"--num-fewshot: {', '.join(names)}: for tasks of lm-eval only; leave it out")
+    asked = [name for name in OF_LM_EVAL if getattr(options, name) not in (None, False)]
+    if asked and len(own) == len(names):
+        raise UserError(f"--{asked[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
     for name in names:
         if name not in own and (catalogue is None or not catalogue.has(name)):
             raise UserError(f"{name}: unknown task; {_near(name, catalogue)}")

@@ -92,6 +92,24 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
         raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
 
 
+def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
+    """Move the samples of a report into files beside `path`, JSON lines for each task as lm-eval has them.
+
+    UserError when one can't be written.
+    """
+    written = []
+    for result in report["tasks"].values():
+        for task, samples in result.pop("samples", {}).items():
+            file = path.with_name(f"{path.stem}_samples_{task}.jsonl")
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, "".join(json.dumps(sample) + "\n" for sample in samples))
+            except OSError as error:
+                raise UserError(f"{file}: can't be written: {error.strerror or error}") from error
+            written.append(file)
+    return written
+
+
 def read_report(path: Path) -> dict[str, Any]:
     """Read a file that `write_report` wrote. UserError: it isn't one."""
     report = read_json(path, "give a report of zero-tp evaluate --output")

@@ -37,6 +37,8 @@ class TaskOptions:
         num_fewshot: of lm-eval's tasks; None: what the task says.
         include_path: a directory of lm-eval task files.
         allow_task_code: they may run Python.
+        apply_chat_template: put their requests into the tokenizer's chat template.
+        log_samples: give each request with the model's answer.
     """
 
     text_key: str = "text"
@@ -45,6 +47,8 @@ class TaskOptions:
     num_fewshot: int | None = None
     include_path: Path | None = None
     allow_task_code: bool = False
+    apply_chat_template: bool = False
+    log_samples: bool = False
 
     def check(self) -> None:
         """Raise a UserError for a number that can't be."""
