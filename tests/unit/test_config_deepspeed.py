@@ -28,6 +28,7 @@ WORLD_SIZES = {
     "qwen3_0.6b": 8,
     "llama3_8b": 64,
     "pythia_410m": 8,
+    "bert_small": 4,
     "bert_336m": 8,
     "bert_1.3b": 8,
     "bert_3.9b": 8,

@@ -15,7 +15,7 @@ from typing import Any
 EPILOG = """\
 examples:
   %(prog)s --model exports/bert --task mnli --train train.tsv --validation dev_matched.tsv
-  %(prog)s --model runs/bert_small --task squad --train train-v1.1.json --validation dev-v1.1.json
+  %(prog)s --model runs/bert_336m --task squad --train train-v1.1.json --validation dev-v1.1.json
 
 tasks
   classification  .jsonl, .tsv or .csv with the fields first, second (may be missing) and label
