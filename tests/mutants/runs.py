@@ -329,8 +329,8 @@ MUTANTS: dict[str, Mutant] = {
     "loss-not-scaled": Mutant(
         "Without ZeRO the loss is not scaled, as in DeepSpeed 0.19.8, but the gradients are divided by the scale.",
         "zero_tp/zero/stages.py",
-        "super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value)",
-        "super().backward(loss)",
+        "super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value, **options)",
+        "super().backward(loss, **options)",
         (FP16 + "[2-0-zero0]",),
     ),
     "drawn-elsewhere-and-lost": Mutant(
