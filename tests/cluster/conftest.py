@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster import slurm as daemons
 from tests.cluster.nodes import Rack
+from tests.cluster.starts import workplace as furnished
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +27,9 @@ def rack() -> Iterator[Rack]:
 def slurm(rack: Rack) -> Rack:
     daemons.start(rack)
     return rack
+
+
+@pytest.fixture(scope="session")
+def workplace(slurm: Rack) -> Path:
+    """The shared directory, with a corpus and a small config, as this process names it."""
+    return furnished(slurm)

@@ -11,9 +11,11 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import InvalidJson, lock, parse_json, read_object, remove, sync, write_atomically
+from zero_tp.files import InvalidJson, arrives, lock, parse_json, read_object, remove, sync, write_atomically
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written
@@ -146,9 +148,13 @@ def check_file(file: Path, manifested: ManifestFile, read: Callable[[], Written]
 
 
 def begin(run: Path) -> Path:
-    """Make a fresh temporary directory for the ranks to write into; what a killed save left goes. One rank calls it."""
-    temporary = checkpoints_of(run) / TEMPORARY
-    remove(temporary)
+    """Make a fresh temporary directory for the ranks to write into; what a killed save left goes. One rank calls it.
+
+    Its name was never used before: another machine may remember for a minute what a name stood for, and the directory
+    of the last save has become a checkpoint.
+    """
+    remove(checkpoints_of(run) / TEMPORARY)
+    temporary = checkpoints_of(run) / TEMPORARY / secrets.token_hex(8)
     temporary.mkdir(parents=True)
     return temporary
 
@@ -166,7 +172,7 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
     """
     for name, written in files.items():
         path = temporary / name
-        if not path.is_file() or path.stat().st_size != written.size:
+        if not arrives(partial(_is_there, path, written.size), run):
             raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
@@ -183,9 +189,18 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
     elif final.exists():
         _remove(final)
     os.replace(temporary, final)
+    temporary.parent.rmdir()
     write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
     sync(checkpoints_of(run), below=False)
     return final
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
 def abandon(run: Path) -> None:

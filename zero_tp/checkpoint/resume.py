@@ -7,6 +7,9 @@ streams too; on another, masters and moments are moved exactly, and dropout draw
 
 from __future__ import annotations
 
+import math
+import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -27,11 +30,14 @@ from zero_tp.checkpoint.manifest import Manifest, ManifestFile, check_same_run, 
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
+from zero_tp.files import VIEW_SECONDS, arrives, is_local
 from zero_tp.parallel.agreement import by_the_first, from_all, require_alike
 from zero_tp.tensors.files import Destination, read_hashed
 from zero_tp.topology import Topology
 from zero_tp.zero.stages import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
+
+LOOK_SECONDS = 5.0
 
 
 def find_resumable(run: Path, config: RunConfig, given: Path | None = None) -> Path | None:
@@ -119,15 +125,46 @@ def look(
     return Found(checkpoint, manifest, tuple(notes))
 
 
-def agree(found: Found, run: Path, read: Mapping[str, str] | None = None) -> Found:
+@contextmanager
+def probed(run: Path) -> Iterator[str]:
+    """Give the name of a file that the first rank has just written in a run's directory, or "nothing" on a rank that
+    does not see it: machines may each have a directory of that name. Collective.
+
+    Raises:
+        UserError: on every rank; it cannot be written.
+    """
+
+    def write() -> str:
+        name = f".probe.{secrets.token_hex(8)}"
+        (run / name).touch()
+        return name
+
+    name = by_the_first(write)
+    try:
+        yield name if arrives((run / name).exists, run) else "nothing"
+    finally:
+        if dist.get_rank() == 0:
+            (run / name).unlink(missing_ok=True)
+
+
+def agree(
+    found: Found, run: Path, read: Mapping[str, str] | None = None, again: Callable[[], Found] | None = None
+) -> Found:
     """Return what every rank has found. Collective: each rank comes here whatever it has found.
 
     Args:
         read: what else this rank has read, by what it is; all must have read the same.
+        again: looks again. A network's file system may show a machine for a minute what it was.
 
     Raises:
         UserError: what they found or read differs, or cannot be resumed.
     """
+    for _ in range(math.ceil(VIEW_SECONDS / LOOK_SECONDS) + 1 if again else 0):  # as often on every rank
+        views = from_all((found.describe(), is_local(run)))
+        if len({seen for seen, _ in views}) == 1 or all(local for _, local in views):
+            break
+        time.sleep(LOOK_SECONDS)
+        found = again() if again else found
     require_alike(
         {
             f"{run}: the ranks do not see the same checkpoint": found.describe(),

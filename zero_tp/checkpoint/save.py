@@ -70,11 +70,7 @@ class Saver:
         dist.broadcast_object_list(name)
         self._store = dist.PrefixStore(f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store())
         self._minutes = config.zero_tp.training.timeouts.save
-        self._file = (
-            directory.checkpoints_of(run)
-            / directory.TEMPORARY
-            / states_file(self.topology.tensor_rank, self.topology.data_rank)
-        )
+        self._file = Path()
         self._thread: threading.Thread | None = None
         self._count = 0
         self._step = self._saved = goes_on_from
@@ -89,12 +85,13 @@ class Saver:
         self.wait()
         self._count, self._step, self._told, self.removed = self._count + 1, step, False, []
         if self.topology.rank == 0:
-            begun = self._attempt(self._begin)
-            self._tell("begun", begun.get("error", ""))
-        problem = self._collect("begun", self._deadline())
-        if problem:  # on every rank
-            self._tell("outcome", problem)
+            self._tell("begun", json.dumps(self._attempt(self._begin)))
+        begun = json.loads(self._collect("begun", self._deadline()))
+        if "error" in begun:  # on every rank
+            self._tell("outcome", begun["error"])
             return
+        name = states_file(self.topology.tensor_rank, self.topology.data_rank)
+        self._file = directory.checkpoints_of(self.run) / directory.TEMPORARY / begun["directory"] / name
         entries, metadata = own_entries(self.zero)
         manifest = self._manifest()
         if self.background:
@@ -110,8 +107,7 @@ class Saver:
         for what in ("begun", "outcome"):  # of two saves ago: every rank has read them before it came to the last one
             self._store.delete_key(f"{self._count - 2}/{what}")
         self.notes += directory.start_branch(self.run, self._saved)
-        directory.begin(self.run)
-        return {}
+        return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
         """Wait until the save that was started has ended, on all ranks.

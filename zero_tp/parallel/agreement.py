@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_tp.errors import UserError
 from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
-from zero_tp.topology import name_ranks
+from zero_tp.topology import Topology, name_ranks
 
 T = TypeVar("T")
 
@@ -55,6 +55,14 @@ def require_alike(read: Mapping[str, str]) -> None:
                 f"{problem}: {each}; put it on storage that all nodes share, or wait until it shows all of them the "
                 "same"
             )
+
+
+def most_machines(topology: Topology) -> int:
+    """Return on how many machines, at most, the ranks of a TP group are. Collective."""
+    hosts: dict[int, set[str]] = {}
+    for group, host in from_all((topology.data_rank, socket.gethostname())):
+        hosts.setdefault(group, set()).add(host)
+    return max(len(each) for each in hosts.values())
 
 
 def by_the_first(work: Callable[[], T]) -> T:

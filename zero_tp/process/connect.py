@@ -6,9 +6,11 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
+import socket
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,10 +24,11 @@ import torch.distributed as dist
 
 from zero_tp.config.optimizer import OFFLOADED, ON_DEVICE, builder_name
 from zero_tp.errors import UserError
+from zero_tp.files import this_machine
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
-from zero_tp.topology import Topology
+from zero_tp.topology import Topology, name_ranks
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -60,22 +63,78 @@ def connect(
         The grid of ranks with this one's coordinates, and this rank's device, which is now the current one.
 
     Raises:
-        UserError: this rank has no such device.
+        UserError: this rank has no such device, nothing says which is its own, or another rank has the same.
     """
     device = torch.device("cpu")
     if device_type != "cpu":
-        index, devices = environment.local_rank or 0, torch.get_device_module(device_type)
-        if index >= devices.device_count():
-            raise UserError(
-                f"local rank {index} has no {device_type} device: this machine has {devices.device_count()}"
-            )
-        devices.set_device(index)
-        device = torch.device(device_type, index)
+        device = own_device(environment, device_type)
+        torch.get_device_module(device_type).set_device(device.index)
     if join is not None:
         join()
     else:
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+    if device_type != "cpu":
+        store = dist.PrefixStore("zero_tp/devices", dist.distributed_c10d._get_default_store())
+        refuse_shared(store, environment.rank, environment.world, identity(device), timeout)
     return Topology(tensor, sequence, timeout=timeout), device
+
+
+def own_device(environment: RankEnvironment, device_type: str) -> torch.device:
+    """Return the device of this rank: that of its number on its machine, or the only one that it is shown.
+
+    Raises:
+        UserError: it has none, or nothing says which.
+    """
+    index, count = environment.local_rank, torch.get_device_module(device_type).device_count()
+    if index is None and environment.world > 1:
+        raise UserError(
+            f"nothing says which {device_type} device is rank {environment.rank}'s: start it by a launcher, or set "
+            "LOCAL_RANK to its number on its machine"
+        )
+    if count == 1 and _shown_devices():  # srun --gpus-per-task=1 shows each rank its own
+        return torch.device(device_type, 0)
+    if (index or 0) >= count:
+        raise UserError(f"local rank {index} has no {device_type} device: this machine has {count}")
+    return torch.device(device_type, index or 0)
+
+
+def _shown_devices() -> str:
+    """Return what a launcher lets this rank see, as it says it."""
+    from deepspeed.accelerator import get_accelerator
+
+    return next((os.environ[name] for name in get_accelerator().visible_devices_envs() if os.environ.get(name)), "")
+
+
+def identity(device: torch.device) -> str:
+    """Return what tells a device from all others of the job."""
+    uuid = getattr(torch.get_device_module(device.type).get_device_properties(device), "uuid", None)
+    shown = [name for name in _shown_devices().split(",") if name]
+    name = shown[device.index] if device.index < len(shown) else str(device.index)
+    if uuid is None or name.startswith("MIG"):  # the slices of a device may all have its UUID
+        return f"{device.type} device {name} of {this_machine()}"
+    return f"{device.type} device {uuid} of {socket.gethostname()}"
+
+
+def refuse_shared(store: dist.Store, rank: int, world: int, device: str, timeout: timedelta) -> None:
+    """Check that no two ranks have the same device. Every rank calls it, and asks the store four times.
+
+    Args:
+        device: what tells it from all others.
+
+    Raises:
+        UserError: on every rank, naming two that share one.
+    """
+    other = int(store.compare_set(f"of/{hashlib.sha256(device.encode()).hexdigest()}", "", str(rank)))
+    if other != rank:
+        store.set("shared", f"{name_ranks(sorted((other, rank)))} share {device}")
+    if store.add("looked", 1) == world:
+        store.set("all", "")
+    store.wait(["all"], timeout)
+    if store.check(["shared"]):
+        told = store.get("shared").decode()
+        raise UserError(
+            f"{told}; start no more ranks on a machine than it has devices, and let the launcher number them"
+        )
 
 
 def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: bool) -> tuple[Topology, torch.device]:

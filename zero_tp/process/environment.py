@@ -16,20 +16,30 @@ from pathlib import Path
 import psutil
 
 from zero_tp.errors import UserError
+from zero_tp.files import stat_fields
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")
 ACCELERATE_NAMES = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 
+RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+NODE = ("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID")
+"""What launchers call it: deepspeed, torchrun and accelerate, then OpenMPI's mpirun, then srun. What started a rank
+itself comes before what started that."""
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """A rank's environment is what deepspeed, torchrun, accelerate and srun say of it through variables.
+    """A rank's environment is what deepspeed, torchrun, accelerate, srun and mpirun say of it through variables.
 
     Attributes:
         local_rank, local_world: None where the launcher doesn't say.
         parent: the launcher. None for a process that someone started alone: it may outlive its shell (`nohup`).
         job: names this launch on this machine; equal on all its ranks.
+        node_ranks: those of this machine, where the launcher lists them: srun may deal them out in any way.
     """
 
     rank: int
@@ -39,41 +49,50 @@ class RankEnvironment:
     local_world: int | None
     parent: psutil.Process | None
     job: str
+    node_ranks: tuple[int, ...] = ()
 
     @staticmethod
     def of_this_process(variables: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Read the variables and look at the process above this one."""
 
-        def number(*names: str) -> int | None:
-            for name in names:
-                if variables.get(name, "").isdecimal():
-                    return int(variables[name])
-            return None
-
-        world = number("WORLD_SIZE", "SLURM_NTASKS") or 1
-        by_launcher = number("LOCAL_RANK") is not None
-        launched = by_launcher or (world > 1 and number("RANK", "SLURM_PROCID") is not None)
+        if "SLURM_STEP_NUM_TASKS" not in variables:  # no task of srun's: in a batch script the others are set too
+            variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
+        world = _number(variables, WORLD) or 1
+        rank = _number(variables, RANK)
+        by_launcher = _number(variables, LOCAL_RANK[:2]) is not None
+        launched = by_launcher or (world > 1 and rank is not None)
         above = _find(os.getppid())
         # A single process below `accelerate launch` gets no variables that tell.
         parent = above if above and (launched or _runs(above, ACCELERATE_NAMES)) else None
         restart = variables.get("TORCHELASTIC_RESTART_COUNT", variables.get("SLURM_RESTART_COUNT", "0"))
+        own = {name: variables.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")}
+        by_slurm = own == {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(world)}
         if not launched:
             job = f"alone-{os.getpid()}"
-        elif not by_launcher and "SLURM_JOB_ID" in variables:  # tasks may have a shell of their own between
-            job = f"slurm-{variables['SLURM_JOB_ID']}-{variables.get('SLURM_STEP_ID', '')}-{restart}"
+        elif by_slurm:  # tasks may have a shell of their own between
+            job = f"slurm-{variables.get('SLURM_JOB_ID', '')}-{variables.get('SLURM_STEP_ID', '')}-{restart}"
         else:
             # In ticks since the machine started: a time of day would move with the clock between two ranks' starts.
-            started = _stat(os.getppid())[19:20] or ["0"]
+            started = stat_fields(os.getppid())[19:20] or ["0"]
             job = f"{os.getppid()}-{started[0]}-{variables.get('MASTER_PORT', '')}-{restart}"
+        node = _number(variables, NODE) or 0
+        beside = variables.get("SLURM_GTIDS", "") if by_slurm else ""
+        ranks = tuple(int(number) for number in beside.split(",") if number)
         return RankEnvironment(
-            rank=(number("RANK", "SLURM_PROCID") or 0) if launched else 0,
+            rank=(rank or 0) if launched else 0,
             world=world if launched else 1,
-            node=(number("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID") or 0) if launched else 0,
-            local_rank=number("LOCAL_RANK"),
-            local_world=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+            node=node if launched else 0,
+            local_rank=_number(variables, LOCAL_RANK),
+            local_world=_number(variables, LOCAL_WORLD) or len(ranks) or None,
             parent=parent,
             job=job,
+            node_ranks=ranks,
         )
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether the launcher says that the job has ranks on other machines."""
+        return self.local_world is not None and self.local_world < self.world
 
     def export(self) -> None:
         """Set the variables that torch reads: Slurm names ranks its own way, and a process alone has no launcher.
@@ -90,7 +109,10 @@ class RankEnvironment:
             os.environ.setdefault("MASTER_PORT", str(_free_port()))
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
-                raise UserError(f"{name} is not set: {self.world} ranks need it to meet; export it before srun")
+                raise UserError(
+                    f"{name} is not set: {self.world} ranks need it to meet; export it before srun, as "
+                    "launch/slurm.sbatch does"
+                )
 
     def launchers(self) -> dict[psutil.Process, str]:
         """Return the processes that this rank must not outlive, in words: its parent, and a `deepspeed` above that."""
@@ -104,6 +126,10 @@ class RankEnvironment:
             if runner is not None and _runs(runner, RUNNER_NAMES):
                 found[runner] = f"deepspeed, process {runner.pid}"
         return found
+
+
+def _number(variables: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    return next((int(variables[name]) for name in names if variables.get(name, "").isdecimal()), None)
 
 
 def _free_port() -> int:
@@ -138,7 +164,7 @@ def _runs(process: psutil.Process, names: tuple[str, ...]) -> bool:
 
 
 class Siblings:
-    """Siblings are the ranks of this node: the launcher's children, each named by `RANK` in its environment."""
+    """Siblings are the ranks of this node: the launcher's children, each named by its environment."""
 
     def __init__(self, environment: RankEnvironment) -> None:
         self.environment = environment
@@ -155,9 +181,9 @@ class Siblings:
         with contextlib.suppress(psutil.NoSuchProcess):  # the launcher is gone
             for process in self.environment.parent.children():
                 with contextlib.suppress(psutil.Error):
-                    rank = process.environ().get("RANK", "")
-                    if rank.isdecimal() and is_alive(process):
-                        self.seen[int(rank)] = process
+                    rank = _number(process.environ(), RANK)
+                    if rank is not None and is_alive(process):
+                        self.seen[rank] = process
 
     def gone(self) -> dict[int, int | None]:
         """Return the ranks of this node that ended, other than with status 0, and how.
@@ -168,8 +194,8 @@ class Siblings:
         if own.parent is None:
             return {}
         self.observe()
-        expected = set(self.seen)
-        if own.local_rank is not None and own.local_world is not None:
+        expected = set(self.seen) | set(own.node_ranks)
+        if not own.node_ranks and own.local_rank is not None and own.local_world is not None:
             first = own.rank - own.local_rank  # deepspeed and torchrun number a node's ranks in a row
             expected |= set(range(first, first + own.local_world))
         ended = {
@@ -182,17 +208,8 @@ class Siblings:
 
 def _exit_status(process: psutil.Process) -> int | None:
     """Return the status that a zombie keeps for its parent; psutil knows only that of our own children."""
-    fields = _stat(process.pid)  # empty: reaped, or there is no /proc
+    fields = stat_fields(process.pid)  # empty: reaped, or there is no /proc
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == ["Z"] and process.is_running() else None
-
-
-def _stat(pid: int) -> list[str]:
-    """Return what Linux says of a process after its name, from `state` on (proc_pid_stat(5)); nothing without it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    return stat[stat.rindex(")") + 2 :].split()  # the name may hold blanks and brackets
 
 
 def describe_end(rank: int, status: int | None) -> str:

@@ -9,6 +9,7 @@ It keeps these promises under deepspeed, torchrun, `accelerate launch`, srun, an
 - Ctrl-C ends a rank promptly, also while it waits inside a collective. SIGTERM does too, except while training listens
   (see signals.py): then the first one only asks for a save and an end at the next step boundary, unless it comes
   because another rank has failed; a second one ends the rank at once. SIGUSR1 asks for a save.
+- On several machines one of them speaks, and names itself (across.py).
 - Ranks end when a launcher above them is gone (measured: within 1.1 s; 10 s, without a word, where C code holds the
   interpreter's lock). SIGTERM to the `deepspeed` command reaches no one else, so this is what ends them.
 - The process groups are destroyed on the way out (a process that leaves them can abort with status 250), for a
@@ -26,7 +27,6 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -38,6 +38,7 @@ from typing import NoReturn
 import psutil
 
 from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, one_line, show_visibly
+from zero_tp.process.across import MEET_SECONDS, Across
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
 from zero_tp.process.signals import Requests, listen
@@ -50,7 +51,7 @@ STUCK_SECONDS = 10.0  # of a rank whose launcher is gone: more than `POLL_SECOND
 # How long a rank whose connection broke waits for the first word of the one that broke it. The failing rank speaks
 # before it closes its connections, so this is for a loaded machine.
 HOLD_BACK_SECONDS = 5.0
-OTHER_NODE_SECONDS = 10.0
+PROMPT_SECONDS = 2.0  # to look for the store of other machines when the end is a signal's
 MESSAGE_LIMIT = 600  # characters of an error in its last line; its traceback has them all
 LEAVE_SECONDS = {True: 20.0, False: 5.0}  # after success: exit functions (a logger's upload) may take a while
 
@@ -88,6 +89,7 @@ class _Rank:
         self.requests = requests
         self.verbose = verbose
         self.first_word = FirstWord(environment.job, time.time())
+        self.across = Across(environment)
         self.siblings = Siblings(environment)
         self.leaving = False
 
@@ -100,6 +102,7 @@ class _Rank:
             watch = threading.Thread(target=self._watch, args=(launchers,), name="launcher watch", daemon=True)
             watch.start()
         listen(self._act_on_signals)
+        self.across.listen(self._end_heard, self._end_lost)
         try:
             status = main() or 0
         except KeyboardInterrupt:
@@ -117,39 +120,43 @@ class _Rank:
 
     # --- how main ended ---------------------------------------------------------------------------------------------
 
+    def _say(self, text: str, status: int, seconds: float = MEET_SECONDS) -> bool:
+        """Say why the job ends unless a rank of any machine has; return whether it was us."""
+        if self.first_word.said():
+            return False
+        ours = self.across.claim(status, seconds)
+        return self.first_word.say(text if ours else "") and ours
+
     def _exited(self, exit_: SystemExit) -> int:
         if exit_.code is None or exit_.code == 0:
             return 0
         if isinstance(exit_.code, int):
-            self.first_word.say("")  # who exits with a status has said why
+            self._say("", exit_.code)  # who exits with a status has said why
             return exit_.code
-        self.first_word.say(error_line(exit_.code, MESSAGE_LIMIT))
+        self._say(self.across.named(error_line(exit_.code, MESSAGE_LIMIT)), FAILED)
         return FAILED
 
     def _refused(self, error: UserError) -> int:
-        text = error_line(error, MESSAGE_LIMIT)
+        text = self.across.named(error_line(error, MESSAGE_LIMIT))
         if self.verbose:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
-        if self.environment.node == 0:
-            self.first_word.say(text)
-        elif self._first_node_goes_on():
-            self.first_word.say(f"node {self.environment.node}: {text}")
-        else:
-            self.first_word.say("")
+        self._say(text, BAD_INPUT)
+        self.across.linger(MEET_SECONDS)  # others may be late: nobody is connected
         return BAD_INPUT
 
     def _failed(self, error: BaseException) -> int:
         rank = self.environment.rank
         lines = traceback.format_exception(type(error), error, _own_part(error))
         report = "".join(f"rank {rank}: {line}\n" for line in "".join(lines).rstrip().split("\n"))
-        report += f"rank {rank} failed: {type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
+        what = f"{type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
+        report += f"rank {rank}{self.across.place} failed: {what}"
         if _looks_like_a_lost_peer(error):
             deadline = time.monotonic() + HOLD_BACK_SECONDS
-            while not self.first_word.said() and time.monotonic() < deadline:
+            while not (self.first_word.said() or self.across.ended) and time.monotonic() < deadline:
                 if self._name_lost_peer():
                     break
                 time.sleep(0.05)
-        if not self.first_word.say(report) and self.verbose:
+        if not self._say(report, FAILED) and self.verbose:
             write_stderr(report)
         return FAILED
 
@@ -158,26 +165,9 @@ class _Rank:
         gone = self.siblings.gone()
         if not gone:
             return False
-        self.first_word.say("error: " + ", ".join(describe_end(rank, status) for rank, status in gone.items()))
+        ended = ", ".join(describe_end(rank, status) for rank, status in gone.items())
+        self._say(self.across.named(f"error: {ended}"), FAILED, PROMPT_SECONDS)
         return True
-
-    def _first_node_goes_on(self) -> bool:
-        """Tell whether the error is this node's alone. Every node reads the same config: the first reports it too.
-
-        If it doesn't, its rank 0 goes on to wait at the rendezvous for us, where a connection tells. Under torchrun
-        an agent listens there in any case, and it prints a summary of its own.
-        """
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        if "TORCHELASTIC_RUN_ID" in os.environ or address is None or not port.isdecimal():
-            return False
-        deadline = time.monotonic() + OTHER_NODE_SECONDS
-        while time.monotonic() < deadline and not self.first_word.said():
-            try:
-                socket.create_connection((address, int(port)), timeout=2).close()
-                return True
-            except OSError:  # nobody is listening (yet)
-                time.sleep(0.5)
-        return False
 
     # --- signals ----------------------------------------------------------------------------------------------------
 
@@ -200,22 +190,36 @@ class _Rank:
 
     def _end_interrupted(self) -> NoReturn:
         self._arm(INTERRUPTED, LEAVE_SECONDS[False])
-        self.first_word.say("interrupted")
+        self._say("interrupted", INTERRUPTED, PROMPT_SECONDS)
         self._exit_now(INTERRUPTED)
 
     def _end_terminated(self) -> NoReturn:
         """End after SIGTERM, which is the launcher's after another rank's end (be silent, or name it), or is for us."""
         self._arm(TERMINATED, LEAVE_SECONDS[False])
         if not self.first_word.said() and not self._name_lost_peer():
-            self.first_word.say(f"rank {self.environment.rank}: ended by SIGTERM")
+            ended = f"rank {self.environment.rank}{self.across.place}: ended by SIGTERM"
+            self._say(ended, TERMINATED, PROMPT_SECONDS)
         self._exit_now(TERMINATED)
 
     def end_hung(self, text: str) -> NoReturn:
         """End because nothing goes on any more; `text` says who waits for whom."""
         self._arm(FAILED, LEAVE_SECONDS[False])
         self.leaving = True
-        self.first_word.say(text)
+        self._say(text, FAILED, PROMPT_SECONDS)
         self._exit_now(FAILED)
+
+    # --- the other machines -----------------------------------------------------------------------------------------
+
+    def _end_heard(self, status: int) -> None:
+        """End because the job does: another machine has said why."""
+        if not self.leaving:
+            self._arm(status, LEAVE_SECONDS[False])
+            self.first_word.say("")
+            self._exit_now(status)
+
+    def _end_lost(self, text: str) -> None:
+        if not self.leaving:
+            self.end_hung(text)
 
     # --- the launchers above ----------------------------------------------------------------------------------------
 
@@ -224,7 +228,8 @@ class _Rank:
             for launcher, name in launchers.items():
                 if not is_alive(launcher) and not self.leaving:
                     self._arm(FAILED, LEAVE_SECONDS[False])
-                    self.first_word.say(f"error: the launcher above rank {self.environment.rank} ({name}) is gone")
+                    gone = f"error: the launcher above rank {self.environment.rank} ({name}) is gone"
+                    self._say(self.across.named(gone), FAILED, PROMPT_SECONDS)
                     self._exit_now(FAILED)
             if not self.siblings.complete:
                 self.siblings.observe()
@@ -238,6 +243,7 @@ class _Rank:
         """Take the main thread's way out."""
         self.leaving = True
         self._arm(status, LEAVE_SECONDS[status == 0])
+        self.across.linger()
         try:
             _destroy_process_groups()
         except (RuntimeError, OSError, ValueError):  # what torch raises for a connection or a group that is broken
@@ -262,6 +268,7 @@ class _Rank:
 
         The kernel closes the connections, so peers notice at once.
         """
+        self.across.linger()
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

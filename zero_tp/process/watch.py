@@ -111,6 +111,11 @@ class Watch:
         """Watch no more: the work is done."""
         self._left.set()
 
+    def fail(self, text: str) -> None:
+        """End this rank, from any thread; `text` says why."""
+        if self.end is not None:
+            self.end(text)
+
     def enter(self, phase: str, step: int = 0) -> None:
         """Say that the rank enters a phase: start, step, save or evaluation."""
         before = self._position

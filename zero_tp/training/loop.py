@@ -15,7 +15,7 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, Parent, differences
-from zero_tp.checkpoint.resume import Found, agree, check_all_there, look, resume, take_whole
+from zero_tp.checkpoint.resume import Found, agree, check_all_there, look, probed, resume, take_whole
 from zero_tp.checkpoint.run import run_directory, saved_start, write_config
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config.schema import Timeouts
@@ -24,6 +24,7 @@ from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.attention import back_ends, described
 from zero_tp.models.flops import hardware_flops, model_flops
+from zero_tp.parallel.agreement import most_machines
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
@@ -67,19 +68,24 @@ def train(
     config, directory, watch = run.config, run.directory, tools.watch
     if watch is not None:
         watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)
-    held: AbstractContextManager[list[str]] = run_directory(directory) if environment.rank == 0 else nullcontext([])
-    with held as notes, ExitStack() as stack:
+    held: AbstractContextManager[None] = nullcontext()
+    if environment.rank == 0:
+        held = run_directory(directory, watch.fail if watch is not None else lambda text: None)
+    with held, ExitStack() as stack:
         if tools.keep is not None and environment.rank == 0:
             tools.keep(directory)
-        found = look(directory, config, resume_from, run.check_resumed)
-        origin = Found() if tools.origin is None else tools.origin.look(found, directory, config, run.model_config)
+        looked = partial(look, directory, config, resume_from, run.check_resumed)
+        found = looked()
         topology, device = connect_deepspeed(config, environment, verbose)
         stack.enter_context(back_ends(device))
-        if tools.keep is not None and environment.rank > 0:  # rank 0 has made the directory
-            tools.keep(directory)
         if watch is not None:
             watch.connect()
-        found = agree(found, directory, run.read())
+        with probed(directory) as probe:
+            seen = {f"{directory}: the ranks do not see the same directory": probe}
+            found = agree(found, directory, seen | run.read(), looked)
+        if tools.keep is not None and environment.rank > 0:  # rank 0 has made the directory
+            tools.keep(directory)
+        origin = Found() if tools.origin is None else tools.origin.look(found, directory, config, run.model_config)
         if found.checkpoint is not None:
             found = take_whole(found, directory, config, check_all_there, resume_from)
         if tools.origin is not None:
@@ -108,12 +114,12 @@ def train(
             elif tools.origin is not None and origin.checkpoint is not None:
                 tools.origin.take(engine.zero, origin.checkpoint)
         manifest = found.manifest
-        notes += found.notes
+        machines = most_machines(topology) if environment.several_nodes else 1
         step = manifest.step if manifest is not None else 0
         finished = step >= config.zero_tp.training.steps
         forecast = None
         if topology.rank == 0:
-            for note in notes:
+            for note in found.notes:
                 print(note)
             if pretrained is not None and pretrained.drawn:
                 print(pretrained.told())
@@ -125,6 +131,9 @@ def train(
             if not finished and tools.forecast is not None:
                 forecast = tools.forecast(config, device.type)
                 print(forecast.announcement())
+            if machines > 1:
+                cost = forecast.crossing() if forecast is not None else ""
+                print(f"TP crosses machines, {machines} of them in a group{': ' if cost else ''}{cost}")
         if not finished:
             parent = None if manifest is None else manifest.parent
             if origin.checkpoint is not None and origin.manifest is not None:

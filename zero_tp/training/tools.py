@@ -24,6 +24,9 @@ class Forecast(Protocol):
     def announcement(self) -> str:
         """Return a line for the run's start."""
 
+    def crossing(self) -> str:
+        """Return what TP between machines costs, where that is known."""
+
     def outcome(self) -> str:
         """Return a line for the run's end."""
 
@@ -49,6 +52,9 @@ class Watch(Protocol):
 
     def leave(self) -> None:
         """Watch no more."""
+
+    def fail(self, text: str) -> None:
+        """End this rank, from any thread; `text` says why."""
 
     def enter(self, phase: str, step: int = 0) -> None:
         """Say that this rank enters a phase: start, step, save or evaluation."""

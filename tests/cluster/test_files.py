@@ -1,0 +1,83 @@
+"""Run directories that machines see late, without common locks, or each by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.nodes import SHARED, Node, Rack
+from tests.waits import patience
+from zero_tp.checkpoint.run import SILENT_SECONDS
+from zero_tp.files import VIEW_SECONDS
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+HOLD = """
+import fcntl, sys, time
+from pathlib import Path
+if sys.argv[2] == "without locks":
+    fcntl.flock = lambda file, kind: None
+from zero_tp.checkpoint.run import run_directory
+from zero_tp.errors import UserError
+try:
+    with run_directory(Path(sys.argv[1])):
+        print("held", flush=True)
+        time.sleep(float(sys.argv[3]))
+except UserError as error:
+    print(error)
+"""
+
+
+def hold(node: Node, run: str, locks: str, seconds: float = 600) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", HOLD, f"{SHARED}/{run}", locks, str(seconds)]
+    return node.start(*words, output=subprocess.PIPE)
+
+
+def last_line(process: subprocess.Popen[str]) -> str:
+    told, _ = process.communicate(timeout=patience(2 * (VIEW_SECONDS + SILENT_SECONDS)))
+    return str(told.splitlines()[-1])
+
+
+@pytest.fixture
+def late(rack: Rack) -> Iterator[Rack]:
+    """The second node sees the first one's /srv by the network, as it was up to a minute ago."""
+    rack.nodes[1].mount_late(rack.nodes[0], SHARED)
+    try:
+        yield rack
+    finally:
+        rack.nodes[1].unmount(SHARED)
+
+
+@pytest.mark.parametrize("locks", ["with locks", "without locks"])
+def test_a_second_launch_is_refused_on_the_same_and_on_another_machine(rack: Rack, locks: str) -> None:
+    first, second = rack.nodes
+    run = f"held_{locks.replace(' ', '_')}"
+    holder = hold(first, run, locks)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    for node in (first, second):
+        assert f"{SHARED}/{run}: another run is writing there" in last_line(hold(node, run, locks, 0))
+    holder.kill()
+
+
+@pytest.mark.parametrize("server_first", [True, False])
+def test_a_second_launch_is_refused_where_the_view_lags(late: Rack, server_first: bool) -> None:
+    """sshfs shares no locks, and shows attributes and names, missing ones too, for a minute."""
+    owner, other = late.nodes if server_first else reversed(late.nodes)
+    run = f"late_{server_first}"
+    assert other.run("ls", run).returncode  # remembered as missing
+    holder = hold(owner, run, "with locks")
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert "another run is writing there (" + owner.name in last_line(hold(other, run, "with locks", 0))
+    owner.run("pkill", "-KILL", "-f", f"{SHARED}/{run}")
+    begun = time.monotonic()
+    assert last_line(hold(other, run, "with locks", 0)) == "held"
+    assert time.monotonic() - begun > SILENT_SECONDS
+    begun = time.monotonic()
+    assert last_line(hold(owner, run, "with locks", 0)) == "held"  # given back
+    assert time.monotonic() - begun < SILENT_SECONDS

@@ -1,0 +1,64 @@
+"""Each rank has a device of its own: the one that its launcher says, or the only one that it is shown."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zero_tp.errors import UserError
+from zero_tp.process import connect
+from zero_tp.process.environment import RankEnvironment
+
+
+def rank(local_rank: int | None, world: int = 4) -> RankEnvironment:
+    return RankEnvironment(rank=3, world=world, node=1, local_rank=local_rank, local_world=2, parent=None, job="")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "devices", "shown", "expected"),
+    [
+        (1, 8, "", 1),
+        (7, 8, "0,1,2,3,4,5,6,7", 7),
+        (1, 1, "GPU-5b0f", 0),  # srun --gpus-per-task=1
+        (1, 1, "", "local rank 1 has no cuda device: this machine has 1"),
+        (2, 2, "0,1", "local rank 2 has no cuda device: this machine has 2"),
+        (None, 8, "", "nothing says which cuda device is rank 3's: .* set LOCAL_RANK"),
+    ],
+)
+def test_the_launcher_says_which(
+    local_rank: int | None, devices: int, shown: str, expected: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            connect.own_device(rank(local_rank), "cuda")
+    else:
+        assert connect.own_device(rank(local_rank), "cuda").index == expected
+
+
+def looked(devices: list[str]) -> list[str]:
+    """What each of these ranks is told, each by a store of its own as in a process."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def look(number: int) -> str:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        try:
+            connect.refuse_shared(store, number, len(devices), devices[number], timedelta(seconds=60))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        return list(threads.map(look, range(len(devices))))
+
+
+def test_a_device_of_two_ranks_is_refused_on_every_rank() -> None:
+    assert looked(["0 of a", "1 of a", "0 of b", "1 of b"]) == [""] * 4
+    told = set(looked(["0 of a", "1 of a", "1 of b", "1 of b"]))
+    assert len(told) == 1
+    assert told.pop().startswith("ranks 2 and 3 share 1 of b; ")
