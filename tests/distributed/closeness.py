@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.compare import OF_GLOBAL, RELATIVE, norm
-from tests.distributed.families import FAMILIES
+from tests.distributed.families import ENCODERS, FAMILIES
 from tests.distributed.plain_run import CLIP, STEPS, StepLosses, Trace, plain
 
 Tensors = dict[str, Tensor]
@@ -36,7 +36,9 @@ FEW_FACTOR = 4.5
 EAGER: tuple[dict[str, str], ...] = ({}, {"attn_implementation": "eager"})
 KERNELS = dict.fromkeys(FAMILIES, EAGER) | {
     "gpt2": (*EAGER, *({**kernels, "activation_function": "gelu_pytorch_tanh"} for kernels in EAGER)),
-    "parallel residual": (*EAGER, *({**kernels, "hidden_act": "gelu_python"} for kernels in EAGER)),
+    **dict.fromkeys(
+        ("parallel residual", *ENCODERS), (*EAGER, *({**kernels, "hidden_act": "gelu_python"} for kernels in EAGER))
+    ),
 }
 OTHER_MODELS = 12
 

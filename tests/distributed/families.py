@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,11 +80,22 @@ def _parallel_residual(pick: Pick) -> dict[str, Any]:
     return {"model_type": "gpt_neox", **sizes, "hidden_size": 2 * sizes["hidden_size"], "rope_parameters": rope}
 
 
+def _encoder(model_type: str, pick: Pick) -> dict[str, Any]:
+    """Trained on masked tokens and on the order of segments, with padding."""
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return {"model_type": model_type, **_decoder(pick), **dropouts, "pad_token_id": 1}
+
+
+ENCODERS: dict[str, Callable[[Pick], dict[str, Any]]] = {
+    "encoder, norms after the sums": partial(_encoder, "bert"),
+    "encoder, norms before": partial(_encoder, "megatron-bert"),
+}
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "grouped queries": _grouped,
     "fewer KV heads than TP": _fewer_kv_heads,
     "parallel residual": _parallel_residual,
+    **ENCODERS,
 }
 
 

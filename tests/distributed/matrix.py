@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.distributed.families import FAMILIES, SEQUENCE, model_sizes
+from tests.distributed.families import ENCODERS, FAMILIES, SEQUENCE, model_sizes
 from tests.distributed.plain_run import (
     BETAS,
     CLIP,
@@ -31,7 +31,7 @@ from zero_tp.config.deepspeed import deepspeed_models
 from zero_tp.config.schema import ZeroTP, check_model
 
 WORLD = 4
-LEAST_CELLS = 84
+LEAST_CELLS = 104
 
 Changes = dict[str, Any]
 Setting = tuple[str, str]  # factor, name
@@ -104,6 +104,7 @@ def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]
         },
         "zero_tp": {
             "model": model_sizes(seed, family),
+            "objective": "masked" if family in ENCODERS else "causal",
             "data": {"train": "corpus", "sequence_length": SEQUENCE},
             "training": {"steps": STEPS, "seed": seed},
         },

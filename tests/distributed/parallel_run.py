@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.compare import grid, norm
-from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of
+from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
 from zero_tp.config import RunConfig
+from zero_tp.data.batch import MaskedBatch, as_batch
 
 if TYPE_CHECKING:
     from zero_tp.zero.stages import Veto
@@ -59,9 +60,9 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
         if from_corpus:
             micro = corpus_batches(config, topology, step)
         else:
-            own = batch_of(seed, step, engine.model.config.vocab_size).chunk(topology.data)[topology.data_rank]
-            micro = [(windows[:, :-1], windows[:, 1:]) for windows in own.chunk(config.accumulation)]
-        assert len(micro) == config.accumulation and all(len(batch[0]) == config.micro_batch for batch in micro)
+            micro = drawn_batches(engine.model, topology, seed, step, config.accumulation)
+        assert len(micro) == config.accumulation
+        assert all(len(as_batch(batch).input_ids) == config.micro_batch for batch in micro)
         trace.losses.append(engine.train_step(micro))
         trace.norms.append(engine.gradient_norm)
         if step == 0:
@@ -73,6 +74,18 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
     if topology.rank > 0:
         return Trace(trace.losses, trace.norms, trace.clipped, stale=trace.stale)
     return trace
+
+
+def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation: int) -> list[Any]:
+    """This rank's micro-batches of what a plain run sees."""
+
+    def own(rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.chunk(topology.data)[topology.data_rank].chunk(accumulation)
+
+    if model.causal:
+        return [(rows[:, :-1], rows[:, 1:]) for rows in own(batch_of(seed, step, model.config.vocab_size))]
+    parts = {name: own(rows) for name, rows in masked_rows(seed, step, model.config).items()}
+    return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(accumulation)]
 
 
 def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:

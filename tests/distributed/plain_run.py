@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from tests.compare import norm
 from tests.distributed.families import SEQUENCE, model_sizes
-from tests.native import to_theirs
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from tests.encoders import rows_for
+from tests.native import native_model, our_class, to_theirs
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.topology import Topology
 
 STEPS, MORE_STEPS = 4, 10
@@ -37,6 +38,11 @@ def batch_of(seed: int, step: int, vocabulary: int) -> Tensor:
     """The global batch of a step: int64 [GLOBAL_BATCH, SEQUENCE + 1]."""
     generator = torch.Generator().manual_seed(seed * 1000 + step)
     return torch.randint(0, vocabulary, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+
+
+def masked_rows(seed: int, step: int, config: Any) -> dict[str, Tensor]:
+    """The same of an encoder, by the names of its arguments."""
+    return rows_for(vars(config), seed * 1000 + step, GLOBAL_BATCH, SEQUENCE)
 
 
 StepLosses = Callable[[Any, int], Iterator[Tensor]]
@@ -73,10 +79,11 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
     """
     sizes = model_sizes(seed, family)
     model_type = sizes.pop("model_type")
-    ours = ZeroTPForCausalLM(AutoConfig.for_model(model_type, **sizes), Topology(world=1), seed=seed, dtype=start)
+    drawn_from = AutoConfig.for_model(model_type, **sizes)
+    ours = our_class(drawn_from)(drawn_from, Topology(world=1), seed=seed, dtype=start)
     attention = kernels.pop("attn_implementation", None)
     config = AutoConfig.for_model(model_type, **{**sizes, **kernels})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+    model = native_model(config, attn_implementation=attention)
     parameters = dict(ours.named_parameters())
     named = dict(model.named_parameters())
     drawn = to_theirs(ours.config, parameters)
@@ -155,9 +162,24 @@ def plain(
 
 
 def whole_losses(seed: int, micro_batches: int, model: Any, step: int) -> Iterator[Tensor]:
+    if hasattr(model, "cls"):
+        yield from masked_losses(masked_rows(seed, step, model.config), micro_batches, model)
+        return
     for part in batch_of(seed, step, model.config.vocab_size).chunk(micro_batches):
         logits = model(part[:, :-1]).logits.float()
         yield F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / micro_batches
+
+
+def masked_losses(rows: dict[str, Tensor], micro_batches: int, model: Any) -> Iterator[Tensor]:
+    """The mean over all masked tokens, and the mean over the rows of the loss of their segments' order."""
+    count = (rows["labels"] != IGNORE_INDEX).sum()
+    for number in range(micro_batches):
+        part = {name: each.chunk(micro_batches)[number] for name, each in rows.items()}
+        labels, order = part.pop("labels"), part.pop("next_sentence_label")
+        output = model(**part)
+        words, orders = output.prediction_logits.float(), output.seq_relationship_logits.float()
+        of_words = F.cross_entropy(words.flatten(0, 1), labels.flatten(), reduction="sum") / count
+        yield of_words + F.cross_entropy(orders, order) / micro_batches
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

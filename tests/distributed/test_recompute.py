@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config
+from transformers import GPT2Config, PretrainedConfig
 
+from tests.encoders import config_of, rows_for
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
+from tests.tiny_models import bert_fields
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.data.batch import MaskedBatch
 from zero_tp.topology import Topology
 
 STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12
@@ -36,14 +39,13 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run(
-    seed: int, tensor: int, sequence: bool, stage: int, attention: str, dropout: float, names: list[str]
-) -> dict[str, Any]:
-    """On every rank: each policy's losses, norms and weights."""
-    from tests.native import native_tensors
-    from zero_tp.training.engine import TrainingEngine
-
-    config = GPT2Config(
+def model_of(kind: str, dropout: float) -> PretrainedConfig:
+    """A small model's config; `bert` norms the sums, after the dropouts of what is added."""
+    if kind != "gpt2":
+        places = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        fields = bert_fields(model_type=kind, num_hidden_layers=3, **dict.fromkeys(places, dropout))
+        return config_of({**fields, "max_position_embeddings": SEQUENCE, "pad_token_id": 0})
+    return GPT2Config(
         n_layer=3,
         n_embd=24,
         n_head=4,
@@ -55,6 +57,30 @@ def run(
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any]:
+    """This rank's micro-batches of a step."""
+
+    def own(rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.chunk(topology.data)[topology.data_rank].chunk(ACCUMULATION)
+
+    if config.model_type == "gpt2":
+        generator = torch.Generator().manual_seed(seed)
+        windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+        return [(window[:, :-1], window[:, 1:]) for window in own(windows)]
+    parts = {name: own(rows) for name, rows in rows_for(vars(config), seed, BATCH, SEQUENCE).items()}
+    return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(ACCUMULATION)]
+
+
+def run(
+    kind: str, seed: int, tensor: int, sequence: bool, stage: int, attention: str, dropout: float, names: list[str]
+) -> dict[str, Any]:
+    """On every rank: each policy's losses, norms and weights."""
+    from tests.native import native_tensors
+    from zero_tp.training.engine import TrainingEngine
+
+    config = model_of(kind, dropout)
     config._attn_implementation = attention
     topology = Topology(tensor, sequence)
     found = {}
@@ -69,12 +95,9 @@ def run(
             "activation_checkpointing": settings,
         }
         engine = TrainingEngine(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
-        generator = torch.Generator().manual_seed(seed)
         losses, norms = [], []
-        for _ in range(STEPS):
-            windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
-            micro = windows.chunk(topology.data)[topology.data_rank].chunk(ACCUMULATION)
-            losses.append(engine.train_step([(window[:, :-1], window[:, 1:]) for window in micro]))
+        for step in range(STEPS):
+            losses.append(engine.train_step(batches(config, topology, seed + step)))
             norms.append(engine.gradient_norm)
         weights: dict[str, Tensor] = {key: tensor.clone() for key, tensor in native_tensors(engine.model)}
         found[name] = (losses, norms, weights, engine.activations.notes)
@@ -128,9 +151,21 @@ def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, ten
 )
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
 def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
+    compare(ranks, "gpt2", seed, tensor, sequence, stage)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "megatron-bert"])
+def test_recomputing_an_encoder_changes_no_bit(ranks: Pools, seed: int, kind: str, sequence: bool) -> None:
+    compare(ranks, kind, seed, 2, sequence, 2)
+
+
+def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
+    """Of every policy, with dropout: the masks are drawn again as they were."""
     attention = ("sdpa", "eager")[seed % 2]
     names = [name for name in POLICIES if not (sequence and "contiguous" in name)]
-    for found in ranks(2).run(run, seed, tensor, sequence, stage, attention, 0.2, ["none", *names]):
+    for found in ranks(2).run(run, kind, seed, tensor, sequence, stage, attention, 0.2, ["none", *names]):
         losses, norms, weights, _ = found["none"]
         for name in names:
             assert found[name][0] == losses, name

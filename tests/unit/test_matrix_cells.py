@@ -12,6 +12,7 @@ from tests.distributed.matrix import (
     WORLD,
     Cell,
     Setting,
+    chosen_cells,
     covering_array,
     families,
     idle,
@@ -105,12 +106,13 @@ def test_what_does_nothing_is_known() -> None:
 
 
 def test_every_family_meets_every_setting(tmp_path: Path) -> None:
-    """And the config accepts every family in every cell of the array."""
+    """And the config accepts every family in cells with all pairs of settings."""
     met = {(setting, family) for cell, family in families().items() for setting in set(settings_of(cell)) - idle(cell)}
     acting = {setting for cell in covering_array() for setting in set(settings_of(cell)) - idle(cell)}
     assert families().keys() == set(covering_array())
     assert met == set(itertools.product(acting, FAMILIES))
-    for cell in covering_array():
+    cells, with_all_pairs = chosen_cells()
+    for cell in cells[:with_all_pairs]:
         for family in FAMILIES:
             config = RunConfig.load(write_config(cell, tmp_path, family=family), world_size=WORLD)
             assert config.hf_config().model_type == config.zero_tp.model["model_type"]
