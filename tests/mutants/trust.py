@@ -134,7 +134,7 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/files.py",
         "        if error.errno not in _NO_LOCKS:",
         "        if error.errno:",
-        (RUN_DIRECTORY + "test_a_file_system_without_locks_is_said",),
+        (RUN_DIRECTORY + "test_a_file_system_without_locks_holds_one_run",),
         guard="cannot be a run's directory (Operation not supported)",
     ),
     "half-removed-is-complete": Mutant(
