@@ -73,8 +73,16 @@ class SteppedEngine:
 
 
 def see_data_parallel_ranks(accelerator: Any, topology: Topology) -> None:
-    """Let an accelerator deal samples to data-parallel ranks, and gather from one rank of each TP group."""
-    assert topology.tensor_group is not None
+    """Let an accelerator deal samples to data-parallel ranks, and gather from one rank of each TP group.
+
+    Raises:
+        UserError: no ranks are connected.
+    """
+    if topology.tensor_group is None:
+        raise UserError(
+            "ZeroTPTrainer: no ranks are connected; start the script with deepspeed or torchrun, for one rank with "
+            "torchrun --nproc_per_node 1"
+        )
     accelerator.state.ds_device_mesh = DeviceMesh.from_group(
         topology.tensor_group, accelerator.device.type, mesh_dim_names=("tp",)
     )
