@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +76,13 @@ def to_huggingface(
     tokenizer: Path | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
+    card: Callable[[Path, Manifest], str] | None = None,
 ) -> Converted:
     """Write `source`, a run or a checkpoint, as a Hugging Face model made from its fp32 masters.
 
     Args:
         tokenizer: directory to copy in; by default the run's.
+        card: makes the model card of a checkpoint and its manifest (zero_tp/report/card.py); by default there is none.
 
     Raises:
         UserError: no complete checkpoint there, a damaged one, no tokenizer where it should be, or `output` exists.
@@ -93,6 +95,7 @@ def to_huggingface(
         with taken_as_it_stands(checkpoint, manifest):
             entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
             generation = GenerationConfig(**manifest.generation) if manifest.generation is not None else None
+            text = card(checkpoint, manifest) if card is not None else None
         write_native(
             output,
             config,
@@ -101,6 +104,7 @@ def to_huggingface(
             tokenizer=found_tokenizer,
             max_shard_size=max_shard_size,
             overwrite=overwrite,
+            card=text,
         )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     return Converted(checkpoint, parameters, found_tokenizer, manifest.hashed)

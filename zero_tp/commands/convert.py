@@ -13,6 +13,7 @@ from pathlib import Path
 
 from zero_tp.commands import inspect
 from zero_tp.constants import DTYPES
+from zero_tp.errors import UserError, first_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the written weights (default: fp32)")
     to_hf.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer to copy in (default: the run's)")
     to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
+    to_hf.add_argument(
+        "--push", metavar="OWNER/NAME", help="then upload DIR to the Hugging Face hub, into a private repository if new"
+    )
     inspect.add_source(to_hf)
     inspect.add_arguments(
         actions.add_parser("inspect", help="say what is in a checkpoint: step, topology, model, bytes, files")
@@ -35,6 +39,7 @@ def to_hf(options: argparse.Namespace) -> None:
     from zero_tp.checkpoint.convert import to_huggingface
     from zero_tp.checkpoint.directory import MANIFEST
     from zero_tp.checkpoint.manifest import UNHASHED
+    from zero_tp.report.card import model_card
 
     converted = to_huggingface(
         options.source,
@@ -43,6 +48,7 @@ def to_hf(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
+        card=model_card,
     )
     print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
     if not converted.hashed:
@@ -51,6 +57,28 @@ def to_hf(options: argparse.Namespace) -> None:
         print("no tokenizer was copied: the run has none beside its data; give one with --tokenizer")
     else:
         print(f"tokenizer from {converted.tokenizer}")
+    if options.push:
+        print(f"uploaded to {push(options.output, options.push)}")
+
+
+def push(directory: Path, name: str) -> str:
+    """Upload an exported model to the Hugging Face hub, by the token that `hf auth login` keeps; return its address.
+
+    Raises:
+        UserError: the name is none, the hub cannot be reached, or it does not take the model.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        repository = HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=directory)
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"--push {name}: {first_line(error)}; {directory} is complete: upload it again with "
+            f"`hf upload {name} {directory}`, after `hf auth login` if the hub asks who you are"
+        ) from error
+    return str(repository)
 
 
 def main(options: argparse.Namespace) -> None:

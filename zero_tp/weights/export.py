@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import os
@@ -41,6 +42,7 @@ from zero_tp.weights.files import INDEX, TOKENIZER_FILES, is_regular
 from zero_tp.weights.load import native_model
 
 MAX_SHARD_SIZE = "5GB"
+CARD = "README.md"
 
 
 def native_entries(
@@ -141,6 +143,7 @@ def write_native(
     max_shard_size: str = MAX_SHARD_SIZE,
     overwrite: bool = False,
     among: bool = False,
+    card: str | None = None,
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
 
@@ -154,6 +157,7 @@ def write_native(
         generation: settings of generation; by default those that the config implies.
         tokenizer: a directory whose tokenizer is copied in.
         among: the directory is others' too, which may write in it meanwhile: files are put into it one by one.
+        card: the text of its model card. A card that a person wrote or changed stays.
 
     Raises:
         UserError: the directory exists and `overwrite` is off, or is no model; `max_shard_size` is not a size; a
@@ -185,10 +189,29 @@ def write_native(
             settings.save_pretrained(temporary)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
+        if card is not None and not _is_a_persons(target / CARD):
+            (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
         if among and target.is_dir():
             _put_among(temporary, target)
         else:
             put_in_place(temporary, target, _is_weights)
+
+
+def _digest_line(card: str) -> str:
+    """Return the last line of a card, by which it is seen later whether a person has changed it."""
+    return f"<!-- {hashlib.sha256(card.encode()).hexdigest()} -->"
+
+
+def _is_a_persons(path: Path) -> bool:
+    """Return whether there is a card that is not as it was written here."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    except (OSError, UnicodeDecodeError):
+        return True
+    card, _, last = text.removesuffix("\n").rpartition("\n")
+    return last != _digest_line(card)
 
 
 def _is_weights(name: str) -> bool:
