@@ -11,7 +11,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import statistics
@@ -22,6 +21,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler as Pickler
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +285,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         work, batch = Reading(options.seed, encoder)(), encoder._backend.encode_batch_fast
         (given,) = find_sources([source])
         blocks = timed("reading", lambda: list(given.blocks()))
-        timed("between processes", lambda: pickle.loads(pickle.dumps(blocks)))
+        timed("between processes", lambda: Pickler.loads(Pickler.dumps(blocks)))
         for block in blocks:
             texts = timed("JSON", lambda: [document.text for _, document in block.documents()])  # noqa: B023
             made = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
@@ -295,7 +295,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         whole = clock()
         done = [work((0, block)) for block in blocks]
         whole = clock() - whole
-        timed("between processes", lambda: pickle.loads(pickle.dumps(done)))
+        timed("between processes", lambda: Pickler.loads(Pickler.dumps(done)))
         begun = clock()
         report = prepare([source], folder / "out", PrepareSettings(str(tokenizer)), processes=1).report
         everything = clock() - begun

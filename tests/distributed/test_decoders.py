@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from tests.compare import check_close, grid, whole_gradients
 from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_for
-from tests.distributed.families import FAMILIES, model_sizes
+from tests.distributed.families import ENCODERS, FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import in_tiers
@@ -74,7 +74,7 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
 
 
 @EACH_WORLD
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
 def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows, a padding token."""
     fields = model_sizes(seed, family)

@@ -143,8 +143,9 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
         monkeypatch.delenv(name)
     prepare(tmp_path / "data" / "train", seed)
     run = run_of(tmp_path, {"model_type": "gpt2", **SIZES})
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "12"}
-    with pytest.raises(UserError, match=r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun$"):
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
+    told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
+    with pytest.raises(UserError, match=told):
         train(run, RankEnvironment.of_this_process(slurm), verbose=False)
     assert not run.directory.exists()
 

@@ -14,4 +14,4 @@ def test_a_script_without_a_launcher_is_one_line() -> None:
     from zero_tp.trainer.engine import see_data_parallel_ranks
 
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
-        see_data_parallel_ranks(SimpleNamespace(), Topology())
+        see_data_parallel_ranks(SimpleNamespace(), Topology(world=1))

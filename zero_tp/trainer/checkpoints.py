@@ -15,7 +15,7 @@ from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.save import described, own_entries
 from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import from_all, require_alike
+from zero_tp.parallel.agreement import by_the_first, from_all, require_alike
 from zero_tp.tensors.files import Written, write_tensors
 from zero_tp.zero.stages import ZeroEngine
 
@@ -30,9 +30,8 @@ def save_states(zero: ZeroEngine, scheduler: Any, folder: Path, step: int, seed:
         UserError: on every rank; a rank could not write.
     """
     topology = zero.topology
-    temporary = directory.checkpoints_of(folder) / directory.TEMPORARY
+    temporary = by_the_first(partial(directory.begin, folder))
     name = states_file(topology.tensor_rank, topology.data_rank)
-    _together(folder, partial(directory.begin, folder) if topology.rank == 0 else None)
     entries, metadata = own_entries(zero)
     written = _together(folder, partial(write_tensors, temporary / name, entries, metadata))
     files: dict[str, Written] = dict(from_all((name, written)))
