@@ -138,8 +138,22 @@ class ParallelModel(nn.Module, ABC):
         Raises:
             UserError: the model is split.
         """
-        _refuse_data_parallel_wrapper(self.topology)
+        _refuse_data_parallel_wrapper(self.topology, "torch's DistributedDataParallel")
         return ()
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """Tell torch's compiler what FSDP has noted, which it does, in each of its versions, on all modules it takes.
+
+        Raises:
+            UserError: when it is set on a model that is split.
+        """
+        return bool(vars(self).get("_fsdp_manages", False))
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, managed: bool) -> None:
+        _refuse_data_parallel_wrapper(self.topology, "torch's FSDP")
+        vars(self)["_fsdp_manages"] = managed
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding.word
@@ -221,14 +235,14 @@ def _refuse_engine_without_topology(hook: Any, topology: Topology) -> None:
         raise _refusal(topology, "a DeepSpeed engine that does not know its topology")
 
 
-def _refuse_data_parallel_wrapper(topology: Topology) -> None:
-    """Refuse torch's DistributedDataParallel, which averages gradients over the whole world.
+def _refuse_data_parallel_wrapper(topology: Topology, wrapper: str) -> None:
+    """Refuse a wrapper of torch's that averages gradients over the whole world.
 
     Raises:
         UserError: the model is split.
     """
     if topology.tensor > 1:
-        raise _refusal(topology, "torch's DistributedDataParallel, which does not know its topology")
+        raise _refusal(topology, f"{wrapper}, which does not know its topology")
 
 
 def _refusal(topology: Topology, where: str) -> UserError:
