@@ -79,14 +79,20 @@ def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return found
 
 
-def nested_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the model's key names, then the dotted names of the models within."""
+def nested_names(
+    model: type[BaseModel], prefix: str = "", within: frozenset[type[BaseModel]] = frozenset()
+) -> Iterator[str]:
+    """Yield the model's key names, then the dotted names of the models within; of one within itself no more than once.
+
+    Args:
+        within: the models that this one is part of.
+    """
     fields = fields_by_name(model)
     yield from (prefix + name for name in fields)
     for name, field in fields.items():
         inner = model_in(field.annotation)
-        if inner is not None:
-            yield from nested_names(inner, f"{prefix}{name}.")
+        if inner is not None and inner not in within | {model}:
+            yield from nested_names(inner, f"{prefix}{name}.", within | {model})
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:

@@ -168,3 +168,11 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
     (run / "config.json").write_text("")
     model = read_manifest(checkpoint).model
     assert saved_start(run) == ({"scheduler": {"params": {"total_num_steps": 7}}}, model)
+
+
+def test_an_unknown_key_is_named(checkpoint: Path) -> None:
+    """A nearer name is looked for, also within a parent, which may have a parent."""
+    with rewritten(checkpoint) as manifest:
+        manifest["kidns"] = manifest.pop("kinds")
+    with pytest.raises(UserError, match=r"manifest\.json: kidns: unknown key; "):
+        read_manifest(checkpoint)
