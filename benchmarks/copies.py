@@ -1,0 +1,100 @@
+"""What finds planted near-copies, beside brute-force Jaccard: rensa, which preparing uses, and datasketch."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dated import ROOT  # type: ignore[import-not-found]  # beside this script
+
+CORPUS = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
+
+
+def planted(chance: random.Random, copies: int) -> list[str]:
+    """Every 80 words of the shipped corpus, and copies of some of it with up to a quarter of the words changed."""
+    from zero_tp.data.documents import read_documents
+
+    words = [text.split() for text in read_documents(CORPUS)]
+    texts = [" ".join(each[at : at + 80]) for each in words for at in range(0, len(each) - 80, 80)]
+    for text in chance.sample(texts, copies):
+        copy = text.split()
+        for _ in range(chance.randrange(20)):
+            copy[chance.randrange(len(copy))] = chance.choice(("changed", "words", "here", "there"))
+        texts.append(" ".join(copy))
+    return texts
+
+
+def truly(sets: Sequence[set[str]], threshold: float) -> set[int]:
+    """The documents with a Jaccard similarity of at least the threshold to one before that is none of them. Pairs
+    without a common shingle, which all have 0, are left out."""
+    of_shingle, removed = defaultdict[str, list[int]](list), set[int]()
+    for number, its in enumerate(sets):
+        common = Counter(other for shingle in its for other in of_shingle[shingle])
+        if any(count / (len(its) + len(sets[other]) - count) >= threshold for other, count in common.items()):
+            removed.add(number)
+            continue
+        for shingle in its:
+            of_shingle[shingle].append(number)
+    return removed
+
+
+def by_rensa(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
+    from zero_tp.data.similarity import near_duplicates, sketches
+
+    begun = time.process_time()
+    found = [sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])]
+    sketched = time.process_time()
+    removed = {near.document for near in near_duplicates(enumerate(found), found.__getitem__)}
+    return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
+
+
+def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
+    from datasketch import MinHash, MinHashLSH  # type: ignore[import-not-found, unused-ignore]
+
+    from zero_tp.data.similarity import shingles
+
+    begun = time.process_time()
+    shingled = [[shingle.encode() for shingle in shingles(text)] for text in texts]
+    found = list(MinHash.bulk(shingled, num_perm=128, seed=42))
+    sketched = time.process_time()
+    index, removed = MinHashLSH(num_perm=128, params=(32, 4)), set[int]()
+    for number, its in enumerate(found):
+        if any(its.jaccard(found[other]) >= 0.7 for other in index.query(its)):
+            removed.add(number)
+        else:
+            index.insert(number, its, check_duplication=False)
+    return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
+
+
+def duplicates(options: argparse.Namespace) -> dict[str, Any]:
+    import psutil
+
+    from zero_tp.data.similarity import shingles
+
+    texts = planted(random.Random(options.seed), 4000)
+    sets = [set(shingles(text)) for text in texts]
+    wanted = truly(sets, 0.7)
+    result: dict[str, Any] = {"documents": len(texts), "true duplicates at 0.7": len(wanted)}
+    libraries: dict[str, Callable[..., tuple[set[int], dict[str, float]]]] = {
+        "rensa": by_rensa,
+        "datasketch": by_datasketch,
+    }
+    for name, find in libraries.items():
+        before = psutil.Process().memory_info().rss
+        found, seconds = find(sets, texts)
+        both = len(found & wanted)
+        clear = {at: truly(sets, at) for at in (0.8, 0.6)}
+        result[name] = {
+            "recall": round(both / len(wanted), 4),
+            "precision": round(both / len(found), 4),
+            "recall of those at 0.8": round(len(found & clear[0.8]) / len(clear[0.8]), 4),
+            "removed that are below 0.6": len(found - clear[0.6]),
+            **{f"{part} [CPU us a document]": round(taken / len(texts) * 1e6, 1) for part, taken in seconds.items()},
+            "resident bytes a document": round((psutil.Process().memory_info().rss - before) / len(texts)),
+        }
+        print(name, result[name], flush=True)
+    return result
