@@ -128,7 +128,7 @@ def test_what_was_just_saved_is_never_pruned(copied: tuple[Path, Path]) -> None:
 
 
 def test_a_checkpoint_whose_manifest_is_gone_is_named(copied: tuple[Path, Path]) -> None:
-    from zero_tp.checkpoint.resume import look
+    from zero_tp.checkpoint.found import look
 
     path, run = copied
     config = RunConfig.load(path, world_size=2)
@@ -145,7 +145,7 @@ def agreed(path: str, runs: list[str], given: list[str | None]) -> str:
     """What this rank, which sees a run directory of its own, takes after all have agreed, or why not."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import agree, look
+    from zero_tp.checkpoint.found import agree, look
     from zero_tp.errors import UserError
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
@@ -195,7 +195,7 @@ def reading(path: str, corpora: list[str], changed_for_the_last: str = "") -> st
     """What a rank, for which the config names a corpus of its own, is told of what the others read."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import Found, agree
+    from zero_tp.checkpoint.found import Found, agree
     from zero_tp.errors import UserError
     from zero_tp.training.run import PreparedRun
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, step_directory
-from zero_tp.checkpoint.resume import find_resumable
+from zero_tp.checkpoint.found import Found, look
 from zero_tp.config import RunConfig
-from zero_tp.errors import UserError
 
 VOCABULARY, SEQUENCE, BATCH = 101, 16, 24
 STOP, STEPS = 10, 20
@@ -136,7 +136,7 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     from zero_tp.checkpoint.resume import resume
 
     engine, config = build(path)
-    checkpoint = find_resumable(Path(run), config)
+    checkpoint = look(Path(run), config).checkpoint
     assert checkpoint is not None
     step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
@@ -230,7 +230,7 @@ def resumed_in(path: str, run: str) -> tuple[float | None, float]:
 
     with fp16_supported():
         engine, config = build(path)
-        checkpoint = find_resumable(Path(run), config)
+        checkpoint = look(Path(run), config).checkpoint
         assert checkpoint is not None
         step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
         scale = engine.zero.loss_scale
@@ -269,11 +269,15 @@ def test_what_cannot_be_resumed_is_refused(ranks: Pools, tmp_path: Path) -> None
     path = write_config(tmp_path / "run.json", 1, "fp32", 1)
     run = tmp_path / "run"
     ranks(2).run(straight, str(path), str(run), [1], 1)
-    with pytest.raises(UserError, match=r"zero_tp\.training\.seed: 8, but the run of .* was started with 7"):
-        find_resumable(run, RunConfig.load(write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8), world_size=2))
+
+    def refused(config: str) -> str:
+        return str(look(run, RunConfig.load(config, world_size=2)).refusal)
+
+    seed = write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8)
+    assert re.match(r"zero_tp\.training\.seed: 8, but the run of .* was started with 7", refused(str(seed)))
     reset = json.loads(Path(path).read_text())
     reset["zero_tp"]["data"]["document_attention"] = "reset"
     (tmp_path / "reset.json").write_text(json.dumps(reset))
-    with pytest.raises(UserError, match=r"data\.document_attention: 'reset', but the run of .* with 'continue'"):
-        find_resumable(run, RunConfig.load(tmp_path / "reset.json", world_size=2))
-    assert find_resumable(tmp_path / "new", RunConfig.load(path, world_size=2)) is None
+    pattern = r"zero_tp\.data\.document_attention: 'reset', but the run of .* with 'continue'"
+    assert re.match(pattern, refused(str(tmp_path / "reset.json")))
+    assert look(tmp_path / "new", RunConfig.load(path, world_size=2)) == Found()

@@ -56,7 +56,8 @@ def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) 
     """
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import Verification, agree, check_all_there, look, take_whole
+    from zero_tp.checkpoint.found import agree, look, take_whole
+    from zero_tp.checkpoint.resume import Verification, check_all_there
     from zero_tp.config import RunConfig
     from zero_tp.errors import UserError
 
@@ -161,7 +162,8 @@ def damage_header(file: Path) -> None:
 
 def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str, torch.Tensor]]:
     """(the checkpoint that an engine resumed or the error, what it says of others, this rank's masters)."""
-    from zero_tp.checkpoint.resume import look, resume, take_whole
+    from zero_tp.checkpoint.found import look, take_whole
+    from zero_tp.checkpoint.resume import resume
     from zero_tp.errors import UserError
 
     engine, config = build(path)

@@ -15,8 +15,8 @@ from tests.distributed.test_checkpoint import MODEL, OFFLOADS, VOCABULARY, build
 from tests.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.checkpoint.directory import read_manifest, step_directory
+from zero_tp.checkpoint.found import look
 from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.checkpoint.resume import find_resumable
 
 SAVED, MORE = 2, 10
 
@@ -145,7 +145,7 @@ def moved(path: str, run: str, again: str) -> list[float]:
     from zero_tp.checkpoint.save import Saver
 
     engine, config = build(path)
-    checkpoint = find_resumable(Path(run), config)
+    checkpoint = look(Path(run), config).checkpoint
     assert checkpoint is not None
     assert resume(engine.zero, checkpoint, config.zero_tp.training.seed) == SAVED
     saver = Saver(engine.zero, config, Path(again))

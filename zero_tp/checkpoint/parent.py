@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.checkpoint.directory import find_checkpoint, read_manifest, taken_as_it_stands
+from zero_tp.checkpoint.found import Found
 from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, check_states, differences
-from zero_tp.checkpoint.resume import Found, restored_states
+from zero_tp.checkpoint.resume import restored_states
 from zero_tp.config import RunConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_tp.checkpoint.directory import (
-    MANIFEST,
-    step_directory,
-)
+from zero_tp.checkpoint.directory import MANIFEST, step_directory
+from zero_tp.checkpoint.found import Found, agree, look, probed, take_whole
 from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, Parent, differences
-from zero_tp.checkpoint.resume import Found, agree, check_all_there, look, probed, resume, take_whole
+from zero_tp.checkpoint.resume import check_all_there, resume
 from zero_tp.checkpoint.run import run_directory, saved_start, write_config
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config.schema import Timeouts
@@ -29,13 +27,12 @@ from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
-from zero_tp.process.signals import Requests
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
 from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.report import Reporter, StepRecord
 from zero_tp.training.run import PreparedRun
-from zero_tp.training.tools import Forecast, Tools
+from zero_tp.training.tools import Forecast, Requests, Tools
 
 SKIPS_IN_A_ROW = 10
 SAVE_SLACK_SECONDS = 15.0
@@ -44,7 +41,7 @@ SAVE_SLACK_SECONDS = 15.0
 def train(
     run: PreparedRun,
     environment: RankEnvironment,
-    requests: Requests | None = None,
+    requests: Requests,
     *,
     tools: Tools | None = None,
     verbose: bool,
@@ -64,7 +61,7 @@ def train(
             the loss is not finite and `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
     environment.export()  # before anything is written
-    requests, tools = requests or Requests(), tools or Tools()
+    tools = tools or Tools()
     config, directory, watch = run.config, run.directory, tools.watch
     if watch is not None:
         watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import PretrainedConfig
 
-from zero_tp.checkpoint.resume import Found
+from zero_tp.checkpoint.found import Found
 from zero_tp.config import RunConfig
 from zero_tp.models.model import ParallelModel
 from zero_tp.training.engine import TrainingEngine
@@ -64,6 +65,16 @@ class Watch(Protocol):
 
     def notes(self) -> list[str]:
         """Return, once, what was seen of the other ranks, a line each."""
+
+
+class Requests(Protocol):
+    """Requests are what signals ask of this rank (zero_tp/process/signals.py)."""
+
+    def accepting(self) -> AbstractContextManager[None]:
+        """Turn signals into requests inside the block."""
+
+    def agreed(self, device: torch.device) -> tuple[bool, bool]:
+        """Return (stop, save) as any rank was asked; a save is returned once. Collective over all ranks."""
 
 
 class Origin(Protocol):
