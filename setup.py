@@ -8,7 +8,8 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = ("ds_configs/*.json", "launch/corpus/*", "launch/pretrain.py", "eval/zero_shot.py")
+CONFIGS = ("ds_configs/*.json", "ds_configs/papers/*.json")
+SHIPPED = (*CONFIGS, "launch/corpus/*", "launch/pretrain.py", "eval/zero_shot.py")
 PLACE = Path("zero_tp", "_shipped")
 
 

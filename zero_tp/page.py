@@ -33,6 +33,7 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
 
     Args:
         parts: of the page's body, in HTML.
+        figures: by the ends of their names; that of "" is OUT.png.
 
     Returns:
         The files written, the page first.
@@ -51,7 +52,7 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
         for name, figure in (figures or {}).items():
-            picture = path.with_name(f"{path.stem}_{name}.png")
+            picture = path.with_name(f"{path.stem}_{name}.png" if name else f"{path.stem}.png")
             figure.savefig(picture, dpi=150)
             written.append(picture)
     except OSError as error:

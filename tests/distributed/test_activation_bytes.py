@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2Config
 
-from benchmarks.kept import kept_by_backward, kept_by_layer
 from tests.compare import grid
 from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.papers.kept import kept_by_backward, kept_by_layer
 from zero_tp.planning.formulas import (
     Layer,
     eager_core,

@@ -1,4 +1,4 @@
-"""planning/formulas.py and tests/papers.py against the papers' expressions as they are printed, and their figures."""
+"""The formulas of planning/ and papers/ against the papers' expressions as they are printed, and their figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from tests.papers import (
+from zero_tp.devices import peak_flops
+from zero_tp.models.flops import utilisation
+from zero_tp.papers.formulas import (
     bert_parameters,
     fused_buffer_bytes,
     gpt2_activation_bytes,
@@ -17,8 +19,6 @@ from tests.papers import (
     hardware_flops_selective_derived,
     model_flops,
 )
-from zero_tp.devices import peak_flops
-from zero_tp.models.flops import utilisation
 from zero_tp.planning.formulas import (
     Layer,
     kept,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.papers import gpt_parameters
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
+from zero_tp.papers.formulas import gpt_parameters
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.workload import workload_of

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.papers import bert_parameters, gpt_parameters, model_flops
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
@@ -24,6 +23,7 @@ from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import read_json
 from zero_tp.models import flops
+from zero_tp.papers.formulas import bert_parameters, gpt_parameters, model_flops
 from zero_tp.planning import page, report
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import model_of

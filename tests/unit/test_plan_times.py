@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
-from tests import published
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
+from zero_tp.papers import published
 from zero_tp.planning.plan import plan
 from zero_tp.planning.rates import FAR_HOP, NEAR_HOP, START, TILE, Rates
 

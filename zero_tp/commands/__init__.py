@@ -41,6 +41,7 @@ COMMANDS = {
     "sample": Command("continue a prompt with an exported model"),
     "report": Command("draw what runs have logged, as a page and a picture"),
     "finetune": Command("fine-tune an exported model or a run on a task"),
+    "papers": Command("reproduce the results of the papers: measured in small, planned at full size, published"),
     "schema": Command("print the JSON schema of the config file, for editors"),
     "path": Command("print where the scripts for launchers, the configs and the corpus are"),
 }

@@ -1,4 +1,4 @@
-"""Every time and scaling efficiency that the papers publish, beside the planner's: `python -m tests.published`.
+"""Every time and scaling efficiency that the papers publish, beside the planner's.
 
 The planner is given the papers' machines and what their programs do otherwise than this project's (`Program`).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 from zero_tp.config import RunConfig
@@ -18,6 +17,7 @@ from zero_tp.planning.memory import Model, model_of
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import workload_of
 from zero_tp.planning.zero import ZeroSettings
+from zero_tp.shipped import CONFIGS, shipped
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
 DGX_2H = named_device("v100-32gb").model_copy(
@@ -42,16 +42,12 @@ MEGATRON_2022 = Program(
 )
 
 
-PAPERS = Path(__file__).resolve().parents[1] / "ds_configs" / "papers"
-BEFORE = ("zero_tp.recompute=full", "zero_tp.parallel.sequence=false")
-
-
 @dataclass(frozen=True)
 class Run:
     """A Run is one that a paper timed.
 
     Attributes:
-        file: in ds_configs/papers. changes: of its keys.
+        file: in ds_configs. changes: of its keys.
         devices: those of all stages.
         pipeline, interleaving: p and m.
     """
@@ -70,7 +66,7 @@ class Run:
     @cached_property
     def config(self) -> RunConfig:
         changes = ("zero_optimization.stage=0", *self.changes)
-        return RunConfig.load(PAPERS / self.file, changes, self.devices // self.pipeline)
+        return RunConfig.load(shipped(CONFIGS) / self.file, changes, self.devices // self.pipeline)
 
     @cached_property
     def model(self) -> Model:
@@ -115,17 +111,53 @@ def scaled(file: str, tensor: int, data: int = 1, heads: int | None = None) -> R
     return Run(file, tensor * data, tuple(changes), device=DGX_2H, program=MEGATRON_2019)
 
 
-B22 = Run("gpt_22b.json", 8)
-B175 = Run("gpt_175b.json", 64, pipeline=8, interleaving=3)
-B530 = Run("gpt_530b.json", 280, pipeline=35, interleaving=3)
-T1 = Run("gpt_1t.json", 512, pipeline=64)
+B22 = Run("papers/gpt_22b.json", 8)
+B175 = Run("papers/gpt_175b.json", 64, pipeline=8, interleaving=3)
+B530 = Run("papers/gpt_530b.json", 280, pipeline=35, interleaving=3)
+T1 = Run("papers/gpt_1t.json", 512, pipeline=64)
 B530_DP8 = replace(B530, devices=2240).changed("train_batch_size=2240")
-B1_2 = scaled("gpt2_1.2b.json", 1)
-B8_3 = "../gpt2_8.3b.json"
+B1_2 = scaled("papers/gpt2_1.2b.json", 1)
+B8_3 = "gpt2_8.3b.json"
 
 
-class Figure(NamedTuple):
-    """A Figure has what a paper publishes of one quantity, and what the planner says."""
+MODELS = {"22 B": B22, "175 B": B175, "530 B": B530, "1 T": T1}
+SECONDS = {"22 B": (1.42, 1.10), "175 B": (18.13, 13.75), "530 B": (49.05, 37.83), "1 T": (94.42, 71.49)}
+"""Of an iteration with full recomputation, and with SP and selective recomputation (2205.05198, table 5)."""
+TECHNIQUES = {
+    "TP": ("false", "none"),
+    "TP, SP": ("true", "none"),
+    "TP, selective": ("false", "selective"),
+    "TP, SP, selective": ("true", "selective"),
+    "TP, full": ("false", "full"),
+}
+"""SP and `zero_tp.recompute` of each."""
+LAYER_MILLISECONDS = {
+    "TP": (7.7, 11.9),
+    "TP, SP": (7.2, 11.8),
+    "TP, full": (7.7, 19.5),
+    "TP, selective": (7.7, 13.2),
+    "TP, SP, selective": (7.2, 13.1),
+}
+"""Forward and backward of one layer of the 22 B model, TP 8 (2205.05198, table 4)."""
+LAYER_MIB = {
+    "22 B": (1264, 844, 624, 204, 96),
+    "175 B": (552, 342, 312, 102, 48),
+    "530 B": (840, 490, 520, 170, 80),
+    "1 T": (1050, 612.5, 650, 212.5, 100),
+}
+"""What one layer keeps, TP 8, in the order of TECHNIQUES: 2205.05198, table 2 with the sizes of table 3."""
+ALONE_MIB = {"22 B": 6752, "175 B": 2736, "530 B": 3920, "1 T": 4900}
+"""What it keeps without parallelism."""
+
+
+def technique(run: Run, name: str) -> Run:
+    """Return the run with another of TECHNIQUES."""
+    sequence, recompute = TECHNIQUES[name]
+    return run.changed(f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}")
+
+
+class Compared(NamedTuple):
+    """A Compared has what a paper publishes of one quantity, and what the planner says."""
 
     name: str
     published: float
@@ -133,47 +165,41 @@ class Figure(NamedTuple):
 
 
 @cache
-def times() -> list[Figure]:
+def times() -> list[Compared]:
     """Seconds of an iteration: arXiv 2205.05198, table 5 and section 6.3, and the FLOP/s of 1909.08053 as a time."""
-    table = {"22 B": (B22, 1.42, 1.10), "175 B": (B175, 18.13, 13.75), "530 B": (B530, 49.05, 37.83)}
     found = []
-    for name, (run, before, now) in {**table, "1 T": (T1, 94.42, 71.49)}.items():
-        found.append(Figure(f"{name}, full recomputation [s]", before, run.changed(*BEFORE).time.total))
-        found.append(Figure(f"{name}, SP and selective [s]", now, run.time.total))
-    found.append(Figure("530 B, DP 8 [s]", 39.15, B530_DP8.time.total))
+    for name, run in MODELS.items():
+        before, now = SECONDS[name]
+        full = technique(run, "TP, full")
+        found.append(Compared(f"{name}, full recomputation [s]", before, full.time.total))
+        found.append(Compared(f"{name}, SP and selective [s]", now, run.time.total))
+    found.append(Compared("530 B, DP 8 [s]", 39.15, B530_DP8.time.total))
     # 39 TFLOP/s; the FLOPs are the model's, as its successor's 62.4 TFLOP/s in 1.128 s are (docs/planning.md).
     seconds = B1_2.time.total
-    return [*found, Figure("1.2 B on one V100 [s]", seconds * B1_2.speed / 39e12, seconds)]
+    return [*found, Compared("1.2 B on one V100 [s]", seconds * B1_2.speed / 39e12, seconds)]
 
 
 @cache
-def efficiencies() -> list[Figure]:
+def efficiencies() -> list[Compared]:
     """FLOP/s of a device over those of the smaller run: 1909.08053, section 5.1 and appendix D; 2205.05198, 6.3."""
     alone = B1_2.speed
     return [
-        Figure("8.3 B, 32 heads, MP 8", 0.77, scaled(B8_3, 8, heads=32).speed / alone),
-        Figure("8.3 B, 16 heads, MP 8", 0.82, scaled(B8_3, 8, heads=16).speed / alone),
-        Figure("8.3 B, MP 8 × DP 64", 0.74, scaled(B8_3, 8, 64, heads=32).speed / alone),
-        Figure("1.2 B on two V100, the same batch", 1.64 / 2, scaled("gpt2_1.2b.json", 2).speed / alone),
-        Figure("530 B, DP 8 over DP 1", 37.83 / 39.15, B530_DP8.speed / B530.speed),
+        Compared("8.3 B, 32 heads, MP 8", 0.77, scaled(B8_3, 8, heads=32).speed / alone),
+        Compared("8.3 B, 16 heads, MP 8", 0.82, scaled(B8_3, 8, heads=16).speed / alone),
+        Compared("8.3 B, MP 8 × DP 64", 0.74, scaled(B8_3, 8, 64, heads=32).speed / alone),
+        Compared("1.2 B on two V100, the same batch", 1.64 / 2, scaled("papers/gpt2_1.2b.json", 2).speed / alone),
+        Compared("530 B, DP 8 over DP 1", 37.83 / 39.15, B530_DP8.speed / B530.speed),
     ]
 
 
 @cache
-def layer_times() -> list[Figure]:
+def layer_times() -> list[Compared]:
     """Milliseconds of one layer of the 22 B model: 2205.05198, table 4."""
     found = []
-    for name, sequence, recompute, forward, backward in (
-        ("neither", "false", "none", 7.7, 11.9),
-        ("SP", "true", "none", 7.2, 11.8),
-        ("full recomputation", "false", "full", 7.7, 19.5),
-        ("selective", "false", "selective", 7.7, 13.2),
-        ("selective and SP", "true", "selective", 7.2, 13.1),
-    ):
-        run = B22.changed(f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}")
-        layer = run.time.layer.as_json()
-        found.append(Figure(f"layer of 22 B, {name}, forward [ms]", forward, 1e3 * layer["forward"]))
-        found.append(Figure(f"layer of 22 B, {name}, backward [ms]", backward, 1e3 * layer["backward"]))
+    for name, (forward, backward) in LAYER_MILLISECONDS.items():
+        layer = technique(B22, name).time.layer.as_json()
+        found.append(Compared(f"layer of 22 B, {name}, forward [ms]", forward, 1e3 * layer["forward"]))
+        found.append(Compared(f"layer of 22 B, {name}, backward [ms]", backward, 1e3 * layer["backward"]))
     return found
 
 
@@ -188,7 +214,3 @@ def table() -> str:
         points = 100 * (one.planned - one.published)
         lines.append(f"| {one.name} | {one.published:.1%} | {one.planned:.1%} | {points:+.1f} points |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,4 +1,4 @@
-"""The papers' formulas that only tests use: sizes, estimates and FLOPs of their models, as they are printed.
+"""The papers' sizes, estimates and FLOPs of their models, as they are printed; plans use others (planning/formulas.py).
 
 Letters: s sequence, b micro-batch, h hidden, L layers, v vocabulary, B global batch, Ψ parameters.
 """

@@ -1,0 +1,70 @@
+"""`zero-tp papers`: every result at full size by the planner, beside what is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import THOROUGH
+from zero_tp.commands import start
+from zero_tp.errors import BAD_INPUT
+from zero_tp.papers.catalogue import PAPERS, names, reproduction
+from zero_tp.papers.reproduction import Reproduction
+
+# How far the planner may be from a published figure: times are estimates.
+FAR = {"ms": 0.07, "s": 0.07}
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        start("papers", words)
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize("name", names())
+def test_plans_are_near_what_is_published(name: str) -> None:
+    made: Reproduction = reproduction(name)(measured=False)
+    rows = [row for rows in made.tables.values() for row in rows]
+    assert rows and all(row.measured is None and row.figures for row in rows)
+    for row in rows:
+        if row.published is not None and row.planned is not None:
+            assert row.planned == pytest.approx(row.published, rel=FAR.get(row.unit, 0.005)), row.label
+        if row.formula is not None and row.planned is not None:
+            assert row.planned == pytest.approx(row.formula, rel=0.005), row.label
+
+
+def test_every_name_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command() == 0
+    told = capsys.readouterr().out
+    assert all(f"\n  {name} " in told for name in names()) and all(paper.title in told for paper in PAPERS.values())
+
+
+def test_what_there_is_no_result_of_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("recomputation-table-9") == BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: argument NAME: invalid choice: 'recomputation-table-9'")
+    assert command("--plan-only") == BAD_INPUT
+    assert capsys.readouterr().err == "error: NAME: say which result; zero-tp papers lists them\n"
+
+
+def test_a_page_a_picture_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "recomputation-table-2"
+    assert command(name, "--plan-only", "--output", str(tmp_path)) == 0
+    told = capsys.readouterr().out
+    record = json.loads((tmp_path / f"{name}.json").read_text())
+    assert all(heading in told for heading in record["tables"])
+    assert record["date"] and record["versions"]["torch"]
+    row = record["tables"]["one layer of 22 B, TP 8"][1]
+    assert (row["label"], row["published"], row["measured"]) == ("TP", 1264, None)
+    assert "<svg" in (tmp_path / f"{name}.html").read_text()
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@THOROUGH
+def test_a_layer_is_measured_on_ranks() -> None:
+    made: Reproduction = reproduction("recomputation-table-2")(measured=True)
+    small = next(iter(made.tables.values()))
+    assert [row.label for row in small][:3] == ["no parallelism", "TP", "TP, SP"]
+    for row in small:
+        assert row.measured == row.planned == pytest.approx(row.formula, rel=0.002), row.label

@@ -1,0 +1,45 @@
+"""Reproduce a paper's result: measured in small on this machine, planned at full size, beside what is published.
+
+    %(prog)s                                        every NAME, with a line each
+    %(prog)s recomputation-table-2 --output papers
+    %(prog)s recomputation-table-2 --plan-only
+
+docs/papers.md shows all of them and what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from zero_tp.errors import UserError
+from zero_tp.papers.catalogue import PAPERS, names, reproduction
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", nargs="?", choices=names(), metavar="NAME", help="the result; without it all are listed"
+    )
+    parser.add_argument("--plan-only", action="store_true", help="run nothing: full size, by the planner")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.html, its pictures and NAME.json there")
+
+
+def main(options: argparse.Namespace) -> None:
+    if options.name is None:
+        if options.plan_only or options.output:
+            raise UserError("NAME: say which result; zero-tp papers lists them")
+        print("\n".join(listed()))
+        return
+    made = reproduction(options.name)(measured=not options.plan_only)
+    print(made.text())
+    if options.output:
+        for path in made.write(options.output, options.name):
+            print(f"wrote {path}")
+
+
+def listed() -> list[str]:
+    """Return a line for each result, under its paper's title."""
+    width, lines = max(map(len, names())), list[str]()
+    for paper, each in PAPERS.items():
+        lines += [each.title, *(f"  {f'{paper}-{name}':{width}}  {what}" for name, what in each.results.items())]
+    return lines

@@ -1,0 +1,1 @@
+"""The papers' results, measured in small and planned at full size."""

@@ -1,0 +1,42 @@
+"""The catalogue names every result of the papers that `zero-tp papers` reproduces."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper has a module of this package.
+
+    Attributes:
+        results: what each of them shows, by the name of its function, with dashes.
+    """
+
+    title: str
+    results: dict[str, str]
+
+
+PAPERS = {
+    "recomputation": Paper(
+        "Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198)",
+        {
+            "table-2": "bytes of activations that one layer keeps, by technique",
+        },
+    ),
+}
+
+
+def names() -> list[str]:
+    """Return the names of all results: a paper's, a dash, and the result's."""
+    return [f"{paper}-{result}" for paper, each in PAPERS.items() for result in each.results]
+
+
+def reproduction(name: str) -> Callable[..., Any]:
+    """Return the function `(*, measured: bool) -> Reproduction` of a result."""
+    paper, result = name.split("-", 1)
+    function: Callable[..., Any] = getattr(importlib.import_module(f"zero_tp.papers.{paper}"), result.replace("-", "_"))
+    return function

@@ -1,0 +1,86 @@
+"""A measurement that needs ranks starts them itself, as processes of this machine, and waits for them to an end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from zero_tp.errors import UserError
+from zero_tp.process.connect import without_shared_memory_collectives
+from zero_tp.process.quiet import hushed, quiet_libraries
+
+T = TypeVar("T")
+GRACE_SECONDS = 10.0
+"""Of the other ranks after the first has failed."""
+
+
+def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: float = 600.0) -> list[T]:
+    """Run `function(*arguments)` on CPU ranks over gloo, and return what each has returned, by rank.
+
+    Args:
+        function: of a module's top level. torch.distributed and DeepSpeed's are initialised when it is called.
+        arguments: pickled, as results are.
+        seconds: the ranks have.
+
+    Raises:
+        UserError: they took longer.
+        torch.multiprocessing.ProcessRaisedException: one failed; with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, _environment(ranks)):
+        context = multiprocessing.start_processes(
+            _rank, (function, arguments, folder), nprocs=ranks, join=False, start_method="spawn"
+        )
+        with _ended(context.processes):
+            deadline = time.monotonic() + seconds
+            while not context.join(max(0.0, deadline - time.monotonic()), grace_period=GRACE_SECONDS):
+                if time.monotonic() >= deadline:
+                    raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Return what a launcher would set, and what is read when libraries are loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    names = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return {**names, **{name: str(value) for name, value in given.items()}}
+
+
+@contextlib.contextmanager
+def _ended(processes: list[Any]) -> Iterator[None]:
+    """Kill at the end what still runs."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _rank(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], folder: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    quiet_libraries(verbose=False)
+    import deepspeed
+
+    dist.init_process_group("gloo")
+    without_shared_memory_collectives()
+    with hushed():
+        deepspeed.init_distributed("gloo", verbose=False)
+    try:
+        Path(folder, str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
