@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.data import PrepareSettings, formats, prepare
+from zero_tp.data import PrepareSettings, formats, prepare, records
 from zero_tp.data.documents import find_sources, read_documents
 from zero_tp.data.records import Document, Problem
 from zero_tp.data.sources import DOCUMENTS, Source, file_sha256
@@ -175,6 +175,9 @@ BAD: list[tuple[str, bytes, str, list[str]]] = [
     ("a.parquet", as_parquet(ROWS)[:-20], "unreadable", []),
     ("a.arrow", as_arrow(ROWS)[:-200], "unreadable", TEXTS[:6]),
     ("a.txt", b"caf\xe9", "not UTF-8", []),
+    ("a.txt", b"a line\n" * 99, "too long", []),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "%s"}\n{"text": "b"}' % (b"b" * 301), "too long", ["a", "b"]),
+    ("a.parquet", as_parquet([{"text": "a"}, {"text": "c" * 301}, {"text": "b"}]), "too long", ["a", "b"]),
 ]
 
 
@@ -183,6 +186,7 @@ def test_one_bad_record_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, reason: str, texts: list[str]
 ) -> None:
     monkeypatch.setattr(formats, "MOST_LINE", 400)
+    monkeypatch.setattr(records, "MOST_TEXT", 300)
     path = tmp_path / name
     path.write_bytes(content)
     found = documents(path)

@@ -138,12 +138,20 @@ class _Text:
 
     def records(self, file: IO[bytes]) -> Iterator[Record]:
         if self.source.documents == "file":
-            yield Record(0, file.read())
+            yield Record(0, self._whole(file))
         elif self.source.documents == "line":
             for place, content in _filled(_lines(file)):
                 yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
         else:
             yield from self._paragraphs(file)
+
+    def _whole(self, file: IO[bytes]) -> bytes | Problem:
+        text = file.read(MOST_LINE + 1)
+        if len(text) <= MOST_LINE:
+            return text
+        length = len(text) + sum(map(len, iter(lambda: file.read(2**20), b"")))
+        remedy = "part it with --documents line or blank-line"
+        return Problem("too long", f"a document of {length:,} bytes, at most {MOST_LINE:,} are read: {remedy}")
 
     def _paragraphs(self, file: IO[bytes]) -> Iterator[Record]:
         held, begun, length = list[bytes](), 1, 0

@@ -16,6 +16,8 @@ TITLE = "title"
 EVERY_STRING = "\0"
 """Instead of a field: all strings of a record."""
 MOST_LINE = MOST_BYTES
+MOST_TEXT = 2**25
+"""Characters of a document that are encoded at once: tokenizers takes about 75 bytes of memory for each."""
 Content = bytes | dict[str, Any]
 
 
@@ -57,7 +59,12 @@ class Block:
     def documents(self) -> Iterator[tuple[int, Document | Problem]]:
         """Yield the place and the document of each record, in order."""
         for place, content in self.records:
-            yield place, document_of(content, self.key)
+            found = document_of(content, self.key)
+            if isinstance(found, Document) and len(found.text) > MOST_TEXT:
+                found = Problem(
+                    "too long", f"a document of {len(found.text):,} characters, at most {MOST_TEXT:,} are read"
+                )
+            yield place, found
 
 
 def where(source: str, place: int) -> str:
