@@ -17,7 +17,7 @@ EVERY_STRING = "\0"
 """Instead of a field: all strings of a record."""
 MOST_LINE = MOST_BYTES
 MOST_TEXT = 2**25
-"""Characters of a document that are encoded at once: tokenizers takes about 75 bytes of memory for each."""
+"""Characters of a document that are encoded at once: tokenizers takes about 130 bytes of memory for each."""
 Content = bytes | dict[str, Any]
 
 
