@@ -114,7 +114,7 @@ def write_pieces(path: Path, copies: int, seed: int) -> Path:
 
 
 def preparing(options: argparse.Namespace) -> dict[str, Any]:
-    """Each way is a command of its own, all in turns; the median of the rounds."""
+    """Each way is a command of its own, all in turns; ratios are those of one round."""
     cores = len(os.sched_getaffinity(0))
     one, many = "prepare_data.py, one process with threads", f"prepare_data.py, {cores} processes"
     builder = f"megatron-core's builder, {cores} processes"
@@ -156,15 +156,26 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
             for path in folder.glob(f"*-{turn}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
     tokens = sum(split["tokens"] for split in report["splits"].values())
-    found = {way: statistics.median(each) for way, each in seconds.items()}
-    base = found["tokenizers alone, one thread"] / cores
+
+    def spread(ratios: list[float]) -> list[float]:
+        """Median, least and most."""
+        return [round(each, 3) for each in (statistics.median(ratios), min(ratios), max(ratios))]
+
+    def against(base: list[float]) -> dict[str, list[float]]:
+        """How many times as fast each way was as `base` in the same round."""
+        return {way: spread([b / wall for b, wall in zip(base, each, strict=True)]) for way, each in seconds.items()}
+
     return {
         "bytes": size,
         "tokens": tokens,
-        "seconds": {way: round(wall, 2) for way, wall in found.items()},
-        "tokens/s": {way: round(tokens / wall) for way, wall in found.items()},
+        "rounds": options.rounds,
+        "seconds": {way: [round(wall, 2) for wall in each] for way, each in seconds.items()},
+        "tokens/s": {way: round(tokens / statistics.median(each)) for way, each in seconds.items()},
         "CPU seconds": {way: round(statistics.median(each), 2) for way, each in worked.items() if each},
-        f"of {cores} × tokenizers alone": {way: round(base / wall, 3) for way, wall in found.items()},
+        f"of {cores} × tokenizers alone [median, least, most]": against(
+            [wall / cores for wall in seconds["tokenizers alone, one thread"]]
+        ),
+        f"of {builder} [median, least, most]": against(seconds[builder]),
         f"seconds of the parts of {many}": {
             part: round(statistics.median(each[part] for each in parts), 2) for part in parts[0]
         },
