@@ -92,7 +92,7 @@ def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: 
         return _equals(model, reference, tokens, documents, total, count)
     with packed_kernels() as kernel:
         compared = _equals(model, reference, tokens, documents, total, count)
-        assert kernel.call_count == 3 * model.spec.layers
+        assert kernel.call_count == 4 * model.spec.layers
         assert {call.kwargs["window_size"] for call in kernel.call_args_list} == {
             (WINDOW - 1 if kind == "mistral" else -1, 0)
         }
@@ -115,6 +115,9 @@ def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total
     with torch.no_grad():
         each = model(batch.input_ids, **given_to_model, reduction="none").loss
         shared = model(batch.input_ids, **given_to_model, num_items_in_batch=7.5).loss
+        del given_to_model["document_ids"]  # positions that begin anew tell the same, as they tell transformers
+        by_positions = model(batch.input_ids, **given_to_model, reduction="none").loss
+    assert torch.equal(by_positions, each)
     assert each.double().sum().item() == pytest.approx(total.item(), rel=1e-5)
     assert shared.item() == pytest.approx(total.item() / 7.5, rel=1e-5)
     return len(found)
@@ -147,6 +150,18 @@ def test_packed_documents_equal_documents_apart(
     else:
         compared = ranks(world).run(on_a_grid, world, sequence, kind, attention, lengths, draw)
     assert compared == [WEIGHTS[kind]] * world
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_positions_that_begin_anew_part_documents_as_in_transformers(kind: str) -> None:
+    """As trl's packing and transformers' DataCollatorWithFlattening give them."""
+    reference = reference_model(kind, "sdpa", 3)
+    tokens = torch.randint(VOCABULARY, (2, 8))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+    model = parallel_model(reference, Topology(world=1))
+    for each in (positions, positions[:1], positions[1:]):
+        expected = reference(tokens, position_ids=each, use_cache=False).logits
+        torch.testing.assert_close(model(tokens, position_ids=each).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_documents_cannot_have() -> None:

@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden
 DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}
 ENCODER: dict[str, Any] = {**SIZES, "model_type": "bert", "vocab_size": 31, "hidden_dropout_prob": 0.0}
 ENCODER |= {"attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}
+LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "num_tokens")  # of trl
 MODELS = {
     "tied": lambda: decoder({**DECODER, "tie_word_embeddings": True}, 1),
     "untied": lambda: decoder({**DECODER, "tie_word_embeddings": False}, 2),
@@ -129,6 +130,60 @@ def test_trainers_with_a_loss_of_their_own_are_refused() -> None:
     theirs = type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     with pytest.raises(UserError, match="trl's trainers"):
         type("Mine", (TensorParallel, theirs), {})(MODELS["tied"](), None)
+
+
+def split_hidden_states() -> str:
+    model = parallel_model(MODELS["tied"](), grid(2, True))
+    with pytest.raises(UserError, match="give ZeroTPTrainer rows that a chat template has made") as caught:
+        model.base_model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
+    return str(caught.value)
+
+
+def test_hidden_states_are_those_of_a_whole_model(ranks: Pools) -> None:
+    """trl's trainers multiply them by the output layer's weight."""
+    reference = MODELS["tied"]()
+    model = parallel_model(reference, grid_of_one())
+    batch = {"input_ids": torch.randint(31, (2, 8)), "attention_mask": torch.tensor([[1] * 8, [0] * 3 + [1] * 5])}
+    expected = reference.base_model(**batch, use_cache=False).last_hidden_state
+    seen = batch["attention_mask"] == 1
+    torch.testing.assert_close(model.base_model(**batch, use_cache=False).last_hidden_state[seen], expected[seen])
+    with pytest.raises(UserError, match="does not take output_hidden_states"):
+        model.base_model(**batch, output_hidden_states=True)
+    for told in ranks(2).run(split_hidden_states):
+        assert "of this one each of 2 ranks has a shard" in told
+
+
+@pytest.mark.thorough
+def test_trl_trains_a_whole_model(tmp_path: Path) -> None:
+    """SFTTrainer with the loss on a chat's answers: the losses and norms of transformers' own model."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = ["<pad>", "</s>", "<unk>", *"abcdefghijklmnopqrst"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} {{ eos_token }}"
+        "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    answers = [(" ".join(words[3 + i : 6 + i]), " ".join(words[4 + i : 8 + i])) for i in range(12)]
+    rows = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers]
+    found = []
+    for model in (MODELS["tied"](), parallel_model(MODELS["tied"](), grid_of_one())):
+        options: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "report_to": [], "use_cpu": True, "bf16": False}
+        options |= {"learning_rate": 1e-3, "per_device_train_batch_size": 4, "assistant_only_loss": True}
+        args = SFTConfig(output_dir=str(tmp_path), disable_tqdm=True, save_strategy="no", **options)
+        data = Dataset.from_list([{"messages": row} for row in rows])
+        trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+        trainer.train()
+        found.append([each[name] for each in trainer.state.log_history if "loss" in each for name in LOGGED])
+    theirs, ours = found
+    assert len(ours) == 3 * len(LOGGED)
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_a_directory_that_is_others_too_keeps_their_files(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.context import Pieces
+from zero_tp.models.context import Pieces, documents_of
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.model import ParallelModel, check_shape
 from zero_tp.parallel.parameter import ParameterMaker
@@ -78,7 +78,8 @@ class CausalLM(ParallelModel):
             input_ids: [b, s].
             attention_mask: [b, all tokens so far], 1 for a token and 0 for padding.
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
-            position_ids: [b or 1, s]; by default those after the cached tokens.
+            position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers, without a mask and
+                a cache a position that does not follow the one before begins a document (see `document_ids`).
             document_ids: [b, s], numbers of the documents packed in a row; a token sees its own document alone, which
                 are its neighbours of the same number. Best on the host: an accelerator would be waited for.
             past_key_values: keys and values of the tokens before, which gets the present ones too.
@@ -107,21 +108,14 @@ class CausalLM(ParallelModel):
         self._check_call("CausalLMOutputWithPast", return_dict)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
-        self._check_ids("token ids", input_ids)
-        sequence = self._runs_sequence_parallel(input_ids.shape[1])
         targets = shift_labels if shift_labels is not None else shifted(labels) if labels is not None else None
         if targets is not None:
             if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
-        hidden = self.transformer(
-            input_ids.t().contiguous(),
-            attention_mask,
-            positions=position_ids,
-            pieces=None if document_ids is None else Pieces.of(document_ids, input_ids.device),
-            cache=past_key_values,
-            sequence=sequence,
+        sequence = self._runs_sequence_parallel(input_ids.shape[1])
+        hidden = self.hidden_states(
+            input_ids, attention_mask, position_ids, document_ids, past_key_values, sequence=sequence
         )
         loss = logits = greedy = None
         if targets is not None:
@@ -134,6 +128,31 @@ class CausalLM(ParallelModel):
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
         return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        *,
+        sequence: bool = False,
+    ) -> Tensor:
+        """Return what the output layer takes, [s, b, h], a shard when `sequence`. Arguments: those of `forward`."""
+        self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
+        self._check_ids("token ids", input_ids)
+        if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
+            document_ids = documents_of(position_ids.expand(*input_ids.shape))
+        hidden: Tensor = self.transformer(
+            input_ids.t().contiguous(),
+            attention_mask,
+            positions=position_ids,
+            pieces=None if document_ids is None else Pieces.of(document_ids, input_ids.device),
+            cache=past_key_values,
+            sequence=sequence,
+        )
+        return hidden
 
     def _check_shapes(
         self,

@@ -63,6 +63,15 @@ class Pieces:
         return torch.bucketize(tokens, self.starts, right=True).view(self.rows, self.length)
 
 
+def documents_of(positions: Tensor) -> Tensor | None:
+    """Return the number of each token's document, [b, s], where `positions` [b, s] do not go on by one; None: all do.
+
+    So transformers reads rows of packed documents. An accelerator is waited for.
+    """
+    begun = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    return begun.cumsum(1) if begun.any() else None
+
+
 class Packed(NamedTuple):
     """A Packed says who sees whom without a mask: a token sees its own piece, up to `window` tokens of it before
     itself; with a negative `window` all of them."""

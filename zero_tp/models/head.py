@@ -50,6 +50,8 @@ class VocabularyLayer(ElementwiseModule):
 class OutputLayer(VocabularyLayer):
     """The output layer of a causal model gives each position's loss, scores or logits."""
 
+    bias = None
+
     def forward(
         self,
         hidden: Tensor,

@@ -19,6 +19,7 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.architectures.configs import pretrained_config
+from zero_tp.models.backbone import Backbone
 from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.masked_lm import FIGURES, MaskedLM
 from zero_tp.models.model import ParallelModel
@@ -279,6 +280,10 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
+
+    @property
+    def base_model(self) -> Any:
+        return Backbone(self)
 
     @as_trainer_reads(CausalLM.forward, "shift_labels")
     def forward(self, *arguments: Any, **options: Any) -> Any:

@@ -1,0 +1,45 @@
+"""A whole decoder's hidden states, for a loss of another library's that multiplies them by the output layer itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from zero_tp.errors import UserError
+from zero_tp.models.causal_lm import CausalLM
+
+
+class Backbone:
+    """This is what transformers calls a model's `base_model`: trl's trainers call it, and the output layer's weight."""
+
+    _tp_plan = _pp_plan = None  # transformers asks every base model for its own kinds of parallelism
+
+    def __init__(self, model: CausalLM):
+        self._model = model
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        **refused: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the hidden states that the output layer takes, [b, s, h].
+
+        Raises:
+            UserError: the model is split, or an argument is unknown, a cache among them.
+        """
+        model = self._model
+        if named := sorted(name for name, each in refused.items() if each is not None and each is not False):
+            raise UserError(f"a forward that returns hidden states alone does not take {', '.join(named)}")
+        if model.topology.tensor > 1:
+            raise UserError(
+                "a loss that multiplies hidden states by the whole output layer (trl's trainers) needs a model that is "
+                f"not split; of this one each of {model.topology.tensor} ranks has a shard: give ZeroTPTrainer rows "
+                "that a chat template has made, with labels of -100 where there is no loss"
+            )
+        hidden = model.hidden_states(input_ids, attention_mask, position_ids)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.transpose(0, 1))
