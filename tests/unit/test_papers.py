@@ -13,8 +13,9 @@ from zero_tp.errors import BAD_INPUT
 from zero_tp.papers.catalogue import PAPERS, names, reproduction
 from zero_tp.papers.reproduction import Reproduction
 
-# How far the planner may be from a published figure: times are estimates.
-FAR = {"ms": 0.07, "s": 0.07}
+TIMES = {"ms", "s"}
+COMPOSED = "more throughput"
+"""The quotient of two times that are compared."""
 
 
 def command(*words: str) -> int:
@@ -29,10 +30,12 @@ def test_plans_are_near_what_is_published(name: str) -> None:
     rows = [row for rows in made.tables.values() for row in rows]
     assert rows and all(row.measured is None and row.figures for row in rows)
     for row in rows:
-        if row.published is not None and row.planned is not None:
-            assert row.planned == pytest.approx(row.published, rel=FAR.get(row.unit, 0.005)), row.label
-        if row.formula is not None and row.planned is not None:
-            assert row.planned == pytest.approx(row.formula, rel=0.005), row.label
+        if row.published is not None and row.planned is not None and row.label != COMPOSED:
+            # Times are estimates. Shares of peaks and overheads are quotients of two.
+            near = {"abs": 6} if row.unit == "%" else {"rel": 0.07 if row.unit in TIMES else 0.005}
+            assert row.planned == pytest.approx(row.published, **near), row.label
+        if row.formula is not None and (other := row.published or row.planned) is not None:
+            assert row.formula == pytest.approx(other, rel=0.005 if row.published else 0.07), row.label
 
 
 def test_every_name_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,14 +52,14 @@ def test_what_there_is_no_result_of_is_one_line(capsys: pytest.CaptureFixture[st
 
 
 def test_a_page_a_picture_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "recomputation-table-2"
+    name = "recomputation-table-5"
     assert command(name, "--plan-only", "--output", str(tmp_path)) == 0
     told = capsys.readouterr().out
     record = json.loads((tmp_path / f"{name}.json").read_text())
     assert all(heading in told for heading in record["tables"])
     assert record["date"] and record["versions"]["torch"]
-    row = record["tables"]["one layer of 22 B, TP 8"][1]
-    assert (row["label"], row["published"], row["measured"]) == ("TP", 1264, None)
+    row = record["tables"]["22 B on 8 A100"][0]
+    assert (row["label"], row["published"], row["measured"]) == ("full recomputation", 1.42, None)
     assert "<svg" in (tmp_path / f"{name}.html").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_tp.page import dressed, new_figure
@@ -10,6 +10,7 @@ from zero_tp.papers.rows import Table
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 COLOURS = {"measured": "#4477AA", "planned": "#EE6677", "formula": "#CCBB44", "published": "#BBBBBB"}
+SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
 
 
 def bars(tables: Mapping[str, Table]) -> Any:
@@ -19,6 +20,50 @@ def bars(tables: Mapping[str, Table]) -> Any:
     every = figure.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (heading, rows) in zip(every, tables.items(), strict=True):
         _table(dressed(axes, heading), rows)
+    return figure
+
+
+def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
+    """Draw the first figure of each row as columns: the tables beside each other, a colour for each label of a row."""
+    figure = new_figure(8.4, 3.8)
+    axes = dressed(figure.add_subplot(), title)
+    labels = list(dict.fromkeys(row.label for rows in tables.values() for row in rows))
+    width = 0.8 / len(labels)
+    for number, name in enumerate(labels):
+        values = {
+            at + width * (number - (len(labels) - 1) / 2): next(iter(row.figures.values()))
+            for at, rows in enumerate(tables.values())
+            for row in rows
+            if row.label == name
+        }
+        axes.bar(list(values), list(values.values()), width=0.95 * width, color=SERIES[number], label=name)
+        for at, value in values.items():
+            axes.text(at, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(tables)), [heading.split(":")[0].replace(", ", "\n") for heading in tables])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel(label, fontsize=9)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], memory: float) -> Any:
+    """Draw memory and time over the number of micro-batches that keep everything: (GiB, seconds) of 0, 1, 2, …"""
+    figure = new_figure(8.4, 3.4)
+    left, right = figure.subplots(1, 2)
+    dressed(left, title), dressed(right, "")
+    for (name, points), colour in zip(curves.items(), SERIES, strict=False):
+        share = [100 * number / (len(points) - 1) for number in range(len(points))]
+        sizes, seconds = zip(*points, strict=True)
+        left.plot(share, sizes, ".-", color=colour, label=name)
+        right.plot(share, [100 * (one / seconds[0] - 1) for one in seconds], ".-", color=colour, label=name)
+    left.axhline(memory, color="#222222", linestyle="--", linewidth=1.2)
+    left.text(0, memory, f"device: {memory:g} GiB", fontsize=8, va="bottom")
+    left.set_ylabel("GiB on the first stage's device", fontsize=9)
+    right.set_ylabel("time of an iteration, % of recomputing all", fontsize=9)
+    for axes in (left, right):
+        axes.set_xlabel("% of the micro-batches in flight that keep everything", fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+    left.set_ylim(0)
     return figure
 
 

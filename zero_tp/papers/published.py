@@ -123,6 +123,9 @@ B8_3 = "gpt2_8.3b.json"
 MODELS = {"22 B": B22, "175 B": B175, "530 B": B530, "1 T": T1}
 SECONDS = {"22 B": (1.42, 1.10), "175 B": (18.13, 13.75), "530 B": (49.05, 37.83), "1 T": (94.42, 71.49)}
 """Of an iteration with full recomputation, and with SP and selective recomputation (2205.05198, table 5)."""
+UTILISATION = {"22 B": (41.5, 43.7), "175 B": (51.4, 52.8), "530 B": (56.0, 57.0), "1 T": (56.3, 57.0)}
+"""Per cent of the devices' peak, with SP and selective recomputation: by the model's FLOPs and by those that run
+(2205.05198, table 5)."""
 TECHNIQUES = {
     "TP": ("false", "none"),
     "TP, SP": ("true", "none"),

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import GPT2Config
 
-from zero_tp.activations.memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
-from zero_tp.models.wrapper import ZeroTPForCausalLM
-from zero_tp.papers import published
-from zero_tp.papers.kept import kept_by_layer
+from zero_tp.papers import formulas, layers, pictures, published
+from zero_tp.papers.layers import ALONE, LAYERS, SMALL, gpt2
 from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
-from zero_tp.papers.rows import Row
+from zero_tp.papers.rows import Row, Table
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.workload import Workload, workload_of
-from zero_tp.topology import Topology
 
 MIB = 2**20
 RANKS = 2
-ALONE = "no parallelism"
-SMALL = Layer(s=512, b=2, h=512, a=8)
-
-
-def small_config(layer: Layer) -> GPT2Config:
-    """Return a GPT-2 of four such layers, as the paper's: dropout everywhere, attention not fused."""
-    config = GPT2Config(
-        n_layer=4,
-        n_embd=layer.h,
-        n_head=layer.a,
-        n_positions=layer.s,
-        vocab_size=128,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    config._attn_implementation = "eager"
-    return config
+GIB = 2**30
+TIMED = Layer(s=512, b=2, h=768, a=12)
+ROUNDS = 10
 
 
 # ---- table 2: bytes of one layer -------------------------------------------------------------------------------------
@@ -50,25 +33,35 @@ def small_config(layer: Layer) -> GPT2Config:
 
 def table_2(*, measured: bool) -> Reproduction:
     """What one layer keeps of a micro-batch, on one rank."""
-    tables = {}
-    if measured:
-        found = on_ranks(measured_bytes, RANKS)[0]
-        heading = f"one layer in small: s {SMALL.s}, b {SMALL.b}, h {SMALL.h}, a {SMALL.a}, TP {RANKS}, bf16"
-        tables[heading] = [
-            layer_row(name, small_config(SMALL), workload, measured=found[name] / MIB)
-            for name, workload in small_workloads().items()
-        ]
-    for name, run in published.MODELS.items():
-        mebibytes = (published.ALONE_MIB[name], *published.LAYER_MIB[name])
-        tables[f"one layer of {name}, TP 8"] = [
-            layer_row(technique, config.hf_config(), workload_of(config, cpu=False), published=each, dry=name == "22 B")
-            for (technique, config), each in zip(layers_of(run).items(), mebibytes, strict=True)
-        ]
     notes = (
         "Measured: every storage that exists after a layer's forward because its backward will want it. Planned: a dry",
         "run with tensors that have no memory. Both count what the formula leaves out: statistics of norms.",
     )
+    tables = layer_tables(measured, dry=("22 B",))
     return Reproduction("Activations that one layer keeps, by technique (table 2)", tables, notes=notes)
+
+
+def layer_tables(measured: bool, dry: Sequence[str] = ()) -> dict[str, Table]:
+    """Return table 2, in small and of each model.
+
+    Args:
+        dry: models to run dry besides.
+    """
+    tables: dict[str, Table] = {}
+    if measured:
+        found = on_ranks(layers.kept_bytes, RANKS)[0]
+        heading = f"one layer in small: s {SMALL.s}, b {SMALL.b}, h {SMALL.h}, a {SMALL.a}, TP {RANKS}, bf16"
+        tables[heading] = [
+            layer_row(name, gpt2(SMALL, LAYERS), workload, measured=found[name] / MIB)
+            for name, workload in layers.small_workloads(RANKS).items()
+        ]
+    for name, run in published.MODELS.items():
+        mebibytes = (published.ALONE_MIB[name], *published.LAYER_MIB[name])
+        tables[f"one layer of {name}, TP 8"] = [
+            layer_row(technique, config.hf_config(), workload_of(config, cpu=False), published=each, dry=name in dry)
+            for (technique, config), each in zip(layers_of(run).items(), mebibytes, strict=True)
+        ]
+    return tables
 
 
 def layer_row(
@@ -93,34 +86,186 @@ def layer_in_dry_run(config: Any, workload: Workload) -> float:
     return third - second
 
 
-def small_workloads() -> dict[str, Workload]:
-    """Return the rows of table 2, in small."""
-    rows = {ALONE: (1, "false", "none")} | {name: (RANKS, *each) for name, each in published.TECHNIQUES.items()}
-    return {
-        name: Workload(
-            SMALL.s,
-            SMALL.b,
-            tensor,
-            sequence == "true",
-            cpu=True,
-            policy=RecomputePolicy.model_validate({"mode": mode}),
-        )
-        for name, (tensor, sequence, mode) in rows.items()
-    }
-
-
-def measured_bytes() -> dict[str, int]:
-    """On each rank: the bytes of all that one layer keeps, by row."""
-    found = {}
-    for name, workload in small_workloads().items():
-        topology = Topology(workload.tensor, workload.sequence)
-        model = ZeroTPForCausalLM(small_config(SMALL), topology, dtype=torch.bfloat16).train()
-        ActivationMemory(model, workload.policy, {}, torch.device("cpu"))
-        found[name] = sum(storage.bytes for storage in kept_by_layer(model, 1, workload.length, workload.batch))
-    return found
-
-
 def layers_of(run: published.Run) -> dict[str, RunConfig]:
     """Return the rows of table 2 of a run."""
     alone = replace(published.technique(run, "TP"), devices=run.pipeline).changed("zero_tp.parallel.tensor=1")
     return {ALONE: alone.config} | {name: published.technique(run, name).config for name in published.TECHNIQUES}
+
+
+# ---- figure 7: share of TP's memory ----------------------------------------------------------------------------------
+
+
+def figure_7(*, measured: bool) -> Reproduction:
+    """What a layer keeps, of what it keeps under TP alone."""
+    tables = {heading: shares(rows) for heading, rows in layer_tables(measured).items()}
+    title = "Activations of each technique, of those under TP alone (figure 7)"
+    notes = ("Published: shares of the bytes of a layer that the paper's table 2 gives.",)
+    return Reproduction(title, tables, lambda: {"": pictures.columns(title, tables, "% of TP alone")}, notes)
+
+
+def shares(rows: Table) -> list[Row]:
+    """Return each row's figures in per cent of those under TP alone."""
+    whole = next(row for row in rows if row.label == "TP").figures
+    return [
+        Row(row.label, "%").having({name: 100 * value / whole[name] for name, value in row.figures.items()})
+        for row in rows
+        if row.label != ALONE
+    ]
+
+
+# ---- table 4: time of one layer --------------------------------------------------------------------------------------
+
+
+def table_4(*, measured: bool) -> Reproduction:
+    """Forward and backward of one layer, by technique."""
+    tables: dict[str, Table] = {}
+    times = on_ranks(measured_times, RANKS)[0] if measured else {}
+    small = f"s {TIMED.s}, b {TIMED.b}, h {TIMED.h}, a {TIMED.a}, TP {RANKS} on CPU ranks, fp32"
+    if measured:
+        tables[f"one layer in small: {small}"] = [
+            Row(f"{name}, {phase}", "ms", measured=1e3 * seconds)
+            for name, each in times.items()
+            for phase, seconds in zip(("forward", "backward"), layers.medians(each), strict=True)
+        ]
+        tables["its overhead, and what the technique adds to the FLOPs of products"] = [
+            Row(name, "%", measured=100 * statistics.median(each), formula=100 * layers.added_flops(TIMED, name))
+            for name, each in layers.overheads(times).items()
+        ]
+    planned = {name: published.technique(published.B22, name).time.layer.as_json() for name in published.TECHNIQUES}
+    pairs = {name: (each["forward"], each["backward"]) for name, each in planned.items()}
+    tables["one layer of 22 B on 8 A100"] = [
+        Row(f"{name}, {phase}", "ms", planned=1e3 * seconds, published=there)
+        for name, theirs in published.LAYER_MILLISECONDS.items()
+        for phase, seconds, there in zip(("forward", "backward"), pairs[name], theirs, strict=True)
+    ]
+    tables["overhead on 8 A100"] = [
+        Row(name, "%", planned=overhead(pairs, name), published=overhead(published.LAYER_MILLISECONDS, name))
+        for name in published.TECHNIQUES
+    ]
+    notes = (
+        "Overhead: both passes together against TP alone; measured, the median over rounds in turns.",
+        "The planner knows accelerators, not CPU ranks, where SP's collectives cost what they save elsewhere.",
+    )
+    return Reproduction("Time of one layer, by technique (table 4)", tables, notes=notes)
+
+
+def measured_times() -> layers.Times:
+    """On each rank: seconds of a layer's passes."""
+    return layers.measure(TIMED, torch.float32, torch.device("cpu"), ROUNDS)
+
+
+def overhead(times: Mapping[str, tuple[float, float]], technique: str) -> float:
+    """Return how much longer both passes together take than under TP alone [%]."""
+    return 100 * (sum(times[technique]) / sum(times["TP"]) - 1)
+
+
+# ---- table 5: time of an iteration -----------------------------------------------------------------------------------
+
+
+def table_5(*, measured: bool) -> Reproduction:
+    """Seconds of an iteration, MFU and HFU."""
+    tables: dict[str, Table] = {}
+    for name, run in published.MODELS.items():
+        tables[f"{name} on {run.devices} A100"] = [*iteration_times(name, run), *utilisations(name, run)]
+    notes = (
+        "MFU and HFU are those of SP and selective recomputation; by formula, at the published time. The paper prints",
+        "s/(3h) for the attention cores that run again (equation 8), and derives 4Bs²h a layer, which is 2s/(9h).",
+    )
+    return Reproduction("Time of an iteration, MFU and HFU (table 5)", tables, notes=notes)
+
+
+def iteration_times(name: str, run: published.Run) -> list[Row]:
+    before, now = published.SECONDS[name]
+    full, selective = published.technique(run, "TP, full").time.total, run.time.total
+    return [
+        Row("full recomputation", "s", planned=full, published=before),
+        Row("SP and selective recomputation", "s", planned=selective, published=now),
+        Row("more throughput", "%", planned=100 * (full / selective - 1), published=100 * (before / now - 1)),
+    ]
+
+
+def utilisations(name: str, run: published.Run) -> list[Row]:
+    """Return what share of the devices' peak an iteration reaches, by each count of its FLOPs."""
+    spec, length = run.model.spec, run.config.zero_tp.data.sequence_length
+    counts = {
+        "MFU": formulas.model_flops,
+        "HFU, as printed": formulas.hardware_flops_selective,
+        "HFU, as derived": formulas.hardware_flops_selective_derived,
+    }
+    theirs: tuple[float | None, ...] = (*published.UTILISATION[name], None)
+    rows = []
+    for (label, count), there in zip(counts.items(), theirs, strict=True):
+        flops = count(run.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary)
+        of_peak = 100 * flops / run.devices / peak(run)
+        seconds = published.SECONDS[name][1]
+        rows.append(Row(label, "%", planned=of_peak / run.time.total, formula=of_peak / seconds, published=there))
+    return rows
+
+
+def peak(run: published.Run) -> float:
+    """Return the FLOP/s of one device, on paper."""
+    teraflops = run.device.tflops(run.config.dtype)
+    assert teraflops is not None
+    return 1e12 * teraflops
+
+
+# ---- appendix C: some micro-batches keep everything ------------------------------------------------------------------
+
+
+KEPT = 2
+"""Micro-batches that keep everything, in small."""
+
+
+def appendix_c(*, measured: bool) -> Reproduction:
+    """Memory and time where some micro-batches keep all their activations, and the others recompute selectively."""
+    tables: dict[str, Table] = {}
+    if measured:
+        heading = f"one layer of {layers.MICRO_BATCHES} micro-batches in turn, {KEPT} kept whole: TP {RANKS}, SP, bf16"
+        tables[heading] = micro_batches(on_ranks(layers.kept_by_micro_batch, RANKS, KEPT)[0])
+    memory = published.A100.memory_gib
+    curves = {}
+    for name in ("175 B", "530 B"):
+        run = published.MODELS[name]
+        again = run.time.total - published.technique(run, "TP, SP").time.total
+        points = [
+            (stage_bytes(run, kept) / GIB, run.time.total - kept / run.pipeline * again)
+            for kept in range(run.pipeline + 1)
+        ]
+        most = max(kept for kept, (size, _) in enumerate(points) if size <= memory)
+        curves[name] = points
+        shown = {0: "", most: "the most that fit", run.pipeline: ""}
+        tables[f"{name} on {run.devices} A100 of {memory:g} GiB, first of {run.pipeline} stages"] = [
+            row for kept, note in shown.items() for row in stage_rows(run, kept, *points[kept], note)
+        ]
+    notes = (
+        "Runs have no pipeline: of an accumulation's micro-batches one is there at a time, so the peak is that of a",
+        "whole one as soon as one is kept. Of p in flight on a first stage the paper's view keeps N; of the time that",
+        "recomputation costs, N/p goes. Model states are counted as 16 bytes a parameter.",
+    )
+    title = "Some micro-batches keep all their activations (appendix C)"
+    return Reproduction(title, tables, lambda: {"": pictures.kept_micro_batches(title, curves, memory)}, notes)
+
+
+def micro_batches(found: Sequence[int]) -> list[Row]:
+    """Return what was measured of each micro-batch beside dry runs of both kinds."""
+    at = layers.small_workloads(RANKS)
+    planned = [layer_in_dry_run(gpt2(SMALL, LAYERS), at[name]) / MIB for name in ("TP, SP", "TP, SP, selective")]
+    return [
+        Row(f"micro-batch {index + 1}", "MiB", measured=size / MIB, planned=planned[index >= KEPT])
+        for index, size in enumerate(found)
+    ]
+
+
+def stage_bytes(run: published.Run, kept: int) -> float:
+    """Return the bytes of a first stage's device where `kept` micro-batches, of p in flight, keep everything."""
+    at = replace(workload_of(run.config, cpu=False), policy=layers.policy_of("selective", kept))
+    return sum(PaperView(run.model, at, 0, 1, run.pipeline, run.interleaving).bytes().values())
+
+
+def stage_rows(run: published.Run, kept: int, size: float, seconds: float, note: str) -> list[Row]:
+    label = f"{kept} of {run.pipeline} kept"
+    return [
+        Row(f"{label}, memory", "GiB", planned=size, note=note),
+        Row(f"{label}, iteration", "s", planned=seconds),
+        Row(f"{label}, MFU", "%", planned=100 * run.speed * run.time.total / seconds / peak(run)),
+    ]

@@ -72,13 +72,13 @@ def made() -> dict[str, Any]:
 def in_cells(heading: str, rows: Table) -> list[tuple[str, ...]]:
     """Return the lines of a table, the first of them its head; columns without a figure are left out."""
     shown = [name for name in COLUMNS if any(name in row.figures for row in rows)]
-    compared, noted = any(row.off is not None for row in rows), any(row.note for row in rows)
+    compared, noted = any(row.off for row in rows), any(row.note for row in rows)
     head = [heading, *shown, *(["off"] if compared else []), *([""] if noted else [])]
     lines = [tuple(head)]
     for row in rows:
         cells = [f"{row.label} [{row.unit}]" if row.unit else row.label]
         cells += ["" if (value := row.figures.get(name)) is None else written_out(value) for name in shown]
-        cells += ["" if row.off is None else f"{row.off:+.1%}"] if compared else []
+        cells += [row.off] if compared else []
         lines.append((*cells, *([row.note] if noted else [])))
     return lines
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 COLUMNS = ("measured", "planned", "formula", "published")
 """What a row may have, from what is most ours to what is most theirs."""
@@ -29,13 +30,22 @@ class Row:
 
     @property
     def figures(self) -> dict[str, float]:
+        """Return those that there are, by column."""
         return {name: value for name in COLUMNS if (value := getattr(self, name)) is not None}
 
+    def having(self, figures: Mapping[str, float]) -> Row:
+        """Return the row with these figures, by column."""
+        changes: dict[str, Any] = dict(figures)
+        return replace(self, **changes)
+
     @property
-    def off(self) -> float | None:
-        """Return how far the first figure is from the last, as a share of the last."""
+    def off(self) -> str:
+        """Return how far the first figure is from the last, of the last, of per cents in points; "" for one alone."""
         values = list(self.figures.values())
-        return values[0] / values[-1] - 1 if len(values) > 1 and values[-1] else None
+        if len(values) < 2 or not values[-1]:
+            return ""
+        first, last = values[0], values[-1]
+        return f"{first - last:+.1f} pt" if self.unit == "%" else f"{first / last - 1:+.1%}"
 
 
 Table = Sequence[Row]
