@@ -71,12 +71,13 @@ def rank() -> None:
         for module in modules:
             importlib.import_module(module)
         clock.ended(f"import {part}")
-    from zero_tp.training import loop
+    from zero_tp.training import start as starting
+    from zero_tp.training.engine import TrainingEngine
     from zero_tp.zero.stages import ZeroEngine
 
-    clock.around(loop, "connect_deepspeed", "config and data", "connect")
+    clock.around(starting, "connect_deepspeed", "config and data", "connect")
     clock.around(ZeroEngine, "initialize", "model", "deepspeed.initialize")
-    step = loop.TrainingEngine.train_step
+    step = TrainingEngine.train_step
 
     def first_step(*arguments: Any, **options: Any) -> Any:
         clock.ended("forecast, peak FLOP/s")
@@ -86,7 +87,7 @@ def rank() -> None:
             Path(file).write_text(json.dumps(clock.marks))
         return result
 
-    loop.TrainingEngine.train_step = first_step  # type: ignore[method-assign]
+    TrainingEngine.train_step = first_step  # type: ignore[method-assign]
     sys.argv[0] = str(ROOT / "launch" / "pretrain.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -15,7 +15,7 @@ from tests.launched import environment, furnish, launch, said
 from tests.pools import Pools
 from tests.waits import patience, wait_until
 from zero_tp.process.watch import Watch
-from zero_tp.training.report import METRICS_FILE
+from zero_tp.training.metrics_file import METRICS_FILE
 
 
 def watched(engine: Any, watch: Watch, limit: float) -> list[str]:

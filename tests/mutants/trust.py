@@ -161,7 +161,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "half-a-line-stays": Mutant(
         "Of a line of the log that the disk has no room for, the first bytes stay, and the next line follows them.",
-        "zero_tp/training/report.py",
+        "zero_tp/training/metrics_file.py",
         "                file.truncate(end)",
         "                file.flush()",
         (METRICS + "test_a_disk_that_fills_up_costs_whole_lines",),
@@ -169,7 +169,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "damaged-lines-are-thrown-away": Mutant(
         "A damaged log is mended, and nothing of what it held is kept.",
-        "zero_tp/training/report.py",
+        "zero_tp/training/metrics_file.py",
         "        path.rename(aside)",
         "        aside.touch()",
         (METRICS + "test_a_damaged_file_is_mended_and_kept_aside",),

@@ -19,9 +19,10 @@ import torch
 
 from zero_tp.devices import DEVICES, find_device, measure_cpu_flops, peak_flops
 from zero_tp.models.flops import utilisation
-from zero_tp.training import report
+from zero_tp.training.lines import StepRecord, format_duration, format_header, format_line
 from zero_tp.training.metrics import Speed, StepMeter, memory_gib, perplexity
-from zero_tp.training.report import Reporter, StepRecord, cut_metrics, format_duration, format_header, format_line
+from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
+from zero_tp.training.report import Reporter
 
 
 class Clock:
@@ -336,4 +337,4 @@ def test_perplexity_overflow() -> None:
 
 
 def test_metrics_file_name_is_the_documented_one() -> None:
-    assert report.METRICS_FILE == "metrics.jsonl"
+    assert METRICS_FILE == "metrics.jsonl"

@@ -20,7 +20,7 @@ from zero_tp.errors import UserError
 from zero_tp.report.curves import MOST_POINTS, panels, smoothed, thinned
 from zero_tp.report.page import write_report
 from zero_tp.report.runs import differing, read_runs
-from zero_tp.training.report import metrics_line
+from zero_tp.training.metrics_file import metrics_line
 
 
 def make_run(directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, end: str = "") -> Path:

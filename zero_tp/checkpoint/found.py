@@ -39,13 +39,18 @@ class Found:
     notes: tuple[str, ...] = ()
     refusal: UserError | None = None
 
+    @property
+    def step(self) -> int:
+        """Return the last step that is done: 0 where there is nothing to resume."""
+        return 0 if self.manifest is None else self.manifest.step
+
     def describe(self) -> str:
         """Return it as ranks compare it: equal where they found the same."""
         if self.refusal is not None:
             return f"an error ({self.refusal})"
         if self.manifest is None:
             return "no checkpoint"
-        return f"step {self.manifest.step} (manifest {self.manifest.digest()[:12]})"
+        return f"step {self.step} (manifest {self.manifest.digest()[:12]})"
 
 
 def look(

@@ -24,6 +24,7 @@ from zero_tp.models.architectures import ARCHITECTURES, architecture_of
 from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.topology import Topology
+from zero_tp.training.metrics_file import METRICS_FILE
 from zero_tp.weights.files import find_weights, resolve
 from zero_tp.weights.load import PretrainedSource, open_config, open_model
 
@@ -171,7 +172,7 @@ def _is_run(path: Path) -> bool:
     """Tell whether the directory is a training run or one of its checkpoints."""
     if (path / "checkpoints").is_dir() or "checkpoints" in (path.name, path.parent.name):
         return True
-    if (path / "metrics.jsonl").is_file() or (path / MANIFEST).is_file():
+    if (path / METRICS_FILE).is_file() or (path / MANIFEST).is_file():
         return True
     try:
         return "zero_tp" in read_object(path / "config.json")

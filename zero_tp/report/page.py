@@ -8,9 +8,11 @@ import statistics
 from pathlib import Path
 
 from zero_tp import page
+from zero_tp.checkpoint.run import CONFIG
 from zero_tp.errors import UserError
 from zero_tp.report.curves import sheet
-from zero_tp.report.runs import CONFIG, METRICS, VALIDATION, Run, Series, differing, read_runs
+from zero_tp.report.runs import VALIDATION, Run, Series, differing, read_runs
+from zero_tp.training.metrics_file import METRICS_FILE
 
 
 def write_report(directories: list[Path], to: Path | None = None, against: str | None = None) -> list[Path]:
@@ -48,7 +50,7 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
 
 def _notes(runs: list[Run]) -> list[str]:
     return [
-        f"{run.directory / METRICS}: {run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
+        f"{run.directory / METRICS_FILE}: {run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
         for run in runs
         if run.unreadable
     ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zero_tp.checkpoint.run import CONFIG
 from zero_tp.config.resolve import leaves
 from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, parse_json, read_object
+from zero_tp.files import InvalidJson, read_object
+from zero_tp.training.metrics_file import METRICS_FILE, read_line
 
-METRICS, CONFIG = "metrics.jsonl", "config.json"
 VALIDATION = "validation_"
 
 
@@ -88,7 +88,7 @@ def _name(path: Path, parts: int) -> str:
 
 
 def _read(directory: Path, name: str) -> Run:
-    path = directory / METRICS
+    path = directory / METRICS_FILE
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -102,35 +102,17 @@ def _read(directory: Path, name: str) -> Run:
     unreadable, by_name = 0, dict[str, dict[int, float]]()
     *whole, _ = text.split(b"\n")
     for line in whole:
-        found = _record(line)
+        found = read_line(line)
         if found is None:
             unreadable += 1
             continue
         step, values = found
-        for key, value in values:
+        for key, value in values.items():
             by_name.setdefault(key, {})[step] = value
     series = {key: Series(sorted(each), [each[step] for step in sorted(each)]) for key, each in by_name.items()}
     if not series:
         raise UserError(f"{path}: nothing was logged yet; try again after the first step")
     return Run(name, directory, series, config, unreadable)
-
-
-def _record(line: bytes) -> tuple[int, list[tuple[str, float]]] | None:
-    """Return (step, values) of a line; None where it is none of ours."""
-    try:
-        record = parse_json(line)
-        return int(record["step"]), list(_values(record))
-    except (InvalidJson, KeyError, TypeError, ValueError):  # counted by the caller
-        return None
-
-
-def _values(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    odd = record.get("nonfinite", {})
-    for name, value in record.items():
-        if name in odd:
-            yield name, math.nan
-        elif name != "step" and isinstance(value, (int, float)):
-            yield name, float(value)
 
 
 def differing(runs: list[Run]) -> list[tuple[str, list[str]]]:

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from zero_tp.checkpoint.directory import MANIFEST, step_directory
-from zero_tp.checkpoint.found import Found, agree, look, probed, take_whole
-from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, Parent, differences
-from zero_tp.checkpoint.resume import check_all_there, resume
-from zero_tp.checkpoint.run import run_directory, saved_start, write_config
+from zero_tp.checkpoint.directory import step_directory
 from zero_tp.checkpoint.save import Saver
-from zero_tp.config.schema import Timeouts
 from zero_tp.data.samples import FixedSamples, ReadAhead
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
-from zero_tp.models.attention import back_ends, described
 from zero_tp.models.flops import hardware_flops, model_flops
-from zero_tp.parallel.agreement import most_machines
-from zero_tp.parallel.parameter import Zeros
-from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.quiet import hushed
-from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_replicas
+from zero_tp.training.lines import StepRecord
 from zero_tp.training.metrics import StepMeter, memory_gib
-from zero_tp.training.report import Reporter, StepRecord
-from zero_tp.training.run import PreparedRun
-from zero_tp.training.tools import Forecast, Requests, Tools
+from zero_tp.training.report import Reporter
+from zero_tp.training.start import Prepared, Start, started
+from zero_tp.training.tools import Requests, Tools
 
 SKIPS_IN_A_ROW = 10
-SAVE_SLACK_SECONDS = 15.0
 
 
 def train(
-    run: PreparedRun,
+    run: Prepared,
     environment: RankEnvironment,
     requests: Requests,
     *,
@@ -60,142 +48,18 @@ def train(
         UserError: nothing says where the ranks meet, a setting does not work here, a checkpoint cannot be resumed, or
             the loss is not finite and `on_nonfinite` says stop, or 10 steps in a row were skipped.
     """
-    environment.export()  # before anything is written
     tools = tools or Tools()
-    config, directory, watch = run.config, run.directory, tools.watch
-    if watch is not None:
-        watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)
-    held: AbstractContextManager[None] = nullcontext()
-    if environment.rank == 0:
-        held = run_directory(directory, watch.fail if watch is not None else lambda text: None)
-    with held, ExitStack() as stack:
-        if tools.keep is not None and environment.rank == 0:
-            tools.keep(directory)
-        looked = partial(look, directory, config, resume_from, run.check_resumed)
-        found = looked()
-        topology, device = connect_deepspeed(config, environment, verbose)
-        stack.enter_context(back_ends(device))
-        if watch is not None:
-            watch.connect()
-        with probed(directory) as probe:
-            seen = {f"{directory}: the ranks do not see the same directory": probe}
-            found = agree(found, directory, seen | run.read(), looked)
-        if tools.keep is not None and environment.rank > 0:  # rank 0 has made the directory
-            tools.keep(directory)
-        origin = Found() if tools.origin is None else tools.origin.look(found, directory, config, run.model_config)
-        if found.checkpoint is not None:
-            found = take_whole(found, directory, config, check_all_there, resume_from)
-        if tools.origin is not None:
-            origin = agree(origin, directory)
-        if origin.checkpoint is not None:
-            check_all_there(origin.checkpoint)
-        drawn = found.checkpoint is None and origin.checkpoint is None
-        pretrained = run.pretrained() if drawn else None
-        with hushed(verbose):
-            engine = TrainingEngine(
-                run.model_config,
-                topology,
-                config.deepspeed_config(),
-                seed=config.zero_tp.training.seed,
-                device=device,
-                source=pretrained if drawn else Zeros(),
-                model=tools.model,
-                recompute=config.zero_tp.recompute_policy,
-                spike=config.zero_tp.training.spike,
-                trace_nonfinite=trace_nonfinite,
-                compiled=config.zero_tp.compile,
-            )
-            if found.checkpoint is not None:
-                take = partial(resume, engine.zero, seed=config.zero_tp.training.seed)
-                found = take_whole(found, directory, config, take, resume_from)
-            elif tools.origin is not None and origin.checkpoint is not None:
-                tools.origin.take(engine.zero, origin.checkpoint)
-        manifest = found.manifest
-        machines = most_machines(topology) if environment.several_nodes else 1
-        step = manifest.step if manifest is not None else 0
-        finished = step >= config.zero_tp.training.steps
-        forecast = None
-        if topology.rank == 0:
-            for note in found.notes:
-                print(note)
-            if pretrained is not None and pretrained.drawn:
-                print(pretrained.told())
-            _announce(run, engine, manifest)
-            if tools.origin is not None and origin.manifest is not None:
-                print("\n".join(tools.origin.told(origin, config, run.corpora, run.validation_corpora)))
-            if not finished:
-                write_config(directory, config.resolved())
-            if not finished and tools.forecast is not None:
-                forecast = tools.forecast(config, device.type)
-                print(forecast.announcement())
-            if machines > 1:
-                cost = forecast.crossing() if forecast is not None else ""
-                print(f"TP crosses machines, {machines} of them in a group{': ' if cost else ''}{cost}")
-        if not finished:
-            parent = None if manifest is None else manifest.parent
-            if origin.checkpoint is not None and origin.manifest is not None:
-                parent = Parent.of(origin.checkpoint, origin.manifest)
-            _Loop(run, engine, step, requests, tools, forecast, parent).train()
-        if watch is not None:
-            watch.leave()
-
-
-def _limits(timeouts: Timeouts) -> dict[str, float | None]:
-    """Return how long each phase may go without a mark [seconds]. A save ends by itself, after two of its limits."""
-    return {
-        "start": 60 * timeouts.start if timeouts.start is not None else None,
-        "step": 60 * timeouts.step,
-        "save": 2 * 60 * timeouts.save + SAVE_SLACK_SECONDS,
-        "evaluation": 60 * timeouts.evaluation,
-    }
-
-
-def _announce(run: PreparedRun, engine: TrainingEngine, manifest: Manifest | None) -> None:
-    config, steps = run.config, run.config.zero_tp.training.steps
-    print(
-        f"{run.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
-        f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
-        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
-    )
-    spec, data = engine.model.spec, config.zero_tp.data
-    documents = data.document_attention == "reset"
-    sizes = (engine.topology.tensor, config.micro_batch, data.sequence_length)
-    rows = {"documents": documents, "padded": not spec.causal}
-    print(f"attention: {described(spec, *sizes, engine.dtype, engine.device, **rows)}")
-    for note in (*engine.activations.notes, *(f"without effect: {line}" for line in config.without_effect())):
-        print(note)
-    if config.zero_tp.compile:
-        print("compile: the first step waits for torch's compiler, about a minute where its cache has nothing yet")
-    step = manifest.step if manifest is not None else 0
-    if step >= steps:
-        print(f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on")
-        return
-    if manifest is not None:
-        before, now = Parallelism.saved(manifest), Parallelism.of(config)
-        print(f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}"))
-        if not manifest.hashed:
-            print(f"its {MANIFEST} is {UNHASHED}")
-        for line in differences(
-            manifest, config, manifest.config or saved_start(run.directory)[0], run.validation_corpora
-        ):
-            print(line)
-    schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
-    if schedule is not None and schedule < steps:
-        print(f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum")
+    with started(
+        run, environment, tools, verbose=verbose, resume_from=resume_from, trace_nonfinite=trace_nonfinite
+    ) as start:
+        if start.step < run.config.zero_tp.training.steps:
+            _Loop(run, start, requests, tools).train()
 
 
 class _Loop:
-    def __init__(
-        self,
-        run: PreparedRun,
-        engine: TrainingEngine,
-        done: int,
-        requests: Requests,
-        tools: Tools,
-        forecast: Forecast | None,
-        parent: Parent | None,
-    ):
-        self.tasks, self.forecast = tools.tasks, forecast
+    def __init__(self, run: Prepared, start: Start, requests: Requests, tools: Tools):
+        engine, done = start.engine, start.step
+        self.tasks, self.forecast = tools.tasks, start.forecast
         self.run, self.engine, self.done, self.requests = run, engine, done, requests
         self.config, self.settings = run.config, run.config.zero_tp
         self.topology, self.device = engine.topology, engine.device
@@ -231,9 +95,8 @@ class _Loop:
         self.watch = tools.watch
         if self.watch is not None:
             engine.mark = self.watch.mark
-        self.saver = Saver(
-            engine.zero, self.config, run.directory, run.tokenizer, run.corpora, run.validation_corpora, done, parent
-        )
+        corpora, parent = (run.corpora, run.validation_corpora), start.parent
+        self.saver = Saver(engine.zero, self.config, run.directory, run.tokenizer, *corpora, done, parent)
 
     def _read(self, step: int) -> list[Any]:
         """Return what this rank trains on at `step`."""
