@@ -28,7 +28,8 @@ from tests.distributed.plain_run import (
 )
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import deepspeed_models
-from zero_tp.config.schema import ZeroTP, check_model
+from zero_tp.config.model import check_model
+from zero_tp.config.schema import ZeroTP
 
 WORLD = 4
 LEAST_CELLS = 104

@@ -19,9 +19,10 @@ from zero_tp.config.deepspeed import (
     Scalars,
     deepspeed_models,
 )
+from zero_tp.config.model import FROM
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA
-from zero_tp.config.schema import FROM, ZeroTP
+from zero_tp.config.schema import ZeroTP
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Json = dict[str, Any]

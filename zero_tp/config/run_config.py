@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS, check_names, check_values, refuse_auto
+from zero_tp.config.model import FROM, check_model, check_recompute
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.refusals import check_refusals, without_effect
 from zero_tp.config.resolve import (
@@ -22,7 +23,7 @@ from zero_tp.config.resolve import (
     resolve_auto,
     resolve_batch,
 )
-from zero_tp.config.schema import FROM, ZeroTP, check_model, check_recompute
+from zero_tp.config.schema import ZeroTP
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
 from zero_tp.files import read_json

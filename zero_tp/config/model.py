@@ -1,0 +1,123 @@
+"""The model that a `zero_tp` block names is checked, and what of the block has to fit it.
+
+The architectures are imported inside functions: they load torch and transformers, which reading a file does not need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_tp.config.schema import ZeroTP
+from zero_tp.constants import MODEL_KEY
+from zero_tp.errors import ConfigError, shown
+from zero_tp.weights.files import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from zero_tp.models.spec import TransformerSpec
+
+FROM = "from_pretrained"
+
+
+def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """Return the Hugging Face config of `zero_tp.model`.
+
+    Args:
+        saved: the config to take where the directory of `from_pretrained` is gone.
+
+    Raises:
+        ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide; no
+            such directory.
+    """
+    from zero_tp.models.architectures import ARCHITECTURES, architecture_of
+    from zero_tp.models.architectures.configs import written_config
+
+    model = zero_tp.model
+    if not {"model_type", FROM} & model.keys():
+        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
+        raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
+    config = written_config(model) if FROM not in model else _config_from(model, saved)
+    spec = architecture_of(config).spec(config)
+    _check_objective(zero_tp, spec, config)
+    spec.check(zero_tp.parallel.tensor)
+    _check_length(zero_tp, spec.positions, config)
+    return config
+
+
+def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:
+    masked = zero_tp.masked
+    if masked is not None and not spec.causal and masked.sentence_order and spec.token_types < 2:
+        problem = f"{spec.token_types}, but the samples of zero_tp.objective have 2 segments"
+        remedy = "use 2, or set zero_tp.objective.sentence_order to false"
+        raise ConfigError(f"{MODEL_KEY}.type_vocab_size", problem, remedy)
+    if spec.causal == (masked is None):
+        return
+    if spec.causal:
+        problem, remedy = f"{config.model_type} is a causal decoder", "leave it out, or train another model"
+        raise ConfigError("zero_tp.objective", f'"masked" does not train this model: {problem}', remedy)
+    problem = f'"causal" does not train this model: {config.model_type} is no causal decoder'
+    raise ConfigError("zero_tp.objective", problem, 'set it to "masked"')
+
+
+def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
+    """Return the config of `{"from_pretrained": DIR}`, or the saved one where DIR is gone, with other dropout
+    probabilities where they are given beside it."""
+    from zero_tp.models.architectures import ARCHITECTURES
+    from zero_tp.models.architectures.configs import config_from, pretrained_config
+
+    directory, key = model[FROM], f"{MODEL_KEY}.{FROM}"
+    if not isinstance(directory, str) or not directory:
+        raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
+    changes = {name: value for name, value in model.items() if name != FROM}
+    dropouts = dict.fromkeys(name for table in ARCHITECTURES.values() for name in table.fields.dropouts)
+    for name in changes:
+        if name not in dropouts:
+            problem = f"given beside {FROM}, but {directory} decides it"
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
+    if saved is not None and not Path(directory).exists():
+        return config_from(saved, Path(directory), **changes)
+    return pretrained_config(resolve(directory, key, weights=False).directory, key, **changes)
+
+
+def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:
+    key, tensor, length = "zero_tp.data.sequence_length", zero_tp.parallel.tensor, zero_tp.data.sequence_length
+    if length > positions:
+        problem = f"{length} tokens, but the model has {positions} positions"
+        name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+        longer = "use another model" if FROM in zero_tp.model else f"raise {MODEL_KEY}.{name}"
+        raise ConfigError(key, problem, f"shorten it, or {longer}")
+    if zero_tp.parallel.sequence and length % tensor:
+        sums = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
+        remedy = f"use a multiple of {tensor}, or set zero_tp.parallel.sequence to false"
+        raise ConfigError(key, sums + ", which sequence parallelism needs", remedy)
+
+
+def check_recompute(config: dict[str, Any], zero_tp: ZeroTP, layers: int, accumulation: int | None) -> None:
+    """Check what recomputation chooses: layers, micro-batches and places for checkpoints.
+
+    Args:
+        config: DeepSpeed's part of the config.
+        layers: of the model.
+        accumulation: micro-batches of a step, or None when it isn't known yet.
+
+    Raises:
+        ConfigError: the policy chooses layers or micro-batches that are not there, or leaves too few places for
+            checkpoints.
+    """
+    policy, key = zero_tp.recompute_policy, "zero_tp.recompute"
+    for name in ("layers", "every"):
+        value = getattr(policy, name)
+        if value is not None and value > layers:
+            raise ConfigError(f"{key}.{name}", f"{value}, but the model has {layers} layers", f"use at most {layers}")
+    if policy.keep_micro_batches and accumulation is not None and policy.keep_micro_batches >= accumulation:
+        kept = policy.keep_micro_batches
+        problem = f"{kept} of the {accumulation} micro-batches of a step, so nothing would be recomputed"
+        remedy = f"use at most {accumulation - 1}" if accumulation > 1 else "leave it out"
+        raise ConfigError(f"{key}.keep_micro_batches", problem, remedy)
+    settings = config.get("activation_checkpointing", {})
+    places, needed = settings.get("number_checkpoints"), len(policy.recomputed_layers(layers))
+    if settings.get("contiguous_memory_optimization") and places is not None and places < needed:
+        problem = f"{places}, but {needed} layers keep a checkpoint each"
+        raise ConfigError("activation_checkpointing.number_checkpoints", problem, f"use {needed}, or leave it out")
