@@ -29,7 +29,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from zero_tp import cli
-from zero_tp.evaluation.harness import Harness, isolated
+from zero_tp.evaluation.catalogue import isolated
+from zero_tp.evaluation.harness import Harness
 from zero_tp.evaluation.perplexity import sliding_windows
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported

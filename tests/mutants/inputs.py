@@ -71,7 +71,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "task-files-run-python": Mutant(
         "A task file runs the Python beside it.",
-        "zero_tp/evaluation/harness.py",
+        "zero_tp/evaluation/catalogue.py",
         "        if OWN not in Path(directory).resolve().parents:",
         "        if not directory:",
         ("tests/unit/test_harness.py::test_task_files_run_no_python",),

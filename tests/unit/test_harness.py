@@ -174,6 +174,13 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     refuses("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
 
 
+@pytest.mark.parametrize("name", ["hellaswag", "wikitext103"])
+def test_a_missing_lm_eval_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_tp.evaluation.task.find_spec", lambda package: None)
+    with pytest.raises(UserError, match=r"^[^\n]* needs lm-eval, which is not installed: pip install [^\n]*$"):
+        make_tasks([name], {}, TaskOptions())
+
+
 def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, directory = tmp_path / "x.jsonl", tmp_path / "tasks"
     file.write_text("".join(f'{{"text": "one", "answer": "two", "number": {number}}}\n' for number in (1, 2)))

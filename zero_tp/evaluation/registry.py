@@ -12,11 +12,11 @@ from zero_tp.errors import UserError
 from zero_tp.evaluation.lambada import LambadaTask
 from zero_tp.evaluation.masked import MaskedTask
 from zero_tp.evaluation.perplexity import PerplexityTask
-from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.task import Task, TaskOptions, require_lm_eval
 from zero_tp.evaluation.wikitext import WikitextTask
 
 if TYPE_CHECKING:
-    from zero_tp.evaluation.harness import Catalogue
+    from zero_tp.evaluation.catalogue import Catalogue
 
 TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
     task.name: task for task in (PerplexityTask, WikitextTask, LambadaTask, MaskedTask)
@@ -100,10 +100,15 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
 
 
 def _catalogue(names: Sequence[str], options: TaskOptions) -> Catalogue | None:
-    """Open lm-eval's tasks; None where none can be meant."""
+    """Open lm-eval's tasks; None where none can be meant.
+
+    Raises:
+        UserError: lm-eval is not installed.
+    """
     if options.include_path is None and all(name in TASKS for name in names):
         return None
-    from zero_tp.evaluation.harness import Catalogue
+    require_lm_eval("a task that is none of zero_tp's own")
+    from zero_tp.evaluation.catalogue import Catalogue
 
     return Catalogue(options)
 

@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,16 @@ Origin = dict[str, Any]
 
 LEAST = {"batch_size": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 MOST = 2**31 - 1
+
+
+def require_lm_eval(what: str) -> None:
+    """Check that lm-eval, which is optional, is there for what needs it. It is not imported: that takes seconds.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError(f"{what} needs lm-eval, which is not installed: pip install -c constraints.txt -e .[eval]")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,12 @@ tokenizer's bos or eos token, as in the paper's sum.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.perplexity import Perplexity, PerplexityTask
-from zero_tp.evaluation.task import Origin, TaskOptions, read_hub, read_texts
+from zero_tp.evaluation.task import Origin, TaskOptions, read_hub, read_texts, require_lm_eval
 from zero_tp.training.metrics import perplexity
 
 OVERLAP = 32
@@ -69,11 +68,7 @@ class WikitextTask(PerplexityTask):
     def __init__(self, file: Path | None, options: TaskOptions):
         if options.limit is not None:
             raise UserError(f"--limit {options.limit}: wikitext103 is one text; leave the limit out, or the task")
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UserError(
-                "wikitext103 uses lm-eval's detokeniser, which is not installed: "
-                "pip install -c constraints.txt -e .[eval]"
-            )
+        require_lm_eval("the detokeniser of wikitext103")
         text, self.origin = wikitext_split(file, options.text_key)
         self.documents, self.original_tokens = [detokenised(text)], original_tokens(text)
         self.overlap = options.overlap or OVERLAP
