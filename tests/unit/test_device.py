@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -62,3 +63,12 @@ def test_a_device_of_two_ranks_is_refused_on_every_rank() -> None:
     told = set(looked(["0 of a", "1 of a", "1 of b", "1 of b"]))
     assert len(told) == 1
     assert told.pop().startswith("ranks 2 and 3 share 1 of b; ")
+
+
+def test_a_large_job_has_files_for_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    for limits, world in (((1024, 4096), 8), ((1024, 4096), 512), ((1024, 4096), 4096), ((65536, 65536), 4096)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
+        connect.allow_connections(world)
+    assert set_to == [(1056, 4096), (3072, 4096), (4096, 4096)]

@@ -7,6 +7,8 @@ import threading
 import time
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from tests.launched import ROOT, run
 from tests.waits import patience
 from zero_tp.process.watch import Position, Watch, report, stragglers
@@ -43,6 +45,22 @@ def test_who_is_not_heard_of_is_waited_for() -> None:
     lines = report({0: HERE, 1: stopped}, 2, HERE, 60).splitlines()
     assert lines[1].endswith("last heard of 200 s ago") and lines[2].endswith("rank 0 waits for rank 1")
     assert report({0: HERE}, 2, HERE, 60).endswith("rank 0 waits for rank 1")
+
+
+def test_a_rank_is_lost_after_three_of_its_own_intervals() -> None:
+    often = replace(HERE, every=1.0)
+    assert report({0: often, 1: replace(often, told=1296.0)}, 2, HERE, 60).endswith("rank 0 waits for rank 1")
+    assert report({0: HERE, 1: replace(HERE, told=1296.0)}, 2, HERE, 60).endswith("no rank is behind another")
+
+
+def test_all_positions_are_read_at_once_and_those_that_are_not_there_are_left_out() -> None:
+    store = dist.HashStore()
+    ranks = [Watch() for _ in range(3)]
+    for number, watch in enumerate(ranks):
+        watch._rank, watch._world, watch._store = number, 3, store
+    for said in range(1, 4):
+        ranks[said - 1]._say()
+        assert sorted(ranks[0]._everyone()) == list(range(said))
 
 
 def test_a_rank_at_work_twice_as_long_is_slow() -> None:

@@ -81,7 +81,9 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from zero_tp.training.loop import train
     from zero_tp.training.run import PreparedRun
     from zero_tp.training.tools import Tools
+    from zero_tp.zero.rows import handle_as_rows
 
+    handle_as_rows()
     first = environment.local_rank in (None, 0)
     profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None
     run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.environment import AGENT_STORE, RankEnvironment
 
 POLL_SECONDS = 1.0
 MEET_SECONDS = 10.0  # for the first machine, whose start may take longer
@@ -41,7 +41,7 @@ class Across:
         self._name = f"{self._host} {environment.job}"
         self._first = environment.node == 0
         self._others = environment.world - (environment.local_world or 0)
-        self._serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._serves = environment.rank == 0 and os.environ.get(AGENT_STORE) != "True"
         self._key = f"zero_tp/end/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store: Any = None
         self._lock = threading.Lock()

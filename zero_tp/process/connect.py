@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -65,6 +66,7 @@ def connect(
     Raises:
         UserError: this rank has no such device, nothing says which is its own, or another rank has the same.
     """
+    allow_connections(environment.world)
     device = torch.device("cpu")
     if device_type != "cpu":
         device = own_device(environment, device_type)
@@ -77,6 +79,18 @@ def connect(
         store = dist.PrefixStore("zero_tp/devices", dist.distributed_c10d._get_default_store())
         refuse_shared(store, environment.rank, environment.world, identity(device), timeout)
     return Topology(tensor, sequence, timeout=timeout), device
+
+
+def allow_connections(world: int) -> None:
+    """Let this process hold the connections of a job of `world` ranks, as far as its hard limit of open files goes.
+
+    The store has three with each rank, and gloo one between any two; the soft limit is often 1,024 files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 4 * world
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def own_device(environment: RankEnvironment, device_type: str) -> torch.device:

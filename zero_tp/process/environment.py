@@ -29,6 +29,8 @@ LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 NODE = ("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID")
 """What launchers call it: deepspeed, torchrun and accelerate, then OpenMPI's mpirun, then srun. What started a rank
 itself comes before what started that."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Whether torchrun's agent, and not rank 0, has the store where ranks meet."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,14 @@ class RankEnvironment:
         """Set the variables that torch reads: Slurm names ranks its own way, and a process alone has no launcher.
 
         Raises:
-            UserError: there are several ranks and nothing says where they meet.
+            UserError: there are several ranks and nothing says where they meet, or torchrun would let them meet where
+                ranks that are gone have met.
         """
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(AGENT_STORE) == "True":
+            raise UserError(
+                "torchrun's --max-restarts: its agents keep one store, in which a restart finds the addresses of ranks "
+                "that are gone; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
+            )
         # Not only where they are unset: a WORLD_SIZE left in a shell would make a process alone wait for ranks.
         os.environ["RANK"] = str(self.rank)
         os.environ["WORLD_SIZE"] = str(self.world)

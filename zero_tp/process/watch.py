@@ -28,6 +28,7 @@ from zero_tp.topology import name_ranks
 SAMPLE_SECONDS = 0.05
 TELL_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # of the store
+MOST_ASKING = 8  # of all ranks for all positions at once: a thousand would each be sent a thousand
 WINDOW_SECONDS = 60.0  # over which a straggler is looked for
 SLOWER, AT_WORK = 2.0, 0.6
 """A straggler is at work SLOWER times as long as the others' median, and AT_WORK of the time, so that they wait."""
@@ -43,9 +44,9 @@ class Position:
     Attributes:
         count: of its marks, which tells who is behind whom.
         phase, step, doing: in words.
-        since: when it came there (time.time).
+        since: when it came there [seconds since the ranks connected].
         place: the function that its main thread is in. waiting: whether that waits for other ranks.
-        told: when this was said (time.time).
+        told: when this was said, by the same clock: those of machines may differ by hours. every: how often it says so.
         steps, looks, busy: how often it began a step, was looked at in one, and was found at work.
     """
 
@@ -57,15 +58,20 @@ class Position:
     place: str = ""
     waiting: bool = False
     told: float = 0.0
+    every: float = TELL_SECONDS
     host: str = ""
     steps: int = 0
     looks: int = 0
     busy: int = 0
 
+    def lost(self, now: float) -> bool:
+        """Return whether the rank has not been heard of for so long that something is wrong."""
+        return now - self.told > 3 * self.every
+
     def described(self, now: float) -> str:
         """Return the position in words."""
         what = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        late = f", last heard of {now - self.told:.0f} s ago" if now - self.told > 3 * TELL_SECONDS else ""
+        late = f", last heard of {now - self.told:.0f} s ago" if self.lost(now) else ""
         return f"({self.host}) in {what} for {now - self.since:.0f} s, at {self.place}{late}"
 
 
@@ -85,6 +91,7 @@ class Watch:
         self._left = threading.Event()
         self._notes: list[str] = []
         self._main = threading.main_thread().ident
+        self._zero = time.monotonic()
         self._tell_seconds = TELL_SECONDS
         self._looks = self._busy = 0
 
@@ -104,7 +111,9 @@ class Watch:
 
     def connect(self) -> None:
         """Begin to tell the other ranks, once the process group is there."""
-        self._store = _own_store()
+        self._store, connected = _own_store(), self._clock()
+        self._zero += connected  # all ranks are here at the same time
+        self._position = replace(self._position, since=self._position.since - connected)
         threading.Thread(target=self._tell, name="watch store", daemon=True).start()
 
     def leave(self) -> None:
@@ -121,13 +130,13 @@ class Watch:
         before = self._position
         steps = before.steps + (phase == "step")
         self._position = replace(
-            before, count=before.count + 1, phase=phase, step=step, doing="", since=time.time(), steps=steps
+            before, count=before.count + 1, phase=phase, step=step, doing="", since=self._clock(), steps=steps
         )
 
     def mark(self, doing: str) -> None:
         """Say what the rank does next in its phase."""
         before = self._position
-        self._position = replace(before, count=before.count + 1, doing=doing, since=time.time())
+        self._position = replace(before, count=before.count + 1, doing=doing, since=self._clock())
 
     def notes(self) -> list[str]:
         """Return, once, what has been seen since: on rank 0, a line on each straggler."""
@@ -164,13 +173,17 @@ class Watch:
         except RuntimeError:  # what torch raises for a store that is gone, or does not answer
             return
 
+    def _clock(self) -> float:
+        return time.monotonic() - self._zero
+
     def _own(self) -> Position:
         place, waiting = _place(self._main)
         return replace(
             self._position,
             place=place,
             waiting=waiting,
-            told=time.time(),
+            told=self._clock(),
+            every=self._tell_seconds,
             host=socket.gethostname(),
             looks=self._looks,
             busy=self._busy,
@@ -180,12 +193,13 @@ class Watch:
         self._store.set(str(self._rank), json.dumps(asdict(self._own())))
 
     def _everyone(self) -> dict[int, Position]:
-        """Return the newest positions by rank, of those that have said one."""
-        found = {self._rank: self._own()}
-        for rank in range(self._world):
-            if rank != self._rank and self._store.check([str(rank)]):
-                found[rank] = Position(**parse_json(self._store.get(str(rank)).decode()))
-        return found
+        """Return the newest positions by rank, of those that have said one. Two requests, once all have."""
+        ranks = [rank for rank in range(self._world) if rank != self._rank]
+        if not self._store.check([str(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if self._store.check([str(rank)])]
+        told = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
+        found = {rank: Position(**parse_json(each.decode())) for rank, each in zip(ranks, told, strict=True)}
+        return {self._rank: self._own(), **found}
 
     def _hung(self, position: Position, limit: float) -> str:
         everyone = {self._rank: self._own()}
@@ -193,7 +207,10 @@ class Watch:
         def ask() -> None:
             try:
                 self._say()
+                crowded = self._store.add("asked", 1) > MOST_ASKING
                 time.sleep(self._tell_seconds)  # who has come no further either says so meanwhile
+                if crowded:  # the first ones end the job meanwhile
+                    time.sleep(ANSWER_SECONDS)
                 everyone.update(self._everyone())
             except RuntimeError:
                 everyone[self._rank] = replace(everyone[self._rank], host=f"{socket.gethostname()}; no store")
@@ -201,7 +218,7 @@ class Watch:
         if self._store is not None:
             asking = threading.Thread(target=ask, daemon=True)
             asking.start()
-            asking.join(ANSWER_SECONDS + self._tell_seconds)
+            asking.join(2 * ANSWER_SECONDS + self._tell_seconds)
         return report(dict(everyone), self._world, position, limit)
 
 
@@ -213,7 +230,7 @@ def report(everyone: Mapping[int, Position], world: int, position: Position, lim
     least = min(each.count for each in everyone.values())
     behind = silent or [rank for rank, each in everyone.items() if each.count == least]
     if not silent:  # of those at the same mark, who is heard of no more, or else who is not waiting
-        lost = [rank for rank in behind if now - everyone[rank].told > 3 * TELL_SECONDS]
+        lost = [rank for rank in behind if everyone[rank].lost(now)]
         behind = lost or [rank for rank in behind if not everyone[rank].waiting] or behind
     waiting = sorted(set(range(world)) - set(behind))
     if waiting:

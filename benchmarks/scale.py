@@ -1,0 +1,128 @@
+"""A rank's own work of a start, a step, a save and a resume in worlds of 8 to 4,096 ranks, of which one is simulated.
+
+    python -m benchmarks.scale [--worlds 8 64 512 4096] [--output benchmarks/results/]
+
+Rank 0 and one in the middle under TP 8, and rank 0 without TP, which has the most replicas; ZeRO-1 and -3. Each is a
+process of its own (scale_rank.py). Prints the processor's seconds of each part, which other work on the machine changes
+least, and what a rank asks of the others and opens. docs/scaling.md says what comes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dated import ROOT, write_result
+
+WORLDS = (8, 64, 512, 4096)
+START = ("config", "corpora, model config", "groups", "agreement", "engine", "machines", "saver")
+"""The parts of a start from nothing. They have no collective's time, and one on a file system's has no network's."""
+RESUMED = (*START, "resume: config", "resume: what there is", "resume: states")
+MOVED = (*START, "resume: config", "resume, moved: what there is", "resume, moved: states")
+SUMS = {"a start": START, "a start that resumes": RESUMED, "a start that resumes on twice the replicas": MOVED}
+
+COUNT = """
+import json, sys, torch.distributed as dist
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+asked, count = int(sys.argv[1]), 2000
+def ask(number):
+    store = dist.TCPStore("127.0.0.1", asked, is_master=False, wait_for_workers=False)
+    for index in range(count):
+        store.check([str(index)])
+begun = perf_counter()
+with ThreadPoolExecutor(8) as threads:
+    list(threads.map(ask, range(8)))
+print(8 * count / (perf_counter() - begun))
+"""
+
+
+def simulated(**world: Any) -> dict[str, Any]:
+    """Simulate a rank in a process of its own; see `scale_rank.World`."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "benchmarks.scale_rank", json.dumps(world), folder]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{world} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def store_rate() -> float:
+    """Return how many requests a second of 8 clients a store answers on this machine."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    done = subprocess.run([sys.executable, "-c", COUNT, str(store.port)], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the processor's seconds in Markdown: a line for each part, a column for each rank."""
+    names = list(dict.fromkeys(name for each in found for name in each["parts"]))
+    heads = [f"{each['ranks']:,}, rank {each['rank']:,}" for each in found]
+    lines = [f"| part | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    for name in names:
+        lines.append(f"| {name} | {' | '.join(_seconds(each, (name,)) for each in found)} |")
+    for name, parts in SUMS.items():
+        lines.append(f"| **{name}** | {' | '.join(_seconds(each, parts) for each in found)} |")
+    sizes = (f"{each['manifest_bytes'] / 1e6:.2f}" for each in found)
+    lines.append(f"| manifest of 8 B [MB] | {' | '.join(sizes)} |")
+    return "\n".join(lines)
+
+
+def seconds(found: dict[str, Any], parts: tuple[str, ...]) -> float:
+    """Return the processor's seconds of these parts."""
+    return sum(found["parts"][name]["processor"] for name in parts)
+
+
+def _seconds(found: dict[str, Any], parts: tuple[str, ...]) -> str:
+    return f"{seconds(found, parts):.3f}" if all(name in found["parts"] for name in parts) else ""
+
+
+def asked(found: dict[str, Any]) -> str:
+    """Return, in Markdown, what each part asks of others: the same on every rank but for the first."""
+    lines = ["| part | store | object collectives | groups | collectives | host waits | files opened |"]
+    lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    for name, part in found["parts"].items():
+        store = ", ".join(f"{count:,} {kind}" for kind, count in sorted(part["store"].items()))
+        opened = ", ".join(f"{count} × {file}" for file, count in part["opened"].items())
+        numbers = " | ".join(f"{part[key]:,}" for key in ("objects", "groups", "collectives", "waits"))
+        lines.append(f"| {name} | {store} | {numbers} | {opened} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--steps", type=int, default=20, help="steps that are timed (default: 20)")
+    parser.add_argument("--output", type=Path, help="directory for the dated result")
+    options = parser.parse_args()
+    result: dict[str, Any] = {"store_requests_per_second": store_rate(), "ranks": []}
+    for title, settings in {
+        "TP 8, ZeRO-1": {"stage": 1, "tensor": 8},
+        "TP 8, ZeRO-3": {"stage": 3, "tensor": 8},
+        "TP 1, ZeRO-1": {"stage": 1, "tensor": 1, "hidden": 256, "layers": 32},
+        "TP 1, ZeRO-3": {"stage": 3, "tensor": 1, "hidden": 256, "layers": 32},
+    }.items():
+        middle = settings["tensor"] > 1
+        found = [
+            simulated(ranks=ranks, rank=rank, steps=options.steps, **settings)
+            for ranks in options.worlds
+            for rank in ((0, ranks // 2 + 3) if middle else (0,))
+        ]
+        print(f"### {title}\n\n{table(found)}\n", flush=True)
+        print(f"What the last of them asks of the others:\n\n{asked(found[-1])}\n", flush=True)
+        result["ranks"] += found
+    print(f"a store of this machine answers {result['store_requests_per_second']:,.0f} requests/s")
+    if options.output:
+        write_result(options.output, "scale", result)
+
+
+if __name__ == "__main__":
+    main()

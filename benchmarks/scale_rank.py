@@ -1,0 +1,273 @@
+"""One rank of a world that does not exist does its own work of a start, a step, a save and a resume, part by part.
+
+The process groups are torch's fake ones, which return at once; what the other ranks would have said to the job's store
+is there already, and a real TCP store is asked on this machine. So the times are this rank's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
+
+from benchmarks.fake_world import Clocks, CountedStore, fake_world
+from zero_tp.checkpoint import directory
+from zero_tp.checkpoint.found import agree, look, probed
+from zero_tp.checkpoint.manifest import Manifest, states_file
+from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
+from zero_tp.checkpoint.resume import check_all_there, resume
+from zero_tp.checkpoint.run import saved_start
+from zero_tp.checkpoint.save import Saver
+from zero_tp.config import RunConfig
+from zero_tp.data.indexed import IndexedWriter
+from zero_tp.parallel.agreement import most_machines
+from zero_tp.process.signals import Requests
+from zero_tp.process.watch import Position, Watch
+from zero_tp.tensors.files import PART, Written
+from zero_tp.topology import Topology
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.guards import check_duplicates, check_replicas
+from zero_tp.training.run import PreparedRun
+
+VOCABULARY, LENGTH = 1024, 64
+STATES = 12
+"""Bytes of a parameter in a checkpoint: its master and two moments, in fp32."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A world is simulated.
+
+    Attributes:
+        ranks, rank: how many there are, and which one is simulated.
+        tensor, stage: the TP degree, and ZeRO's stage.
+        layers, hidden: of the model, a Llama with as many tensors as one of 8 B.
+        parameters: of the model whose bytes a save's files have, in the eyes of the rank that leads it.
+        steps: how many are timed.
+    """
+
+    ranks: int
+    rank: int
+    tensor: int = 8
+    stage: int = 1
+    layers: int = 32
+    hidden: int = 512
+    parameters: int = 8_030_261_248
+    steps: int = 5
+
+    @property
+    def data(self) -> int:
+        return self.ranks // self.tensor
+
+
+def simulate(world: World, folder: Path) -> dict[str, Any]:
+    """Do a rank's work in a world → {"parts": …, what else was found}."""
+    with fake_world(world.ranks, world.rank, folder) as (clocks, store):
+        file, run = furnish(world, folder), folder / "run"
+        with clocks.part("config"):
+            config = RunConfig.load(file, (), world.ranks, *saved_start(run, None))
+        directory.checkpoints_of(run).mkdir(parents=True, exist_ok=True)
+        with clocks.part("corpora, model config"):
+            prepared = PreparedRun(config, run, whole=world.rank % 8 == 0)
+        with clocks.part("groups"):
+            topology = Topology(world.tensor, sequence=True)
+        with clocks.part("agreement"), probed(run) as probe:
+            looked = partial(look, run, config)
+            agree(looked(), run, {"the directory": probe} | prepared.read(), looked)
+        with clocks.part("engine"):
+            engine = TrainingEngine(
+                prepared.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed
+            )
+        with clocks.part("machines"):
+            most_machines(topology)
+        with clocks.part("saver"):
+            saver = Saver(engine.zero, config, run, None, prepared.corpora, prepared.validation_corpora)
+        train(world, clocks, prepared, engine)
+        watched(world, clocks, store)
+        found = save(world, clocks, saver, run)
+        with clocks.part("resume: config"):
+            RunConfig.load(file, (), world.ranks, *saved_start(run, None))
+        go_on(clocks, "resume", run, config, engine, prepared)
+        if world.data > 1:
+            moved = folder / "moved"
+            write_moved(world, moved, saver)
+            go_on(clocks, "resume, moved", moved, config, engine, prepared)
+        return {**asdict(world), "parts": {name: asdict(part) for name, part in clocks.parts.items()}, **found}
+
+
+def furnish(world: World, folder: Path) -> Path:
+    """Write a corpus of a hundred thousand documents and a config into the folder; return the config's path."""
+    documents = 100_000
+    with IndexedWriter(folder / "corpus", VOCABULARY) as writer:
+        writer.add_documents(np.arange(20 * documents) % VOCABULARY, np.full(documents, 20))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": world.stage, "stage3_param_persistence_threshold": 0},
+        "zero_tp": {
+            "model": {
+                **{"model_type": "llama", "num_hidden_layers": world.layers, "hidden_size": world.hidden},
+                **{"intermediate_size": 2 * world.hidden, "num_attention_heads": max(8, world.tensor)},
+                **{"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH},
+                **{"bos_token_id": 1, "eos_token_id": 2},
+            },
+            "parallel": {"tensor": world.tensor, "sequence": True},
+            "data": {"train": str(folder / "corpus"), "sequence_length": LENGTH},
+            "training": {"steps": 1000},
+        },
+    }
+    file = folder / "run.json"
+    file.write_text(json.dumps(config))
+    return file
+
+
+def train(world: World, clocks: Clocks, prepared: PreparedRun, engine: TrainingEngine) -> None:
+    """Take steps as the loop does, and one with the guards."""
+    config, topology, requests = prepared.config, engine.topology, Requests()
+    times = list[tuple[float, float]]()
+
+    def step(number: int) -> None:
+        batches = prepared.samples.rank_batches(
+            number, config.global_batch, config.micro_batch, config.accumulation, topology.data_rank, topology.data
+        )
+        engine.train_step(batches)
+        requests.agreed(engine.device)
+
+    for number in range(world.steps + 1):  # the first makes the optimizer's states
+        with clocks.part("first step" if number == 0 else "step"):
+            step(number)
+        if number:
+            times.append((clocks.parts["step"].seconds, clocks.parts["step"].processor))
+    clocks.parts["step"].seconds, clocks.parts["step"].processor = map(statistics.median, zip(*times, strict=True))
+    with clocks.part("guards"):
+        check_replicas(engine.model, topology, 1)
+        check_duplicates(engine.zero, 1)
+
+
+def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
+    """Let the first rank look at all the others, and any one say why the run hangs."""
+    told = dist.PrefixStore("zero_tp/watch", store)
+    for rank in range(world.ranks):
+        position = Position(1, "step", 7, "backward", waiting=True, place="wait (x.py:1)", host=f"node{rank // 8}")
+        told.set(str(rank), json.dumps(asdict(position)))
+    watch = Watch()
+    watch._rank, watch._world, watch._store = world.rank, world.ranks, told
+    with clocks.part("watch: all positions"):
+        assert len(watch._everyone()) == world.ranks
+
+
+def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any]:
+    """Save; the first rank finds the files and hears the words of all others, of a model of `parameters`."""
+    size = world.parameters * STATES // world.ranks
+    digest = "0" * 64
+    told = Written(size, digest, (digest,) * -(-size // PART))
+    begin, stub = directory.begin, run / "stub"
+    with stub.open("wb") as file:
+        file.truncate(size)
+
+    def begun(run: Path) -> Path:
+        temporary = begin(run)
+        for data in range(world.data):
+            for tensor in range(world.tensor):
+                rank = data * world.tensor + tensor
+                if rank != world.rank:
+                    name = states_file(tensor, data)
+                    os.link(stub, temporary / name)
+                    if world.rank == 0:
+                        saver._store.set(f"1/{rank}", json.dumps({"file": name, **vars(told)}))
+        return temporary
+
+    temporary = Path()
+    with mock.patch.object(directory, "begin", begun):
+        if world.rank:
+            temporary = begun(run)
+            saver._store.set("1/begun", json.dumps({"directory": temporary.name}))
+            saver._store.set("1/outcome", "")
+        with clocks.part("save: the rank's own"):
+            if world.rank == 0:
+                with mock.patch.object(saver, "_finish", lambda manifest: kept.update(manifest=manifest) or {}):
+                    kept: dict[str, Any] = {}
+                    saver.save(1)
+            else:
+                saver.save(1)
+    outcome = saver.outcome()
+    assert outcome == (1, ""), outcome
+    own = json.loads(saver._store.get(f"1/{world.rank}"))
+    if world.rank == 0:
+        saver._step = 1
+        with clocks.part("save: all others' words, the manifest"):
+            saver._finish(kept["manifest"])
+    else:
+        names = [states_file(*divmod(rank, world.data)) for rank in range(world.ranks)]
+        files = dict.fromkeys(names, told) | {own["file"]: Written(own["size"], own["sha256"], own["parts"])}
+        directory.commit(run, temporary, 1, saver._manifest(), files)
+    manifest = directory.step_directory(run, 1) / directory.MANIFEST
+    return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(told)))}
+
+
+def go_on(
+    clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: PreparedRun
+) -> None:
+    """Resume as a start does."""
+    with clocks.part(f"{name}: what there is"):
+        looked = partial(look, run, config, None, prepared.check_resumed)
+        found = agree(looked(), run, prepared.read(), looked)
+        assert found.checkpoint is not None
+        check_all_there(found.checkpoint)
+    with clocks.part(f"{name}: states"):
+        resume(engine.zero, found.checkpoint, 1)
+
+
+def written(file: Path, tensors: dict[str, Tensor], starts: dict[str, int]) -> Written:
+    """Write a file of states, sooner than a save does, which keeps buffers for large ones."""
+    save_file(tensors, file, {STARTS: json.dumps(starts)})
+    whole = file.read_bytes()
+    return Written.of(len(whole), [hashlib.sha256(whole[at : at + PART]).digest() for at in range(0, len(whole), PART)])
+
+
+def write_moved(world: World, run: Path, saver: Saver) -> None:
+    """Write what half as many replicas have saved: the files of this TP rank, and small ones in place of the others."""
+    model, data = saver.zero.model, world.data // 2
+    described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
+    temporary, files = directory.begin(run), dict[str, Written]()
+    tensor_rank = saver.topology.tensor_rank
+    for data_rank in range(data):
+        tensors, starts = dict[str, Tensor](), dict[str, int]()
+        for name, one in described.items():
+            numel = torch.Size(one.layout.local_shape(one.shape, world.tensor)).numel()
+            share = -(-numel // data)
+            start, stop = min(numel, data_rank * share), min(numel, (data_rank + 1) * share)
+            if start < stop:
+                starts[name] = start
+                tensors |= {tensor_name(name, kind): torch.zeros(stop - start) for kind in saver.zero.states().kinds()}
+        file = states_file(tensor_rank, data_rank)
+        files[file] = written(temporary / file, tensors, starts)
+    small = written(temporary / "small", {"x": torch.zeros(1000)}, {})
+    for tensor in range(world.tensor):
+        for data_rank in range(data) if tensor != tensor_rank else ():
+            os.link(temporary / "small", temporary / states_file(tensor, data_rank))
+            files[states_file(tensor, data_rank)] = small
+    (temporary / "small").unlink()
+    manifest = saver._manifest() | {"data": data}
+    directory.commit(run, temporary, 1, manifest, files)
+    assert isinstance(directory.read_manifest(directory.step_directory(run, 1)), Manifest)
+
+
+if __name__ == "__main__":
+    print(json.dumps(simulate(World(**json.loads(sys.argv[1])), Path(sys.argv[2]))))
