@@ -1,0 +1,174 @@
+"""This is a model of PyTorch's caching allocator on CUDA, to replay what a step makes and lets go (ZeRO-R's M_D).
+
+The CPU's allocator has no segments to show. The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default
+settings, for one stream; the sizes are those of c10/core/AllocatorConfig.h and CachingDeviceAllocator.h of torch 2.13:
+
+- a request is rounded up to 512 bytes; up to 1 MiB it goes to the small pool, else to the large one;
+- it takes the smallest free block that holds it, the one of the lowest address among equals;
+- where none does, the device gives a segment: 2 MiB in the small pool, 20 MiB below 10 MiB, else whole 2 MiB;
+- what is left of a block is split off: from 512 bytes on in the small pool, above 1 MiB in the large one;
+- a block that is freed joins its free neighbours in its segment, and stays with the process;
+- where the device has no segment left to give, segments that are wholly free go back to it, and it is asked once more.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MIN_BLOCK = 512
+SMALL = 1 << 20
+SMALL_SEGMENT = 2 << 20
+LARGE_SEGMENT = 20 << 20
+MIN_LARGE = 10 << 20
+ROUND_LARGE = 2 << 20
+
+
+class OutOfMemory(Exception):
+    """The device has not the memory that a request needs in one piece."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A block is a stretch of a segment; `before` and `after` are its neighbours there."""
+
+    address: int
+    size: int
+    small: bool
+    before: Block | None = None
+    after: Block | None = None
+    free: bool = False
+
+
+class CachingAllocator:
+    """An allocator has a device's memory to give.
+
+    Attributes:
+        capacity: bytes of the device; None: no limit.
+        reserved: bytes of the segments that the process holds. allocated: bytes of the blocks in use.
+    """
+
+    def __init__(self, capacity: int | None = None):
+        self.capacity = capacity
+        self.reserved = self.allocated = 0
+        self._end = 0
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+
+    def allocate(self, size: int) -> Block:
+        """Return a block of at least `size` bytes, which is more than 0.
+
+        Raises:
+            OutOfMemory: no free block holds it, and the device has no segment for it.
+        """
+        size = -(-size // MIN_BLOCK) * MIN_BLOCK
+        small = size <= SMALL
+        pool = self._free[small]
+        place = bisect.bisect_left(pool, size, key=lambda entry: entry[0])
+        block = pool.pop(place)[2] if place < len(pool) else self._segment(size, small)
+        left = block.size - size
+        if left >= MIN_BLOCK if small else left > SMALL:
+            rest = Block(block.address + size, left, small, block, block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.after, block.size = rest, size
+            self._put(rest)
+        block.free = False
+        self.allocated += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        assert not block.free, "freed twice"
+        self.allocated -= block.size
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._take(before)
+            block.address, block.size = before.address, block.size + before.size
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.free:
+            self._take(after)
+            block.size += after.size
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+        self._put(block)
+
+    def _segment(self, size: int, small: bool) -> Block:
+        given = SMALL_SEGMENT if small else LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+        if self.capacity is not None and self.reserved + given > self.capacity:
+            self._give_back()
+            if self.reserved + given > self.capacity:
+                raise OutOfMemory(f"{given} bytes, with {self.reserved} of {self.capacity} reserved")
+        self.reserved += given
+        self._end += given
+        return Block(self._end - given, given, small)
+
+    def _give_back(self) -> None:
+        for small, pool in self._free.items():
+            self._free[small] = [entry for entry in pool if entry[2].before or entry[2].after]
+            self.reserved -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in self._free[small])
+
+    def _put(self, block: Block) -> None:
+        block.free = True
+        # No two blocks have one address, so that blocks themselves are never compared.
+        bisect.insort(self._free[block.small], (block.size, block.address, block))
+
+    def _take(self, block: Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect.bisect_left(pool, (block.size, block.address), key=lambda entry: entry[:2])]
+
+
+Event = tuple[Hashable, int]
+"""Which tensor, and its bytes; 0 when it goes."""
+
+
+class Replay(NamedTuple):
+    """A replay has the most bytes of tensors at once, and of segments [bytes]."""
+
+    tensors: int
+    reserved: int
+
+    @property
+    def fragmentation(self) -> float:
+        """Return the share of the segments that tensors never filled."""
+        return 1 - self.tensors / self.reserved
+
+
+def replay(events: Iterable[Event], capacity: int | None = None) -> Replay:
+    """Return what the allocator needs for tensors that come and go in this order.
+
+    Raises:
+        OutOfMemory: they do not run in `capacity` bytes.
+    """
+    allocator = CachingAllocator(capacity)
+    blocks: dict[Hashable, tuple[Block, int]] = {}
+    tensors = most = reserved = 0
+    for name, size in events:
+        if size:
+            blocks[name] = allocator.allocate(size), size
+            tensors += size
+        elif name in blocks:
+            block, gone = blocks.pop(name)
+            allocator.free(block)
+            tensors -= gone
+        most, reserved = max(most, tensors), max(reserved, allocator.reserved)
+    return Replay(most, reserved)
+
+
+def least_capacity(events: Iterable[Event]) -> int:
+    """Return the bytes of a device in which the tensors run, and with one segment of 2 MiB less do not."""
+    events = list(events)
+    free = replay(events)
+    low, high = free.tensors // ROUND_LARGE - 1, -(-free.reserved // ROUND_LARGE)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            replay(events, middle * ROUND_LARGE)
+            high = middle
+        except OutOfMemory:
+            low = middle
+    return high * ROUND_LARGE
