@@ -1,7 +1,8 @@
-"""The model of CUDA's caching allocator against traces worked out by hand, and its sizes against torch's own headers."""
+"""The model of CUDA's caching allocator against traces worked out by hand; its sizes against torch's own headers."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -108,9 +109,10 @@ def test_blocks_never_overlap_and_fill_their_segments(requests: list[tuple[int, 
         free = [entry[2] for pool in device._free.values() for entry in pool]
         everything = sorted([*blocks, *free], key=lambda block: block.address)
         assert sum(block.size for block in everything) == device.reserved
-        assert all(a.address + a.size == b.address for a, b in zip(everything, everything[1:], strict=False))
+        assert all(a.address + a.size == b.address for a, b in itertools.pairwise(everything))
         assert sum(block.size for block in blocks) == device.allocated
     for block in blocks:
         device.free(block)
     assert device.allocated == 0
-    assert all(block.before is None and block.after is None for _, _, block in sum(device._free.values(), []))
+    left = [entry[2] for pool in device._free.values() for entry in pool]
+    assert all(block.before is None and block.after is None for block in left)

@@ -24,7 +24,7 @@ def command(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [name for name in names() if not name.startswith("zero-")])
 def test_plans_are_near_what_is_published(name: str) -> None:
     made: Reproduction = reproduction(name)(measured=False)
     rows = [row for rows in made.tables.values() for row in rows]

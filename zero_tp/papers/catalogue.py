@@ -21,6 +21,15 @@ class Paper:
 
 
 PAPERS = {
+    "zero": Paper(
+        "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (arXiv 1910.02054)",
+        {
+            "model-states": "bytes of parameters, gradients and optimizer states by stage (table 1, figure 1)",
+            "largest-model": "the largest model that trains in a given memory, by stage",
+            "residual": "ZeRO-R: P_a, C_B and M_D on and off: bytes, and fragmentation",
+            "volume": "what a rank sends in a step, by stage",
+        },
+    ),
     "recomputation": Paper(
         "Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198)",
         {

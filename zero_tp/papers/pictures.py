@@ -7,6 +7,8 @@ from typing import Any
 
 from zero_tp.page import dressed, new_figure
 from zero_tp.papers.rows import Table
+from zero_tp.planning.pictures import COLOURS as KINDS
+from zero_tp.planning.report import TITLES
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 COLOURS = {"measured": "#4477AA", "planned": "#EE6677", "formula": "#CCBB44", "published": "#BBBBBB"}
@@ -85,3 +87,23 @@ def _table(axes: Any, rows: Table) -> None:
     if len(units) == 1:
         axes.set_xlabel(units.pop(), fontsize=9)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
+    """Draw bars of bytes by category: of each heading its unit and stacks, in axes of their own (ZeRO's figure 1)."""
+    heights = [len(stacks) + 1.2 for _, stacks in groups.values()]
+    figure = new_figure(8.4, 0.32 * sum(heights))
+    every = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (heading, (unit, stacks)) in zip(every, groups.items(), strict=True):
+        dressed(axes, heading)
+        ends = dict.fromkeys(stacks, 0.0)
+        for kind in next(iter(stacks.values())):
+            sizes = [stack[kind] for stack in stacks.values()]
+            axes.barh(list(stacks), sizes, left=list(ends.values()), color=KINDS[kind], label=TITLES[kind], height=0.7)
+            ends = {name: end + size for (name, end), size in zip(ends.items(), sizes, strict=True)}
+        for number, end in enumerate(ends.values()):
+            axes.text(end, number, f" {end:,.4g} {unit}", va="center", fontsize=8)
+        axes.set_xlim(0, 1.15 * max(ends.values()))
+        axes.invert_yaxis()
+    every[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+    return {"": figure}

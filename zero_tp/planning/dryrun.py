@@ -13,8 +13,8 @@ scores. What is planned for an accelerator runs on tensors of a simulated one (p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,7 +34,7 @@ from zero_tp.constants import DTYPES
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.models import context
 from zero_tp.models.architectures import architecture_of
-from zero_tp.models.model import model_class
+from zero_tp.models.model import ParallelModel, model_class
 from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as cross_entropy
@@ -50,6 +50,23 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
     Args:
         config: of the model.
         whole: run all layers, instead of those of each kind that differ.
+    """
+    # One buffer for all checkpoints takes what they take one by one, until they are gone: then it stays.
+    apart = replace(workload, checkpointing={**workload.checkpointing, "contiguous_memory_optimization": False})
+    with without_numbers(config, apart, whole=whole) as (model, batch, order):
+        parts = measure(model, batch)
+    return joined(parts, order)
+
+
+@contextmanager
+def without_numbers(
+    config: PretrainedConfig, workload: Workload, *, whole: bool
+) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
+    """Give a model and a micro-batch of fake tensors, as one rank has them, and of each layer the one that stands for
+    it.
+
+    Args:
+        whole: with all layers; then each stands for itself.
     """
     with ExitStack() as stack:
         device = torch.device("cpu")
@@ -81,12 +98,9 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
         )
         model.train()
         again = tuple(number for number, kind in enumerate(measured) if kind.recomputes)
-        # One buffer for all checkpoints takes what they take one by one, until they are gone: then it stays.
-        settings = {**workload.checkpointing, "contiguous_memory_optimization": False}
         policy = _Numbered(**workload.policy.model_dump(), numbers=again)
-        ActivationMemory(model, policy, settings, device)
-        parts = measure(model, batch_of(workload, spec, device))
-    return joined(parts, order)
+        ActivationMemory(model, policy, workload.checkpointing, device)
+        yield model, batch_of(workload, spec, device), order
 
 
 def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) -> AnyBatch:

@@ -116,41 +116,60 @@ class StepProfiler:
 
     @contextmanager
     def _following(self) -> Iterator[None]:
-        model, engine = self.engine.model, self.engine.engine
-        allocations = Allocations(self.engine.device.type)
-        handles = [
-            model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
-            model.register_forward_hook(lambda *_: allocations.note("backward")),
-        ]
-        step: Callable[..., Any] = engine.step
-
-        def stepping(*args: Any, **kwargs: Any) -> Any:
-            if engine.is_gradient_accumulation_boundary():
-                allocations.note("step")
-            return step(*args, **kwargs)
-
-        engine.step = stepping
-        try:
-            with allocations:
-                self._take_in(allocations)
-                begin = allocations.clock
-                yield
-        finally:
-            engine.step = step
-            for handle in handles:
-                handle.remove()
+        with followed(self.engine) as allocations:
+            begin = allocations.clock
+            yield
         self._points = points(allocations, begin)
 
-    def _take_in(self, allocations: Allocations) -> None:
-        basic = self.engine.zero.states().optimizer
-        states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
-        masters = [each for group in basic.param_groups for each in group["params"]]
-        parameters = [partition_of(each) for each in self.engine.model.parameters()]
-        allocations.mark(parameters, "parameters")
-        allocations.mark(states, "optimizer")
-        allocations.mark(masters, "optimizer")
-        allocations.mark(parameters, "parameters")  # in fp32 without ZeRO they are their own masters
-        allocations.mark(_other_tensors(allocations), "buffers")
+
+@contextmanager
+def followed(engine: TrainingEngine) -> Iterator[Allocations]:
+    """Give every storage that exists and that the block makes, with the begins of forward, backward and update noted.
+
+    What exists before has its category: parameters, optimizer, gradients or buffers. So have the gradients that
+    backward leaves at parameters, how long ever.
+    """
+    allocations = Allocations(engine.device.type)
+
+    def arrived(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            allocations.mark([parameter.grad], "gradients")
+
+    handles = [
+        engine.model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
+        engine.model.register_forward_hook(lambda *_: allocations.note("backward")),
+        *(parameter.register_post_accumulate_grad_hook(arrived) for parameter in engine.model.parameters()),
+    ]
+    step: Callable[..., Any] = engine.engine.step
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        if engine.engine.is_gradient_accumulation_boundary():
+            allocations.note("step")
+        return step(*args, **kwargs)
+
+    engine.engine.step = stepping
+    try:
+        with allocations:
+            _take_in(allocations, engine)
+            yield allocations
+    finally:
+        engine.engine.step = step
+        for handle in handles:
+            handle.remove()
+
+
+def _take_in(allocations: Allocations, engine: TrainingEngine) -> None:
+    basic = engine.zero.states().optimizer
+    states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
+    masters = [fragment.flat for fragment in engine.zero.fragments()]
+    partitions = getattr(engine.zero.optimizer, "grad_partitions_flat_buffer", None)  # ZeRO-3's
+    parameters = [partition_of(each) for each in engine.model.parameters()]
+    allocations.mark(parameters, "parameters")
+    allocations.mark(states, "optimizer")
+    allocations.mark(masters, "optimizer")
+    allocations.mark(parameters, "parameters")  # in fp32 without ZeRO they are their own masters
+    allocations.mark([] if partitions is None else [partitions], "gradients")
+    allocations.mark(_other_tensors(allocations), "buffers")
 
 
 def _other_tensors(allocations: Allocations) -> Iterable[Tensor]:

@@ -1,0 +1,81 @@
+"""ZeRO's results: the plan and what is measured, against the paper's formulas and figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tiers import THOROUGH
+from zero_tp.papers import zero
+from zero_tp.papers.reproduction import Reproduction
+from zero_tp.papers.rows import Row
+
+
+def rows_of(made: Reproduction) -> list[Row]:
+    return [row for rows in made.tables.values() for row in rows]
+
+
+def test_deepspeed_allocates_a_little_more_than_the_formula() -> None:
+    """The formula is published; what ZeRO-1 reduces and what a partition reaches into come on top."""
+    for row in rows_of(zero.model_states(measured=False)):
+        assert row.planned is not None and row.formula is not None
+        assert 0.999 * row.formula < row.planned < 1.08 * row.formula, row.label
+        assert row.published is None or row.formula == pytest.approx(row.published, rel=0.01), row.label
+
+
+def test_a_higher_stage_and_more_devices_hold_a_larger_model() -> None:
+    few, many = zero.largest_model(measured=False).tables.values()
+    for table in (few, many):
+        planned = [row.planned or 0 for row in table]
+        assert planned == sorted(planned) and all((row.planned or 0) < (row.formula or 0) for row in table)
+    assert [(a.planned or 0) < (b.planned or 0) for a, b in zip(few, many, strict=True)] == [False, True, True, True]
+
+
+def test_residual_states_are_split_constant_and_whole() -> None:
+    """P_a leaves a t-th of a checkpoint and P_a+cpu nothing, C_B does not grow, and M_D leaves fewer gaps."""
+    kept, buffers, printed, gaps = zero.residual(measured=False).tables.values()
+    whole, split, host = ((row.planned or 0, row.formula or 0) for row in kept)
+    for column in (0, 1):
+        checkpoints = whole[column] - host[column]
+        assert (split[column] - host[column]) == pytest.approx(checkpoints / 8, rel=0.01)
+    assert len({row.planned for row in buffers}) == 1
+    assert all(row.formula == pytest.approx(row.published, rel=0.04) for row in printed)
+    found = {row.label: row.planned or 0 for row in gaps}
+    assert found["M_D on: never filled"] < found["M_D off: never filled"]
+    assert found["M_D on: least memory that runs it"] < found["M_D off: least memory that runs it"]
+
+
+def test_volume_is_half_as_much_again_under_stage_3() -> None:
+    (rows,) = zero.volume(measured=False).tables.values()
+    sent = [row.formula or 0 for row in rows]
+    assert [each / sent[0] for each in sent] == pytest.approx([1, 1, 1, 1.5])
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 40])
+@pytest.mark.parametrize("guess", [0, 1, 3, 8, 41])
+def test_the_greatest_that_fits_is_found(most: int, guess: int) -> None:
+    asked = list[int]()
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= most
+
+    assert zero.last(fits, guess) == most
+    assert len(asked) == len(set(asked)) < 16 and min(asked) > 0
+
+
+@THOROUGH
+def test_measured_states_are_planned() -> None:
+    (stages,) = [zero.states_on(2)[0]]
+    for row in stages:
+        assert row.measured == pytest.approx(row.planned, rel=0.25 if "ZeRO-1" in row.label else 0.01), row.label
+
+
+@THOROUGH
+def test_stage_3_sends_half_as_much_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "RANKS", (1, 2))
+    small, _ = zero.volume(measured=True).tables.values()
+    sent = {row.label: row.measured for row in small}
+    # ZeRO-3 gathers biases and norms too, and some weights once more.
+    assert [sent[name] for name in zero.STAGES.values()] == pytest.approx([2, 3, 3, 3], rel=0.03)
+    owners = [each for name, each in sent.items() if "owners" in name]
+    assert owners == pytest.approx([2, 2], rel=0.03)

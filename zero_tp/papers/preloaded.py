@@ -1,0 +1,16 @@
+"""What the server of `on_ranks` imports once, for all ranks that it forks."""
+
+import gc
+
+from zero_tp.process.quiet import quiet_libraries
+
+quiet_libraries(verbose=False)
+
+import deepspeed  # noqa: E402, F401
+import transformers.models.gpt2.modeling_gpt2  # noqa: E402, F401
+
+import zero_tp.training.engine  # noqa: E402, F401
+
+# A collection in a rank would write to every object, and so copy those pages.
+gc.collect()
+gc.freeze()
