@@ -58,12 +58,6 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Name → (ranks, what is asked of DeepSpeed and of TP)."""
 
-COLLECTIVES = (
-    *("allreduce", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "broadcast", "reduce"),
-    *("alltoall", "alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
-)
-"""Methods of a process group that move numbers."""
-
 Step = Callable[[Any], float]
 """Trains on one batch [BATCH, length] → its mean loss."""
 
@@ -183,6 +177,8 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
 def recorded() -> Iterator[list[Callable[[], Any]]]:
     """Give what the process groups are asked for in the block, each to be asked for again."""
     from torch.distributed import ProcessGroup
+
+    from zero_tp.papers.collectives import COLLECTIVES
 
     asked: list[Callable[[], Any]] = []
 

@@ -65,9 +65,20 @@ def test_the_greatest_that_fits_is_found(most: int, guess: int) -> None:
 
 @THOROUGH
 def test_measured_states_are_planned() -> None:
-    (stages,) = [zero.states_on(2)[0]]
-    for row in stages:
-        assert row.measured == pytest.approx(row.planned, rel=0.25 if "ZeRO-1" in row.label else 0.01), row.label
+    """Gradients on their way to a bucket of a million elements come on top."""
+    rows, _ = zero.states_on(2)
+    assert len(rows) == 12
+    for row in rows:
+        assert row.measured is not None and row.planned is not None
+        most = row.planned + (2 if "gradients" in row.label else 0.01)
+        assert 0.999 * row.planned < row.measured <= most, row.label
+
+
+@THOROUGH
+def test_a_model_that_is_too_large_for_its_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero, "BUDGET", 48 * 2**20)
+    most = zero.most_built(2, 2, guess=4)
+    assert 0 < most <= zero.most_planned(2, 2) < 8
 
 
 @THOROUGH
