@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.errors import UserError
 from zero_tp.models.mlp import _gated, _of_gated
@@ -109,7 +110,7 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", in_tiers([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize(
     ("backend", "device"),
     [

@@ -189,6 +189,7 @@ def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
     assert pool.run(leave_things_behind) == [(2, 4), (2, 3)]
 
 
+@THOROUGH
 def test_a_rank_that_cannot_be_put_back_is_reported(pool: Pool) -> None:
     pool.run(leave_a_proxy_of_nothing)
     before = pool.pids

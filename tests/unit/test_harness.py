@@ -157,21 +157,27 @@ def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
     assert result["data"]["piqa"]["data_files"] == {"validation": str(file)}
 
 
-def test_mistakes(tasks: Path, tmp_path: Path) -> None:
-    def refuses(message: str, names: list[str], data: dict[str, Path] | None = None, **options: object) -> None:
-        with pytest.raises(UserError, match=message):
-            make_tasks(names, data or {}, TaskOptions(**options))  # type: ignore[arg-type]
+def tasks_refuse(message: str, names: list[str], data: dict[str, Path] | None = None, **options: object) -> None:
+    with pytest.raises(UserError, match=message):
+        make_tasks(names, data or {}, TaskOptions(**options))  # type: ignore[arg-type]
 
-    refuses("copa_locl: unknown task; did you mean copa_local", ["copa_locl"], include_path=tasks)
-    refuses("lambda: unknown task; did you mean lambada", ["lambda"])
-    refuses("--include-path .*no such directory", ["copa_local"], include_path=tmp_path / "none")
-    refuses("no task file", ["copa_local"], include_path=tmp_path)
-    refuses(r"arc_easy: its data can't be read .* --data arc_easy=FILE", ["arc_easy"])
+
+def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
+    tasks_refuse("--include-path .*no such directory", ["copa_local"], include_path=tmp_path / "none")
+    tasks_refuse("no task file", ["copa_local"], include_path=tmp_path)
+
+
+@THOROUGH
+def test_mistakes(tasks: Path, tmp_path: Path) -> None:
+    """lm-eval reads all its task files for these, and asks the network."""
+    tasks_refuse("copa_locl: unknown task; did you mean copa_local", ["copa_locl"], include_path=tasks)
+    tasks_refuse("lambda: unknown task; did you mean lambada", ["lambda"])
+    tasks_refuse(r"arc_easy: its data can't be read .* --data arc_easy=FILE", ["arc_easy"])
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
-    refuses(r"arc_easy: its data can't be read", ["arc_easy"], {"arc_easy": file})
-    refuses("no examples for --num-fewshot 2", ["arc_easy"], {"arc_easy": file}, num_fewshot=2)
-    refuses("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
+    tasks_refuse(r"arc_easy: its data can't be read", ["arc_easy"], {"arc_easy": file})
+    tasks_refuse("no examples for --num-fewshot 2", ["arc_easy"], {"arc_easy": file}, num_fewshot=2)
+    tasks_refuse("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "wikitext103"])

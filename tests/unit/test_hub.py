@@ -64,6 +64,7 @@ def test_a_run_that_goes_on_keeps_its_commit() -> None:
     assert pinned("a/directory/of/mine", "key") == "a/directory/of/mine"
 
 
+@THOROUGH
 def test_a_cache_serves_without_a_network(model: Path, cache: Path) -> None:
     words = ("sample", "--prompt", "the cat", "--tokens", "5", "--temperature", "0", "--model")
     there = run(*words, NAME, HF_HOME=str(cache), HF_HUB_OFFLINE="1")
@@ -75,14 +76,13 @@ def test_a_cache_serves_without_a_network(model: Path, cache: Path) -> None:
         assert part in missing.stderr
 
 
-def test_the_model_in_python_and_in_a_config(
-    model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the config the name stands with its commit."""
+def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path: Path) -> None:
+    """From the cache, without a network. In the config the name stands with its commit."""
     script = (
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
-        "config = RunConfig.load('config.json'); print(config.resolved()['zero_tp']['model']['from_pretrained'])"
+        "config = RunConfig.load('config.json'); print(config.resolved()['zero_tp']['model']['from_pretrained']);"
+        "RunConfig.load('config.json', ['zero_tp.model.from_pretrained=somebody/else@v2'])"
     )
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -101,7 +101,10 @@ def test_the_model_in_python_and_in_a_config(
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == 1
+    refusal = found.stderr.splitlines()[-1]
+    for part in ("no directory somebody/else@v2", "hf download somebody/else --revision v2"):
+        assert part in refusal
     parameters, name = found.stdout.split()
     from transformers import AutoModelForCausalLM
 

@@ -105,6 +105,7 @@ def test_what_does_nothing_is_known() -> None:
     assert idle(("TP 1", "no SP", "ZeRO-1", "full, contiguous", *rest)) == {("recompute", "full, contiguous")}
 
 
+@THOROUGH
 def test_every_family_meets_every_setting(tmp_path: Path) -> None:
     """And the config accepts every family in cells with all pairs of settings."""
     met = {(setting, family) for cell, family in families().items() for setting in set(settings_of(cell)) - idle(cell)}

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.launched import ROOT
+from tests.tiers import in_tiers
 from zero_tp.config.optimizer import builder_name, choose_implementation
 from zero_tp.errors import UserError
 from zero_tp.process import connect
@@ -109,17 +110,17 @@ print(faults)
 """
 
 
-@pytest.mark.parametrize(
-    ("word", "where", "variables", "can", "kept"),
-    [
-        ("keep", "main", {}, True, True),
-        ("keep", "thread", {}, True, True),
-        ("leave", "main", {}, True, False),
-        ("leave", "thread", {}, True, False),
-        ("keep", "main", {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
-        ("keep", "main", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
-    ],
-)
+KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
+    ("keep", "main", {}, True, True),
+    ("keep", "thread", {}, True, True),
+    ("leave", "main", {}, True, False),
+    ("leave", "thread", {}, True, False),
+    ("keep", "main", {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
+    ("keep", "main", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
+]
+
+
+@pytest.mark.parametrize(("word", "where", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1], KEPT[3], KEPT[4]]))
 def test_freed_memory_is_kept_unless_the_environment_says_how(
     word: str, where: str, variables: dict[str, str], can: bool, kept: bool
 ) -> None:

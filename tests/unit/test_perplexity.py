@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.tiers import THOROUGH
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
@@ -209,21 +210,26 @@ def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path:
     refuses("no complete checkpoint there", copy / "checkpoints" / "step_00000500")
 
 
-def test_the_command(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
-    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "eval/zero_shot.py", *map(str, arguments)],
-            cwd=ROOT,
-            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
+def command(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "eval/zero_shot.py", "--tasks", "perplexity", *map(str, arguments)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(home)},
+        capture_output=True,
+        text=True,
+    )
 
+
+def test_the_command(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
     data = f"perplexity={text_file}"
-    done = command("--model", model_directory, "--tasks", "perplexity", "--data", data, "--output", tmp_path / "r.json")
+    done = command(tmp_path, "--model", model_directory, "--data", data, "--output", tmp_path / "r.json")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].split()[:2] == ["task", "perplexity"]
     assert json.loads((tmp_path / "r.json").read_text())["model"]["model_type"] == "gpt2"
-    wrong = command("--model", tmp_path / "none", "--tasks", "perplexity", "--data", data)
+
+
+@THOROUGH
+def test_a_mistake_of_the_command_is_one_line(text_file: Path, tmp_path: Path) -> None:
+    wrong = command(tmp_path, "--model", tmp_path / "none", "--data", f"perplexity={text_file}")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == f"error: --model {tmp_path / 'none'}: no such directory\n"
