@@ -54,5 +54,11 @@ def test_what_cannot_be_written_is_told_and_costs_nothing(tmp_path: Path) -> Non
     done = started(tmp_path)
     assert done.returncode == -signal.SIGKILL and "a line of two words" in done.stdout
     assert done.stderr.count("console.log could not be written (Is a directory); the run goes on") == 1
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "console.log").symlink_to("/dev/full")
+    done = started(full)
+    assert done.returncode == -signal.SIGKILL and "but now" in done.stdout
+    assert done.stderr.count("console.log could not be written (No space left on device); the run goes on") == 1
     elsewhere = started(tmp_path / "of another node")
     assert "could not be written" not in elsewhere.stderr and "a line of two words" in elsewhere.stdout

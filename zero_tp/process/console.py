@@ -41,19 +41,18 @@ class Console:
 
         All ranks that see the directory append to one file, the first one after the command.
         """
-        try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-            self._file = os.open(run / CONSOLE, flags, 0o666)
-        except FileNotFoundError:  # of another node, which doesn't share the directory
-            self._early = None
-            return
-        except OSError as error:
-            self._give_up(error)
-            return
-        early, self._early = self._early or [], None
-        if self.environment.rank == 0:
-            self._write(self._command().encode())
-        self._write(b"".join(early))
+        command = self._command() if self.environment.rank == 0 else ""
+        with self._lock:  # other threads print too
+            early, self._early = self._early or [], None
+            try:
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+                self._file = os.open(run / CONSOLE, flags, 0o666)
+            except FileNotFoundError:  # of another node, which doesn't share the directory
+                return
+            except OSError as error:
+                self._give_up(error)
+                return
+            self._write(command.encode() + b"".join(early))
 
     def _command(self) -> str:
         ranks = f"{self.environment.world} rank{'s' if self.environment.world > 1 else ''}"
@@ -88,7 +87,7 @@ class Console:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self._file = self._early = None
+        self._file = None
         self._stderr.write(f"{CONSOLE} could not be written ({error.strerror}); the run goes on\n")
 
 
