@@ -74,7 +74,30 @@ def test_a_service_that_hangs_or_fails_costs_its_own_lines_only(monkeypatch: pyt
     about = [line for line in told if line.startswith("hangs: ")]
     assert about[0] == "hangs: no answer for 0 s; the run goes on"
     assert about[1] == "hangs: 3 lines wait for it; the run goes on without the next ones"
-    assert "it is left behind" in about[2] and about[3].endswith("lines were lost")
+    assert "it is left behind" in about[2] and about[3] == "hangs: 6 lines were lost"
+
+
+def test_one_that_is_behind_when_the_run_ends_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MOST_WAITING", 2)
+    asked, answers, sound = threading.Event(), threading.Event(), Taking()
+
+    class Late:
+        def log(self, values: dict[str, Any], step: int | None = None) -> None:
+            asked.set()
+            answers.wait(60)
+            sound.log(values, step)
+
+        finish = sound.finish
+
+    monitors = Monitors({"late": Late})
+    monitors.write({"step": 1, "loss": 1.0})
+    asked.wait(60)
+    for step in (3, 4, 5):
+        monitors.write({"step": step, "loss": 1.0})
+    threading.Timer(0.05, answers.set).start()
+    waits = "late: 2 lines wait for it; the run goes on without the next ones"
+    assert list(monitors.close(failing=False)) == [waits, "late: 1 line was lost"]
+    assert [step for step, _ in sound.taken] == [1, 3, 4, None]
 
 
 def test_a_failing_run_does_not_wait_for_its_monitors(monkeypatch: pytest.MonkeyPatch) -> None:

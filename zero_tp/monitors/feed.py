@@ -24,15 +24,15 @@ class _Feed(threading.Thread):
 
     Attributes:
         notes: lines for a person, each told once.
-        lost: how many lines it could not take.
+        given, taken: how many lines it was given, and the monitor has taken.
     """
 
     def __init__(self, name: str, opened: Callable[[], Sink]):
         super().__init__(name=f"monitor {name}", daemon=True)
         self.key, self._opened = name, opened
         self.notes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.lost = 0
-        self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_WAITING)
+        self.given = self.taken = 0
+        self._waiting: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
         self._since: float | None = None
         self._told = set[str]()
 
@@ -41,12 +41,10 @@ class _Feed(threading.Thread):
         with self._calling("could not be opened"):
             sink = self._opened()
         while (line := self._waiting.get()) is not None:
-            taken = False
             if sink is not None:
                 with self._calling("did not take what was logged"):
                     sink.log(line[1], step=line[0])
-                    taken = True
-            self.lost += not taken
+                    self.taken += 1
         if sink is not None:
             with self._calling("could not be closed"):
                 sink.finish()
@@ -69,27 +67,25 @@ class _Feed(threading.Thread):
 
     def put(self, step: int, values: dict[str, float]) -> None:
         """Give it a line, without waiting."""
+        self.given += 1
         since = self._since
         if since is not None and time.monotonic() - since > SLOW_SECONDS:
             self._tell(f"no answer for {SLOW_SECONDS:.0f} s; the run goes on")
-        try:
-            self._waiting.put_nowait((step, values))
-        except queue.Full:
-            self.lost += 1
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put((step, values))
+        else:
             self._tell(f"{MOST_WAITING:,} lines wait for it; the run goes on without the next ones")
 
     def end(self) -> None:
         """Give it nothing more."""
-        with contextlib.suppress(queue.Full):  # it hangs, and is left behind
-            self._waiting.put_nowait(None)
+        self._waiting.put(None)
 
     def outcome(self, waited: float) -> Iterator[str]:
         """Yield what there is to say in the end."""
-        left = sum(line is not None for line in self._waiting.queue) if self.is_alive() else 0
         if self.is_alive():
             yield f"{self.key}: not done {waited:.0f} s after the run; it is left behind"
-        if self.lost + left:
-            yield f"{self.key}: {self.lost + left} {'lines were' if self.lost + left > 1 else 'line was'} lost"
+        if lost := self.given - self.taken:
+            yield f"{self.key}: {lost} {'lines were' if lost > 1 else 'line was'} lost"
 
 
 class Monitors:
