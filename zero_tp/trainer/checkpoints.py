@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.checkpoint import directory
+from zero_tp.checkpoint.found import Found, agree
 from zero_tp.checkpoint.manifest import Parallelism, states_file
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.save import described, own_entries
 from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import by_the_first, from_all, require_alike
+from zero_tp.parallel.agreement import by_the_first, from_all
 from zero_tp.tensors.files import Written, write_tensors
 from zero_tp.zero.stages import ZeroEngine
 
@@ -80,14 +81,13 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
         UserError: there is nothing to resume, it is damaged or of another model, or ranks do not see the same.
     """
     try:
-        found = directory.find_checkpoint(folder)
-        told = directory.read_manifest(found).digest()
+        checkpoint = directory.find_checkpoint(folder)
+        found = Found(checkpoint, directory.read_manifest(checkpoint))
     except UserError as error:
-        found, told = folder, f"an error ({error})"
-    require_alike({f"{folder}: the ranks do not see the same checkpoint": told})
-    if told.startswith("an error"):
-        raise UserError(told[len("an error (") : -1])
-    resume(zero, found, seed)
-    schedule = directory.read_manifest(found).progress.schedule
+        found = Found(refusal=error)
+    found = agree(found, folder)
+    assert found.checkpoint is not None and found.manifest is not None
+    resume(zero, found.checkpoint, seed)
+    schedule = found.manifest.progress.schedule
     if zero.scheduler is None and schedule is not None:
         scheduler.load_state_dict(schedule)
