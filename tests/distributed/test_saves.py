@@ -64,6 +64,32 @@ def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: 
             check_file(step_directory(run, step) / name, written)
 
 
+def trainers_full_disk(path: str, folder: str, broken: int) -> str:
+    """Why a checkpoint of transformers' Trainer is not saved, where a rank may write only 10 kB a file."""
+    from zero_tp.errors import UserError
+    from zero_tp.trainer.checkpoints import save_states
+
+    engine, _ = build(path)
+    steps_of(engine, 1, 1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if engine.topology.rank == broken:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+    try:
+        save_states(engine.zero, None, Path(folder), 1, 7)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return ""
+
+
+def test_a_full_disk_leaves_nothing_of_trainers_checkpoint(ranks: Pools, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "run.json", 1, "fp32", 1)
+    for told in ranks(2).run(trainers_full_disk, str(path), str(tmp_path), 1):
+        assert told.startswith(f"{tmp_path}: rank 1 could not save: File too large (")
+    assert not complete_steps(tmp_path) and not (checkpoints_of(tmp_path) / TEMPORARY).exists()
+
+
 def nowhere_to_write(path: str, run: str) -> list[tuple[int, str] | None]:
     """Outcomes of three saves, before the second of which rank 0 cannot make the temporary directory: the directory
     that it would be in is a file."""

@@ -190,12 +190,8 @@ class Saver:
         """Return what `work` gives, or the error as text: the other ranks wait to hear of it."""
         try:
             return work()
-        except UserError as error:
-            return {"error": str(error)}
-        except OSError as error:
-            return {"error": f"{error.strerror or error} ({error.filename or self.run})"}
         except Exception as error:  # on a thread of its own; the ranks agree on it and say it
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": in_words(error, self.run)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, Written] = {}
@@ -210,6 +206,15 @@ class Saver:
         self._saved, settings = self._step, self.config.zero_tp.checkpoint
         self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
         return {}
+
+
+def in_words(error: Exception, run: Path) -> str:
+    """Return what has kept a rank from writing into a run's directory."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error} ({error.filename or run})"
+    return f"{type(error).__name__}: {error}"
 
 
 def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:

@@ -13,7 +13,7 @@ from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.found import Found, agree
 from zero_tp.checkpoint.manifest import Parallelism, states_file
 from zero_tp.checkpoint.resume import resume
-from zero_tp.checkpoint.save import described, own_entries
+from zero_tp.checkpoint.save import described, in_words, own_entries
 from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import by_the_first, from_all
@@ -32,6 +32,16 @@ def save_states(zero: ZeroEngine, scheduler: Any, folder: Path, step: int, seed:
     """
     topology = zero.topology
     temporary = by_the_first(partial(directory.begin, folder))
+    try:
+        _write(zero, scheduler, folder, temporary, step, seed)
+    except UserError:  # told by every rank
+        if topology.rank == 0:
+            directory.abandon(folder)
+        raise
+
+
+def _write(zero: ZeroEngine, scheduler: Any, folder: Path, temporary: Path, step: int, seed: int) -> None:
+    topology = zero.topology
     name = states_file(topology.tensor_rank, topology.data_rank)
     entries, metadata = own_entries(zero)
     written = _together(folder, partial(write_tensors, temporary / name, entries, metadata))
@@ -67,7 +77,7 @@ def _together(folder: Path, work: Any) -> Any:
     try:
         done = work() if work is not None else None
     except Exception as error:  # whatever it is, the other ranks are to hear of it
-        problem = str(error) or type(error).__name__
+        problem = in_words(error, folder)
     for rank, told in enumerate(from_all(problem)):
         if told:
             raise UserError(f"{folder}: rank {rank} could not save: {told}")
