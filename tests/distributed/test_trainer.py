@@ -300,6 +300,34 @@ def test_the_same_script_gives_the_same(
         check(found, tmp_path, plain[kind])
 
 
+def given(attention_mask: list[list[int]], more: bool) -> str:
+    """What a rank of a TP group of two is told whose second rank was given another mask, or a tensor more."""
+    import torch.distributed as dist
+
+    from zero_tp.errors import UserError
+    from zero_tp.topology import Topology
+    from zero_tp.trainer.batches import check_alike
+
+    second = dist.get_rank() == 1
+    mask = torch.tensor(attention_mask if second else [[1, 1, 1]] * 2, dtype=torch.bfloat16)
+    inputs: dict[str, Any] = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": mask}
+    if second and more:
+        inputs["token_type_ids"] = torch.zeros(2, 3, dtype=torch.int64)
+    try:
+        check_alike({**inputs, "return_dict": second}, Topology(2, True))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_other_samples_on_a_rank_of_a_tp_group_are_told_on_all(ranks: Pools) -> None:
+    alike = [[1, 1, 1]] * 2
+    assert ranks(2).run(given, alike, False) == ["", ""]
+    for mask, more in (([[1, 1, 1], [1, 1, 0]], False), (alike, True)):
+        for told in ranks(2).run(given, mask, more):
+            assert told.startswith("attention_mask, input_ids") and "were given different samples" in told
+
+
 def resumed(directory: str, folder: str, before: tuple[int, int], after: tuple[int, int]) -> tuple[Any, ...]:
     """Trained to step 2 on one grid and ZeRO stage, and on to the last on another."""
     (tensor, stage), (then, stage_then) = before, after

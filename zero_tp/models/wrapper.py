@@ -302,14 +302,14 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         """
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")
-        if prompt is not None and not agree_on_tokens(prompt, group):
+        if prompt is not None and not agree_on_tokens(group, prompt):
             raise UserError(
                 "generate: the tensor parallel ranks were given different prompts; give all of them the same"
             )
         with random_numbers_of_first(group, self.device):
             output: Any = super().generate(inputs, *arguments, **options)  # type: ignore[misc]
         sequences = output if isinstance(output, Tensor) else output.sequences
-        if not agree_on_tokens(sequences, group):
+        if not agree_on_tokens(group, sequences):
             raise RuntimeError("generate: the tensor parallel ranks ended with different tokens")
         return output
 

@@ -84,12 +84,20 @@ def by_the_first(work: Callable[[], T]) -> T:
     return done  # type: ignore[return-value]
 
 
-def agree_on_tokens(tokens: Tensor, group: Group) -> bool:
-    """Return whether all ranks of the group hold the same tokens. All-gather of one number."""
+def octets(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes, of whatever dtype."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
+    """Return whether all ranks of the group hold the same tensors of tokens. All-gather of one number."""
     if group_size(group) == 1:
         return True
-    digest = hashlib.sha256(repr(tuple(tokens.shape)).encode() + tokens.detach().cpu().contiguous().numpy().tobytes())
-    number = torch.tensor([int.from_bytes(digest.digest()[:7], "little")], device=tokens.device)
+    digest = hashlib.sha256()
+    for each in tokens:
+        digest.update(repr((each.dtype, tuple(each.shape))).encode())
+        digest.update(octets(each))
+    number = torch.tensor([int.from_bytes(digest.digest()[:7], "little")], device=tokens[0].device)
     return bool((all_gather(number, group) == number).all())
 
 

@@ -42,17 +42,18 @@ def padded(inputs: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
 
 
 def check_alike(inputs: Mapping[str, Any], topology: Topology) -> None:
-    """Check that all ranks of a TP group hold the same micro-batch. All-gather of one number a tensor over TP.
+    """Check that all ranks of a TP group hold the same micro-batch. All-gather of one number over TP.
 
     Raises:
         UserError: they do not, as the data collator or the data set draws other random numbers on each rank.
     """
-    for name, each in inputs.items():
-        if isinstance(each, Tensor) and not agree_on_tokens(each, topology.tensor_group):
-            raise UserError(
-                f"{name}: the ranks of a tensor parallel group were given different samples, as one has drawn more "
-                "random numbers than another; let the data collator and the data set draw from generators of their own"
-            )
+    tensors = {name: each for name, each in sorted(inputs.items()) if isinstance(each, Tensor)}
+    if not agree_on_tokens(topology.tensor_group, *tensors.values()):
+        raise UserError(
+            f"{', '.join(tensors)}: the ranks of a tensor parallel group were given different samples, as one has "
+            "drawn more random numbers than another; let the data collator and the data set draw from generators of "
+            "their own"
+        )
 
 
 def count_labels(

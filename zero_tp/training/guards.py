@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zero_tp.config.schema import Spike
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import from_all
+from zero_tp.parallel.agreement import from_all, octets
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
@@ -154,8 +154,7 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
 
 def digest(tensor: Tensor) -> int:
     """Return 63 bits of a tensor's SHA-256."""
-    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return int.from_bytes(hashlib.sha256(octets.data).digest()[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(octets(tensor)).digest()[:8], "little") >> 1
 
 
 def _alike(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:
