@@ -76,6 +76,29 @@ def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) 
     return str(found.checkpoint), list(found.notes)
 
 
+def start_with_an_old_view(path: str, run: str) -> str:
+    """The checkpoint that a start takes whose last rank still sees the damaged one after it was set aside."""
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint import found
+    from zero_tp.checkpoint.resume import Verification
+    from zero_tp.config import RunConfig
+
+    def verify(checkpoint: Path) -> None:
+        with Verification(checkpoint, read_manifest(checkpoint).files) as whole:
+            whole.agree()
+
+    config = RunConfig.load(path, world_size=dist.get_world_size())
+    look = found.look
+    first = found.agree(look(Path(run), config), Path(run))
+    views = [first] if dist.get_rank() == dist.get_world_size() - 1 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found, "look", lambda *asked: views.pop() if views else look(*asked))
+        patch.setattr(found, "is_local", lambda directory: False)
+        patch.setattr(found, "LOOK_SECONDS", 1.0)
+        return str(found.take_whole(first, Path(run), config, verify).checkpoint)
+
+
 @pytest.fixture(scope="module")
 def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with checkpoints of the steps 1 and 2."""
@@ -88,6 +111,15 @@ def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy_of(saved: Path, directory: Path) -> tuple[Path, Path]:
     shutil.copytree(saved, directory, dirs_exist_ok=True)
     return directory / "run.json", directory / "run"
+
+
+def test_going_back_waits_for_a_machine_with_an_old_view(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+    path, run = copy_of(saved, tmp_path)
+    damaged = step_directory(run, 2) / states_file(0, 1)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    tolerant = changed(path, on_corrupt="previous")
+    for taken in ranks(2).run(start_with_an_old_view, str(tolerant), str(run)):
+        assert taken == str(step_directory(run, 1))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

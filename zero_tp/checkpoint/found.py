@@ -199,7 +199,8 @@ def take_whole(
                 raise UserError(offer(error, run)) from error
             aside = by_the_first(partial(directory.set_aside, checkpoint))
             told = f"{error.file}: {error.problem}; set aside as {aside}, going back to the checkpoint before"
-            before = agree(look(run, config), run)
+            look_again = partial(look, run, config)
+            before = agree(look_again(), run, again=look_again)
             if before.checkpoint is None:
                 raise UserError(f"{run}: the checkpoints before {checkpoint} are gone; start again") from error
             found = replace(before, notes=(*found.notes, told, *before.notes))

@@ -163,7 +163,8 @@ def _agreed(
         found = take_whole(found, directory, config, check_all_there, resume_from)
     origin = Found()
     if tools.origin is not None:
-        origin = agree(tools.origin.look(found, directory, config, run.model_config), directory)
+        look_there = partial(tools.origin.look, found, directory, config, run.model_config)
+        origin = agree(look_there(), directory, again=look_there)
     if origin.checkpoint is not None:
         check_all_there(origin.checkpoint)
     return found, origin
