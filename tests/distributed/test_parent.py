@@ -18,7 +18,7 @@ from tests.pools import Pools
 from tests.tiers import THOROUGH
 from tests.unit.test_config import written
 from zero_tp.checkpoint.directory import read_manifest, step_directory
-from zero_tp.checkpoint.manifest import Parent
+from zero_tp.checkpoint.manifest import UNHASHED_FORMAT, Parent
 from zero_tp.checkpoint.parent import Origin, check_child, check_parent, find_parent
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -172,6 +172,11 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     with pytest.raises(UserError, match=r'^optimizer\.type: "Lion" has other states than "AdamW"'):
         check_parent(parent, lion, lion.hf_config())
     manifest = read_manifest(step_directory(parent, 1))
+    for size in ("many", [1]):  # what an unhashed manifest may say
+        with rewritten(step_directory(parent, 1)) as changed:
+            changed["format"], changed["fixed"]["train_batch_size"] = UNHASHED_FORMAT, size
+        with pytest.raises(UserError, match=r"manifest\.json: cannot be used"):
+            check_parent(parent, config, config.hf_config())
     with rewritten(step_directory(parent, 1)) as changed:
         del changed["fixed"]["optimizer"]
     with pytest.raises(UserError, match=r"a Trainer saved it, .* export it"):

@@ -52,6 +52,8 @@ def find_parent(given: Path, config: RunConfig, model: PretrainedConfig) -> Foun
         check_states(checkpoint, manifest)
         _check_model(checkpoint, manifest, model)
         _check_optimizer(checkpoint, manifest, config)
+        with taken_as_it_stands(checkpoint, manifest):
+            Parent.of(checkpoint, manifest)  # what the new run records of it
     except UserError as error:
         return Found(refusal=error)
     except OSError as error:
@@ -120,8 +122,6 @@ class Origin:
 
         No communication; what is wrong is the finding's `refusal`.
         """
-        if resumed.refusal is not None:
-            return Found()
         if resumed.manifest is None:
             return find_parent(self.given, config, model)
         try:
