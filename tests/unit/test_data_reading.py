@@ -18,7 +18,8 @@ from tests.tiers import THOROUGH
 from zero_tp.data import indexed
 from zero_tp.data.indexed import DTYPES, IndexedCorpus, IndexedWriter
 from zero_tp.data.permutation import Permutation
-from zero_tp.data.samples import PackedSamples, ReadAhead
+from zero_tp.data.read_ahead import ReadAhead
+from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -67,11 +68,11 @@ def test_reading_ahead_gives_what_reading_gives() -> None:
             there.set()
         return [step]
 
-    with ReadAhead(reading, 3) as ahead:  # type: ignore[type-var]
+    with ReadAhead(reading, 3) as ahead:
         assert ahead.take(2) == [2] and there.wait(60), "it reads while nobody asks"
         assert ahead.take(3) == [3] and ahead.take(2) == [2]
     assert sorted(read) in ([2, 2, 3], [2, 2, 3, 3]), "and not beyond the last"
-    with ReadAhead(reading, 9) as ahead:  # type: ignore[type-var]
+    with ReadAhead(reading, 9) as ahead:
         assert ahead.take(3) == [3]
         with pytest.raises(UserError, match="step 4"):
             ahead.take(4)

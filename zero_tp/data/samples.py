@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -237,34 +236,6 @@ class _Blend:
         periods, i = numbers // self.period, numbers % self.period
         corpora = self._corpus[i]
         return corpora, periods * self.shares[corpora] + self._before[i]
-
-
-class ReadAhead(Generic[BatchType]):
-    """A thread reads the next step's batches while this one trains; it is a context manager, which ends the thread.
-
-    What a step trains on stays a function of its number alone.
-    """
-
-    def __init__(self, read: Callable[[int], list[BatchType]], last: int) -> None:
-        """Read ahead up to the step `last`."""
-        self._read: Callable[[int], list[BatchType]] = read
-        self._last = last
-        self._thread = ThreadPoolExecutor(1, "read-ahead")
-        self._pending: tuple[int, Future[list[BatchType]]] | None = None
-
-    def __enter__(self) -> ReadAhead[BatchType]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def take(self, step: int) -> list[BatchType]:
-        """Return the batches of `step`, and begin with those after it. Raises what reading them raises."""
-        pending, self._pending = self._pending, None
-        batches = pending[1].result() if pending is not None and pending[0] == step else self._read(step)
-        if step < self._last:
-            self._pending = step + 1, self._thread.submit(self._read, step + 1)
-        return batches
 
 
 class FixedSamples(ABC, Generic[BatchType]):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zero_tp.checkpoint.directory import step_directory
 from zero_tp.checkpoint.save import Saver
-from zero_tp.data.samples import FixedSamples, ReadAhead
+from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import hardware_flops, model_flops
@@ -20,7 +20,7 @@ from zero_tp.training.guards import check_replicas
 from zero_tp.training.lines import StepRecord
 from zero_tp.training.metrics import StepMeter, memory_gib
 from zero_tp.training.report import Reporter
-from zero_tp.training.start import Prepared, Start, started
+from zero_tp.training.start import Prepared, Start, ValidationSamples, started
 from zero_tp.training.tools import Requests, Tools
 
 SKIPS_IN_A_ROW = 10
@@ -91,7 +91,7 @@ class _Loop:
             monitors=tools.monitors(self.config, run.directory, done) if first and tools.monitors is not None else None,
         )
         self.skips_in_a_row = 0
-        self.ahead: ReadAhead[Any] = ReadAhead(self._read, self.steps)
+        self.ahead = ReadAhead(self._read, self.steps)
         self.watch = tools.watch
         if self.watch is not None:
             engine.mark = self.watch.mark
@@ -240,7 +240,7 @@ class _Loop:
             "lower optimizer.params.lr, or look at the data of this step"
         )
 
-    def _validation(self, samples: FixedSamples[Any]) -> dict[str, float]:
+    def _validation(self, samples: ValidationSamples) -> dict[str, float]:
         limit = self.settings.evaluation.batches * self.config.global_batch
         batches = samples.batches(limit, self.config.micro_batch, self.topology.data_rank, self.topology.data)
         return self.engine.evaluate([batch.to(self.device) for batch in batches])

@@ -19,7 +19,6 @@ from zero_tp.checkpoint.resume import check_all_there, resume
 from zero_tp.checkpoint.run import run_directory, saved_start, write_config
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Timeouts
-from zero_tp.data.samples import FixedSamples, TrainingSamples
 from zero_tp.models.attention import back_ends, described
 from zero_tp.parallel.agreement import most_machines
 from zero_tp.parallel.parameter import WeightSource, Zeros
@@ -41,6 +40,22 @@ class FirstWeights(WeightSource, Protocol):
         """Say which heads are `drawn` from the seed, because the files have none."""
 
 
+class TrainingSamples(Protocol):
+    """Training samples are one infinite sequence (zero_tp/data/samples.py)."""
+
+    def rank_batches(
+        self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
+    ) -> list[Any]:
+        """Return what one data-parallel rank trains on at `step`, counted from 0: a batch a micro-batch."""
+
+
+class ValidationSamples(Protocol):
+    """Validation samples are in a fixed order (zero_tp/data/samples.py)."""
+
+    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[Any]:
+        """Yield one rank's share, as many batches on every rank."""
+
+
 class Prepared(Protocol):
     """A prepared run has read what it is started with (zero_tp/training/run.py)."""
 
@@ -48,8 +63,14 @@ class Prepared(Protocol):
     directory: Path
     tokenizer: Path | None
     model_config: PretrainedConfig
-    samples: TrainingSamples[Any]
-    validation: FixedSamples[Any] | None
+
+    @property
+    def samples(self) -> TrainingSamples:
+        """Return what it trains on."""
+
+    @property
+    def validation(self) -> ValidationSamples | None:
+        """Return what its validation loss is of, if there is one."""
 
     @property
     def corpora(self) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,37 @@
+"""What the next step trains on is read while this one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """A thread reads the next step's batches while this one trains; it is a context manager, which ends the thread.
+
+    What a step trains on stays a function of its number alone.
+    """
+
+    def __init__(self, read: Callable[[int], T], last: int) -> None:
+        """Read ahead up to the step `last`."""
+        self._read = read
+        self._last = last
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._pending: tuple[int, Future[T]] | None = None
+
+    def __enter__(self) -> ReadAhead[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, step: int) -> T:
+        """Return the batches of `step`, and begin with those after it. Raises what reading them raises."""
+        pending, self._pending = self._pending, None
+        batches = pending[1].result() if pending is not None and pending[0] == step else self._read(step)
+        if step < self._last:
+            self._pending = step + 1, self._thread.submit(self._read, step + 1)
+        return batches
