@@ -64,6 +64,30 @@ def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: 
             check_file(step_directory(run, step) / name, written)
 
 
+def beside_one_that_stays(path: str, run: str) -> tuple[tuple[int, str] | None, list[str]]:
+    """The outcome of a second save after which the first checkpoint cannot be removed, and what is said of it."""
+    from unittest.mock import patch
+
+    from zero_tp.checkpoint import directory
+    from zero_tp.checkpoint.save import Saver
+
+    engine, config = build(path)
+    saver = Saver(engine.zero, config, Path(run))
+    saver.save(1)
+    busy = OSError(16, "Device or resource busy", "step_00000001")
+    with patch.object(directory, "_remove", side_effect=busy):
+        saver.save(2)
+    return saver.outcome(), saver.notes
+
+
+def test_a_checkpoint_that_cannot_be_removed_costs_no_save(ranks: Pools, tmp_path: Path) -> None:
+    path = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1)
+    first, second = ranks(2).run(beside_one_that_stays, str(path), str(tmp_path / "run"))
+    told = "older checkpoints could not be removed: Device or resource busy (step_00000001)"
+    assert (first, second) == (((2, ""), [told]), ((2, ""), []))
+    assert complete_steps(tmp_path / "run") == [1, 2]
+
+
 def trainers_full_disk(path: str, folder: str, broken: int) -> str:
     """Why a checkpoint of transformers' Trainer is not saved, where a rank may write only 10 kB a file."""
     from zero_tp.errors import UserError

@@ -38,8 +38,8 @@ class Saver:
 
     Attributes:
         background: whether writing goes on while training does (`checkpoint.async`).
-        notes, removed: on the rank that leads a save, lines on checkpoints that it set aside, and the steps that
-            `checkpoint.keep` no longer keeps.
+        notes, removed: on the rank that leads a save, lines on older checkpoints (set aside, or not removed), and the
+            steps that `checkpoint.keep` no longer keeps.
     """
 
     def __init__(
@@ -204,7 +204,10 @@ class Saver:
             files[told["file"]] = Written(told["size"], told["sha256"], told["parts"])
         directory.commit(self.run, self._file.parent, self._step, manifest, files)
         self._saved, settings = self._step, self.config.zero_tp.checkpoint
-        self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
+        try:
+            self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
+        except OSError as error:  # this one is saved all the same
+            self.notes.append(f"older checkpoints could not be removed: {in_words(error, self.run)}")
         return {}
 
 
