@@ -33,11 +33,21 @@ PAPERS = {
     "recomputation": Paper(
         "Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198)",
         {
+            "figure-1": "model states and activations of one device, from 22 B to 1 T",
             "table-2": "bytes of activations that one layer keeps, by technique",
             "figure-7": "share of activations that each technique leaves",
             "table-4": "forward and backward of one layer, by technique",
             "table-5": "time of an iteration, MFU and HFU, from 22 B to 1 T",
             "appendix-c": "memory and time where some micro-batches keep all their activations",
+        },
+    ),
+    "memory": Paper(
+        "Where training memory goes",
+        {
+            "over-time": "memory over the first and later steps, by category, of GPT-2 and Llama",
+            "by-length": "activations against sequence length and batch, with attention fused and not",
+            "by-dtype": "model states a parameter, in fp32 and 16 bits",
+            "by-recomputation": "activations and peak by what is recomputed, of GPT-2 and Llama",
         },
     ),
 }

@@ -48,6 +48,27 @@ def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
     return figure
 
 
+def by_length(title: str, tables: Mapping[str, Table]) -> Any:
+    """Draw the rows "s …, b 1" over s, each table in axes of its own; what is measured as points."""
+    figure = new_figure(8.4, 2.9 * -(-len(tables) // 2))
+    every = figure.subplots(-(-len(tables) // 2), 2, squeeze=False).flatten()
+    figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
+    for axes, (heading, rows) in zip(every, tables.items(), strict=False):
+        dressed(axes, "").set_title(heading, loc="left", fontsize=9)
+        lengths = {int(row.label.split()[1].rstrip(",")): row for row in rows if row.label.endswith(", b 1")}
+        for name, style in {"formula": ":", "planned": "-", "measured": "o"}.items():
+            drawn = {length: row.figures[name] for length, row in lengths.items() if name in row.figures}
+            if drawn:
+                axes.plot(list(drawn), list(drawn.values()), style, color=COLOURS[name], label=name)
+        axes.set(xlim=(0, None), ylim=(0, None))
+        axes.set_xlabel("tokens of a sequence", fontsize=9)
+        axes.set_ylabel("MiB", fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+    for axes in every[len(tables) :]:
+        axes.set_visible(False)
+    return figure
+
+
 def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], memory: float) -> Any:
     """Draw memory and time over the number of micro-batches that keep everything: (GiB, seconds) of 0, 1, 2, …"""
     figure = new_figure(8.4, 3.4)

@@ -11,10 +11,13 @@ import torch
 
 from zero_tp.config import RunConfig
 from zero_tp.papers import formulas, layers, pictures, published
+from zero_tp.papers.engines import small_config
 from zero_tp.papers.layers import ALONE, LAYERS, SMALL, gpt2
 from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table
+from zero_tp.papers.steps import measured_steps, planned_steps, step_seconds
+from zero_tp.planning import pictures as planning
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.memory import model_of
@@ -26,6 +29,61 @@ RANKS = 2
 GIB = 2**30
 TIMED = Layer(s=512, b=2, h=768, a=12)
 ROUNDS = 10
+
+
+# ---- figure 1: memory of one device ----------------------------------------------------------------------------------
+
+BEFORE_AND_NOW = ("TP", "TP, SP, selective")
+TRAINED = ("zero_tp.attention=eager", f"zero_tp.parallel.tensor={RANKS}", "train_micro_batch_size_per_gpu=4")
+
+
+def figure_1(*, measured: bool) -> Reproduction:
+    """Model states and activations of one device, under TP alone and with both techniques."""
+    tables: dict[str, Table] = {}
+    stacks: dict[str, Mapping[str, float]] = {}
+    if measured:
+        heading = f"a small GPT-2 after forward: TP {RANKS} on CPU ranks, bf16"
+        tables[heading] = [row for technique in BEFORE_AND_NOW for row in trained_rows(technique)]
+    for name, run in published.MODELS.items():
+        sizes = {technique: device_bytes(published.technique(run, technique)) for technique in BEFORE_AND_NOW}
+        stacks |= {f"{name}, {technique}": each for technique, each in sizes.items()}
+        tables[f"{name} on {run.devices} A100"] = [
+            Row(f"{technique}: {kind}", "GiB", formula=size / GIB)
+            for technique, each in sizes.items()
+            for kind, size in states_and_activations(each).items()
+        ]
+    title = "Memory of one device (figure 1)"
+    notes = ("By the paper's formulas, 16 bytes a parameter. Nothing published stands beside it.",)
+    return Reproduction(title, tables, lambda: {"": planning.bars(title, stacks, published.A100.memory_gib)}, notes)
+
+
+def trained_rows(technique: str) -> list[Row]:
+    """Return what a rank holds after its first forward, in a real run beside the plan."""
+    config = trained(technique)
+    real, plan = (
+        states_and_activations([point for point in steps["first step"] if point.phase == "forward"][-1].bytes)
+        for steps in (measured_steps(config), planned_steps(config, cpu=True))
+    )
+    return [Row(f"{technique}: {kind}", "MiB", real[kind] / MIB, plan[kind] / MIB) for kind in real]
+
+
+def states_and_activations(sizes: Mapping[str, float]) -> dict[str, float]:
+    states = sum(sizes[kind] for kind in ("parameters", "gradients", "optimizer"))
+    return {"model states": states, "activations": sizes["activations"]}
+
+
+def trained(technique: str) -> RunConfig:
+    """Return a run of two CPU ranks under a technique."""
+    sequence, recompute = published.TECHNIQUES[technique]
+    return small_config(RANKS, *TRAINED, f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}")
+
+
+def device_bytes(run: published.Run) -> dict[str, float]:
+    """Return the bytes of a first stage's device by category."""
+    view = PaperView(run.model, workload_of(run.config, cpu=False), 0, 1, run.pipeline, run.interleaving)
+    found = view.bytes()
+    outside = found.pop("outside layers")
+    return {**found, "activations": found["activations"] + outside}
 
 
 # ---- table 2: bytes of one layer -------------------------------------------------------------------------------------
@@ -165,6 +223,8 @@ def overhead(times: Mapping[str, tuple[float, float]], technique: str) -> float:
 def table_5(*, measured: bool) -> Reproduction:
     """Seconds of an iteration, MFU and HFU."""
     tables: dict[str, Table] = {}
+    if measured:
+        tables[f"a small GPT-2, TP {RANKS} on CPU ranks, bf16"] = measured_iterations()
     for name, run in published.MODELS.items():
         tables[f"{name} on {run.devices} A100"] = [*iteration_times(name, run), *utilisations(name, run)]
     notes = (
@@ -172,6 +232,15 @@ def table_5(*, measured: bool) -> Reproduction:
         "s/(3h) for the attention cores that run again (equation 8), and derives 4Bs²h a layer, which is 2s/(9h).",
     )
     return Reproduction("Time of an iteration, MFU and HFU (table 5)", tables, notes=notes)
+
+
+def measured_iterations() -> list[Row]:
+    full, selective = (on_ranks(step_seconds, RANKS, trained(name))[0] for name in ("TP, full", "TP, SP, selective"))
+    return [
+        Row("full recomputation", "s", measured=full),
+        Row("SP and selective recomputation", "s", measured=selective),
+        Row("more throughput", "%", measured=100 * (full / selective - 1)),
+    ]
 
 
 def iteration_times(name: str, run: published.Run) -> list[Row]:

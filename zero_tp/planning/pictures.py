@@ -63,7 +63,7 @@ def bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: float | N
     if shown is not None:
         axes.axvline(shown, color=LIMIT, linestyle="--", linewidth=1.2)
         at = axes.get_xaxis_transform()
-        axes.text(shown, 1.0, f" {shown:g} GiB", transform=at, fontsize=8, va="bottom", ha="center")
+        axes.text(shown, 0.01, f" device: {shown:g} GiB", transform=at, fontsize=8, va="bottom")
     axes.invert_yaxis()
     beyond = f"; the device's {limit:g} GiB are far to the right" if limit is not None and shown is None else ""
     axes.set_xlabel(f"GiB on one device{beyond}", fontsize=9)
