@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Throughput of the 4-rank quickstart run (TP 2 × DP 2, SP, ZeRO-2) against Hugging Face's GPT-2 in ZeRO-2 (DP 4).
+"""Throughput of the 4-rank quickstart run (TP 2 × DP 2, SP, ZeRO-2) against Hugging Face's model in ZeRO-2 (DP 4).
 
 Both train on the same tokens with the same global batch through the deepspeed launcher, in turns, several times. The
 first steps of a run are left out. Prints the ratio of the medians and its spread; --output writes a dated result.
@@ -49,7 +49,7 @@ def ours(config: Path, directory: Path, steps: int) -> list[float]:
 def plain(config: Path, directory: Path, steps: int) -> list[float]:
     """Seconds of each step of the contender."""
     output = directory / "plain.json"
-    launch(["benchmarks/plain_gpt2.py", "--config", str(config), "--steps", str(steps), "--output", str(output)])
+    launch(["benchmarks/plain.py", "--config", str(config), "--steps", str(steps), "--output", str(output)])
     seconds: list[float] = json.loads(output.read_text())["seconds"]
     return seconds
 
@@ -80,7 +80,7 @@ def main() -> None:
             "model": config.zero_tp.model,
             "global_batch": f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens",
             "zero_tp": "TP 2 × DP 2, SP, ZeRO-2",
-            "plain": "transformers GPT2LMHeadModel, DeepSpeed ZeRO-2, DP 4",
+            "plain": "transformers' own model, DeepSpeed ZeRO-2, DP 4",
             "tokens_per_second": rates,
             "ratio_of_each_round": ratios,
             "ratio_median": median,

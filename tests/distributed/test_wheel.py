@@ -84,7 +84,14 @@ def test_an_installed_wheel_prepares_trains_exports_evaluates_and_samples(wheel:
     corpus = here.run("zero-tp", "path", "corpus").strip()
     here.run("zero-tp", "prepare", "--input", corpus, "--tokenizer", "bpe:512", "--output", "data/quickstart")
 
-    small = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 512}
+    small = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    }
     sets = [f"zero_tp.model.{key}={value}" for key, value in small.items()]
     sets += ["zero_tp.data.sequence_length=64", "zero_tp.evaluation.batches=1"]
     sets += ["scheduler.params.total_num_steps=20", "scheduler.params.warmup_num_steps=4"]

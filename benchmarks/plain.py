@@ -1,4 +1,4 @@
-"""The contender of quickstart.py: Hugging Face's GPT2LMHeadModel in DeepSpeed ZeRO, data parallel only.
+"""The contender of quickstart.py: Hugging Face's model in DeepSpeed ZeRO, data parallel only.
 
 A rank of the deepspeed launcher. It trains on the same samples of the same run config, with the same global batch,
 optimizer and clipping, and writes the seconds of each step as JSON.
@@ -15,7 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples
@@ -37,7 +37,7 @@ def main() -> None:
     assert settings["train_batch_size"] == micro * run.accumulation * world
     torch.manual_seed(run.zero_tp.training.seed)
     model_config: Any = run.hf_config()
-    model = GPT2LMHeadModel(model_config)
+    model = AutoModelForCausalLM.from_config(model_config)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     samples = PackedSamples(run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed)
     seconds = []
