@@ -189,7 +189,8 @@ def test_what_has_no_effect_is_said(changes: dict[str, Any], key: str | None, tm
     ]
 
 
-def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path) -> None:
+def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a checkout in which the quickstart ran has its data
     changes = {"zero_tp.data.validation": str(tmp_path / "v"), "zero_tp.tokenizer": str(tmp_path)}
     path = tmp_path / "run.json"
     path.write_text(json.dumps(Mistake(changes, "", ()).config()))
