@@ -30,6 +30,15 @@ PAPERS = {
             "volume": "what a rank sends in a step, by stage",
         },
     ),
+    "megatron": Paper(
+        "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism (arXiv 1909.08053)",
+        {
+            "sizes": "parameters of every model (table 1)",
+            "scaling": "weak scaling, strong scaling, attention heads (figure 5, appendix D)",
+            "learning": "loss, perplexity and last words by size (section 5.3)",
+            "same-model": "the same losses on TP 1, 2 and 4",
+        },
+    ),
     "recomputation": Paper(
         "Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198)",
         {

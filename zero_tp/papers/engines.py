@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
 import torch
+import torch.distributed as dist
 
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
@@ -11,6 +15,8 @@ from zero_tp.shipped import CONFIGS, shipped
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 
+ONE_MICRO_BATCH = ("train_batch_size=auto", "gradient_accumulation_steps=1")
+"""What makes a large run's config load on any number of devices."""
 SMALL = (
     "zero_tp.model.n_layer=6",
     "zero_tp.model.n_embd=256",
@@ -38,9 +44,8 @@ def small_config(ranks: int, *changes: str) -> RunConfig:
 
 
 def large_config(name: str, devices: int, *changes: str) -> RunConfig:
-    """Return one of ds_configs/papers, with one sequence on each device."""
-    auto = ("train_batch_size=auto", "gradient_accumulation_steps=1")
-    return RunConfig.load(shipped(CONFIGS) / "papers" / f"{name}.json", [*auto, *changes], devices)
+    """Return one of ds_configs/papers, with one micro-batch on each device."""
+    return RunConfig.load(shipped(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices)
 
 
 def model_in(config: RunConfig) -> Model:
@@ -66,3 +71,15 @@ def drawn(config: RunConfig) -> list[Batch]:
     shape = (config.accumulation, config.micro_batch, config.zero_tp.data.sequence_length)
     tokens = torch.randint(config.hf_config().vocab_size, shape, generator=generator)
     return [Batch(rows, rows) for rows in tokens]
+
+
+def seconds_of_a_step(*changes: str) -> float:
+    """Return the median of five steps on this rank, after two."""
+    config = small_config(dist.get_world_size(), *changes)
+    engine, batches, seconds = engine_of(config), drawn(config), []
+    for _ in range(7):
+        dist.barrier()
+        begun = time.perf_counter()
+        engine.train_step(batches)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[2:])

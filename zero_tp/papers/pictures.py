@@ -14,6 +14,8 @@ from zero_tp.planning.report import TITLES
 COLOURS = {"measured": "#4477AA", "planned": "#EE6677", "formula": "#CCBB44", "published": "#BBBBBB"}
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
 
+LINES = ("#BBBBBB", "#66CCEE", "#EE6677", "#222222")
+
 
 def bars(tables: Mapping[str, Table]) -> Any:
     """Draw the figures of each row as bars beside each other, each table in axes of its own."""
@@ -128,3 +130,19 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
         axes.invert_yaxis()
     every[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
     return {"": figure}
+
+
+def curves(panels: Mapping[str, Mapping[str, Sequence[float]]], along: str, what: str) -> Any:
+    """Draw the values of each panel over their numbers from 1 on; later lines are thinner, so that equal ones show."""
+    figure = new_figure(8.4, 3.8)
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (heading, lines) in zip(every, panels.items(), strict=True):
+        dressed(axes, heading)
+        for number, (name, values) in enumerate(lines.items()):
+            width = 1.2 + 1.6 * (len(lines) - 1 - number)
+            colour = LINES[number % len(LINES)]
+            axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=width, label=name)
+        axes.set_xlabel(along, fontsize=9)
+        axes.set_ylabel(what, fontsize=9)
+        axes.legend(fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,35 @@
+"""Megatron-LM's results, measured in small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import THOROUGH
+from zero_tp.papers import megatron, megatron_training
+from zero_tp.papers.megatron_training import SIZES, learnt, losses_by_tensor, texts_in
+
+
+def test_transformers_counts_the_same_parameters() -> None:
+    rows = [row for table in megatron.sizes(measured=True).tables.values() for row in table]
+    assert len(rows) == 8 and all(row.measured == row.planned for row in rows)
+
+
+@THOROUGH
+def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_training, "STEPS", 12)
+    *ours, (_, plain) = losses_by_tensor(tmp_path).items()
+    assert [name for name, _ in ours] == ["TP 1", "TP 2", "TP 4"] and len(plain) == 12
+    for name, losses in ours:
+        assert losses == pytest.approx(plain, abs=2e-5), name
+    assert plain[-1] < plain[0] - 0.1
+
+
+@THOROUGH
+def test_a_size_is_trained_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_training, "STEPS", 12)
+    rows, losses = learnt(next(iter(SIZES)), texts_in(tmp_path), tmp_path / "run")
+    loss, perplexity, right = (row.measured or 0 for row in rows)
+    assert losses[-1] < losses[0] and loss < losses[0]
+    assert perplexity > 1 and 0 <= right <= 100

@@ -1,0 +1,77 @@
+"""A small model is trained by whole runs, under a launcher, and by transformers' own class in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from zero_tp.config import RunConfig
+from zero_tp.data.samples import PackedSamples
+from zero_tp.errors import UserError
+
+
+def trained(
+    config: Path, changes: Sequence[str], ranks: int, directory: Path, seconds: float = 1200.0
+) -> tuple[str, list[dict[str, Any]]]:
+    """Train a run on CPU ranks; return its first line, and the line of each step.
+
+    Raises:
+        UserError: it failed, or took longer.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port]
+    run = ["-m", "zero_tp.pretrain", "--deepspeed_config", str(config), "--output-dir", str(directory)]
+    settings = [word for change in changes for word in ("--set", change)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, *run, *settings]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{directory.name}: not trained in {seconds:.0f} s; is the machine busy? Try again") from None
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    told = next(line for line in done.stdout.splitlines() if "parameters" in line)
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return told.split(", in ")[0], [line for line in lines if "loss" in line]
+
+
+def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list[float]:
+    """Train transformers' own class under torch's AdamW, on the rows of a run; return the loss of each step.
+
+    Args:
+        run: its config, loaded with its ranks. model: what it starts from. rates: the learning rate of each step.
+    """
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    settings = run.deepspeed_config()
+    arguments = settings["optimizer"]["params"]
+    flat = [weight for weight in network.parameters() if weight.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": [weight for weight in network.parameters() if weight.ndim >= 2]},
+        {"params": flat, "weight_decay": 0.0},
+    ]
+    decay, betas = arguments["weight_decay"], tuple(arguments["betas"])
+    optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=decay)
+    samples = PackedSamples(run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed)
+    losses = []
+    for step, rate in enumerate(rates):
+        (rows,) = samples.rank_batches(step, run.global_batch, run.global_batch, 1, 0, 1)
+        loss = nn.functional.cross_entropy(network(rows.input_ids).logits.flatten(0, 1), rows.labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), settings["gradient_clipping"])
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
