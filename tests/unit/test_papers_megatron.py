@@ -18,9 +18,9 @@ def test_transformers_counts_the_same_parameters() -> None:
 
 @THOROUGH
 def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_training, "STEPS", 12)
+    monkeypatch.setattr(megatron_training, "STEPS", 24)
     *ours, (_, plain) = losses_by_tensor(tmp_path).items()
-    assert [name for name, _ in ours] == ["TP 1", "TP 2", "TP 4"] and len(plain) == 12
+    assert [name for name, _ in ours] == ["TP 1", "TP 2", "TP 4"] and len(plain) == 24
     for name, losses in ours:
         assert losses == pytest.approx(plain, abs=2e-5), name
     assert plain[-1] < plain[0] - 0.1
@@ -28,7 +28,7 @@ def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeyp
 
 @THOROUGH
 def test_a_size_is_trained_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_training, "STEPS", 12)
+    monkeypatch.setattr(megatron_training, "STEPS", 24)
     rows, losses = learnt(next(iter(SIZES)), texts_in(tmp_path), tmp_path / "run")
     loss, perplexity, right = (row.measured or 0 for row in rows)
     assert losses[-1] < losses[0] and loss < losses[0]

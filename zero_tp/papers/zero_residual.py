@@ -51,15 +51,15 @@ def residual(*, measured: bool) -> Reproduction:
         tables[f"activations after forward: {size}, TP 2"] = checkpoints_measured()
         tables["buffers in backward: ZeRO-2 on 2 ranks"] = buffers_measured()
         found = {on: on_ranks(zero_steps.bytes_of_a_step, 4, *with_m_d(on))[0][1] for on in M_D}
-        tables[f"fragmentation in a step: {size}, ZeRO-2, TP 2 × DP 2, b 10, s 512"] = [
+        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = [
             row for on in M_D for row in fragmentation(M_D[on], measured=found[on])
         ]
-    tables["activations after forward: 7.5 B parameters, TP 8, b 8, s 1,024"] = [
+    tables["activations after forward: 7.5 B, TP 8, b 8, s 1,024"] = [
         checkpoints_planned(name, "zero_7.5b", block) for name, block in CHECKPOINTS.items()
     ]
     tables["buffers: ZeRO-2 on 64 devices"] = [buffers_planned(name) for name in ("zero_7.5b", "zero_128b", "zero_1t")]
     tables["1.5 B parameters, b 32, s 1,024 (section 3)"] = rows_of_section_3()
-    tables["fragmentation in two micro-batches: 12 layers of 7.5 B parameters, TP 8, b 8"] = [
+    tables["fragmentation: two micro-batches of 12 layers of 4,096, TP 8"] = [
         row for on in M_D for row in fragmentation(M_D[on], planned=events_without_numbers(on))
     ]
     notes = (
@@ -162,14 +162,17 @@ def fragmentation(
     events = list(measured or planned or ())
     found, least = replay(events), least_capacity(events)
 
-    def row(what: str, unit: str, value: float) -> Row:
-        return Row(f"{name}: {what}", unit, *((None, value) if measured is None else (value,)))
+    def row(what: str, size: int, note: str = "") -> Row:
+        mebibytes = size / MIB
+        if measured is None:
+            return Row(f"{name}: {what}", "MiB", planned=mebibytes, note=note)
+        return Row(f"{name}: {what}", "MiB", measured=mebibytes, note=note)
 
     return [
-        row("most in tensors", "MiB", found.tensors / MIB),
-        row("most in segments", "MiB", found.reserved / MIB),
-        row("least memory that runs it", "MiB", least / MIB),
-        row("never filled", "%", 100 * found.fragmentation),
+        row("most in tensors", found.tensors),
+        row("most in segments", found.reserved),
+        row("never filled", found.reserved - found.tensors, f"{found.fragmentation:.1%} of the segments"),
+        row("least memory that runs it", least),
     ]
 
 

@@ -132,8 +132,9 @@ def followed(engine: TrainingEngine) -> Iterator[Allocations]:
     allocations = Allocations(engine.device.type)
 
     def arrived(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            allocations.mark([parameter.grad], "gradients")
+        grad = parameter.grad
+        if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:  # no part of a bucket
+            allocations.mark([grad], "gradients")
 
     handles = [
         engine.model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
