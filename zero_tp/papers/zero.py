@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessException
 
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
@@ -195,7 +195,7 @@ def most_built(ranks: int, stage: int, guess: int) -> int:
             changes = (*WITHIN, at_stage(stage), layers_of(layers))
             try:
                 on_ranks(zero_steps.train_within, ranks, BUDGET, str(full), *changes, seconds=300)
-            except ProcessRaisedException:
+            except ProcessException:  # raised, or aborted as its threads could not end
                 if not full.exists():
                     raise
                 return False
