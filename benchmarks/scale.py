@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale [--worlds 8 64 512 4096] [--output benchmarks/results/]
 
-Rank 0 and one in the middle under TP 8, and rank 0 without TP, which has the most replicas; ZeRO-1 and -3. Each is a
+Rank 0, and under TP 8 and ZeRO-1 one in the middle too; without TP there are the most replicas. Each is a
 process of its own (scale_rank.py). Prints the processor's seconds of each part, which other work on the machine changes
 least, and what a rank asks of the others and opens. docs/scaling.md says what comes of it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,13 @@ START = ("config", "corpora, model config", "groups", "agreement", "engine", "ma
 RESUMED = (*START, "resume: config", "resume: what there is", "resume: states")
 MOVED = (*START, "resume: config", "resume, moved: what there is", "resume, moved: states")
 SUMS = {"a start": START, "a start that resumes": RESUMED, "a start that resumes on twice the replicas": MOVED}
+CASES: dict[str, tuple[dict[str, int], bool]] = {
+    "tp8-zero1": ({"tensor": 8, "stage": 1}, True),
+    "tp8-zero3": ({"tensor": 8, "stage": 3}, False),
+    "tp1-zero1": ({"tensor": 1, "stage": 1, "hidden": 256}, False),
+    "tp1-zero3": ({"tensor": 1, "stage": 3, "hidden": 256}, False),
+}
+"""Settings of `scale_rank.World`, and whether a rank in the middle is simulated beside rank 0."""
 
 COUNT = """
 import json, sys, torch.distributed as dist
@@ -100,28 +108,24 @@ def asked(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=CASES)
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed (default: 20)")
-    parser.add_argument("--output", type=Path, help="directory for the dated result")
+    parser.add_argument("--output", type=Path, help="directory for the dated results, one for each case")
     options = parser.parse_args()
-    result: dict[str, Any] = {"store_requests_per_second": store_rate(), "ranks": []}
-    for title, settings in {
-        "TP 8, ZeRO-1": {"stage": 1, "tensor": 8},
-        "TP 8, ZeRO-3": {"stage": 3, "tensor": 8},
-        "TP 1, ZeRO-1": {"stage": 1, "tensor": 1, "hidden": 256, "layers": 32},
-        "TP 1, ZeRO-3": {"stage": 3, "tensor": 1, "hidden": 256, "layers": 32},
-    }.items():
-        middle = settings["tensor"] > 1
+    rate = store_rate()
+    print(f"a store of this machine answers {rate:,.0f} requests/s\n", flush=True)
+    for case in options.cases:
+        settings, middle = CASES[case]
         found = [
             simulated(ranks=ranks, rank=rank, steps=options.steps, **settings)
             for ranks in options.worlds
             for rank in ((0, ranks // 2 + 3) if middle else (0,))
         ]
-        print(f"### {title}\n\n{table(found)}\n", flush=True)
+        print(f"### {case}\n\n{table(found)}\n", flush=True)
         print(f"What the last of them asks of the others:\n\n{asked(found[-1])}\n", flush=True)
-        result["ranks"] += found
-    print(f"a store of this machine answers {result['store_requests_per_second']:,.0f} requests/s")
-    if options.output:
-        write_result(options.output, "scale", result)
+        if options.output:
+            result = {"store_requests_per_second": rate, "load_average": os.getloadavg(), "ranks": found}
+            write_result(options.output, f"scale-{case}", result)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 from zero_tp.process.environment import AGENT_STORE, RankEnvironment
 
 POLL_SECONDS = 1.0
+ASKED_PER_SECOND = 2000  # the store, by all ranks
 MEET_SECONDS = 10.0  # for the first machine, whose start may take longer
 HEARD_SECONDS = 4.0  # less than what a rank has to leave in
 LOST_SECONDS = 60.0  # from the store's end to the end of a rank that still works: it goes with the first rank
@@ -45,6 +46,7 @@ class Across:
         self._key = f"zero_tp/end/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store: Any = None
         self._lock = threading.Lock()
+        self._pause = max(POLL_SECONDS, environment.world / ASKED_PER_SECOND)
         self.ended = False
         self._deadline: float | None = None
 
@@ -101,7 +103,7 @@ class Across:
         try:
             store = self._open(None)
             while not store.check([self._key]):
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._pause)
             status, _, name = store.get(self._key).decode().partition(" ")
             if name != self._name:
                 self._acknowledge(store)
