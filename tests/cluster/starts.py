@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.cluster.nodes import SHARED, Rack
+from tests.cluster.nodes import SHARED, Node, Rack
 from tests.cluster.slurm import VARIABLES
 from tests.launched import ROOT, free_port, furnish
 from tests.waits import patience
@@ -27,18 +27,29 @@ class Ended(NamedTuple):
 
 
 class Launch:
-    """A launch runs on its nodes: the commands that a person would type there, one each."""
+    """A launch runs on its nodes: the commands that a person would type there, one each.
 
-    def __init__(self, rack: Rack, commands: Sequence[Sequence[str]], variables: dict[str, str] | None = None) -> None:
+    Args:
+        nodes: those of the commands, by default the first ones of the rack.
+    """
+
+    def __init__(
+        self,
+        rack: Rack,
+        commands: Sequence[Sequence[str]],
+        variables: dict[str, str] | None = None,
+        nodes: Sequence[Node] | None = None,
+    ) -> None:
         self.files = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115 - as long as the launch
         self.processes = [
             node.start(*words, variables=variables, output=file)
-            for node, words, file in zip(rack.nodes, commands, self.files, strict=False)
+            for node, words, file in zip(nodes or rack.nodes, commands, self.files, strict=False)
         ]
 
-    def output(self) -> str:
+    def output(self, of: int | None = None) -> str:
+        """What the commands have printed until now; `of`: one of them."""
         told = ""
-        for file in self.files:
+        for file in self.files if of is None else [self.files[of]]:
             file.seek(0)
             told += file.read()
         return told
@@ -69,10 +80,20 @@ def no_ssh(rack: Rack, *words: str) -> Launch:
     return Launch(rack, [[*runner, "--node_rank", str(number), SCRIPT, *words] for number in range(2)])
 
 
-def torchrun(rack: Rack, *words: str) -> Launch:
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
-    agent += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
-    return Launch(rack, [[*agent, SCRIPT, *words]] * 2)
+def torchrun(rack: Rack, *words: str, before: Sequence[str] = ()) -> Launch:
+    """`before`: what stands before the second machine's command."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
+    start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
+    return Launch(rack, [[*start, SCRIPT, *words], [*before, *start, SCRIPT, *words]])
+
+
+def agent(rack: Rack, number: int, port: int, *words: str, restarts: int = 3, alone: str = "1") -> Launch:
+    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/cluster.md has it."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2"]
+    start += ["--max-restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}"]
+    start += ["--rdzv_id", "1", "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": alone}
+    return Launch(rack, [[*start, SCRIPT, *words]], variables, [rack.nodes[number]])
 
 
 def accelerate(rack: Rack, *words: str) -> Launch:

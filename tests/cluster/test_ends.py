@@ -2,25 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.cluster.nodes import Rack
-from tests.cluster.starts import STARTS, Ended
+from tests.cluster.nodes import Node, Rack
+from tests.cluster.starts import STARTS, Ended, Launch
+from tests.launched import metrics_of
 from tests.waits import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ENDED = ("deepspeed, pdsh", "deepspeed, no ssh", "torchrun", "srun")
 """accelerate's ranks are torchrun's, and sbatch's are srun's."""
+LONG = ["--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=100000"]
+LONG += ["--set", "zero_tp.checkpoint.interval=null", "--set", "zero_tp.evaluation.interval=null"]
 
 
 @pytest.fixture(autouse=True)
 def none_left(slurm: Rack) -> Iterator[None]:
     yield
     wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, "processes are left", 0.2)
+
+
+def steps(run: Path) -> int:
+    try:
+        return len([line for line in metrics_of(run) if "loss" in line])
+    except (FileNotFoundError, ValueError):  # not there, or a line half written
+        return 0
+
+
+def trained(launch: Launch, run: Path) -> Launch:
+    """Wait for two steps."""
+    wait_until(lambda: steps(run) >= 2 or launch.processes[0].poll() is not None, 120, "it did not train", 0.1)
+    assert launch.processes[0].poll() is None, launch.output()
+    return launch
+
+
+def process_of(rank: int, node: Node) -> psutil.Process:
+    """The process of a rank, whose first words are Python's and the script's, and not one that it has forked."""
+    found = []
+    for process in node.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if any(word.endswith("launch/pretrain.py") for word in process.cmdline()[:3]):
+                names = process.environ()
+                if names.get("RANK", names.get("SLURM_PROCID")) == str(rank):
+                    found.append(process)
+    return min(found, key=psutil.Process.create_time)
+
+
+def kill_all(node: Node) -> None:
+    """End a node's launcher and ranks, as where its power goes."""
+    for process in node.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if any(word.endswith("launch/pretrain.py") for word in process.cmdline()):
+                process.kill()
 
 
 def say_once(ended: Ended, text: str) -> None:
@@ -31,7 +71,31 @@ def say_once(ended: Ended, text: str) -> None:
 
 @pytest.mark.parametrize("name", ENDED)
 def test_a_mistake_in_the_file_is_told_once(name: str, slurm: Rack, workplace: Path) -> None:
-    ended = STARTS[name](slurm, "--deepspeed_config", "small.json", "--set", "zero_tp.parallel.tensr=2").ended()
+    ended = STARTS[name](slurm, *LONG, "--set", "zero_tp.parallel.tensr=2").ended()
     assert 0 not in ended.statuses
-    say_once(ended, "node1: error: zero_tp.parallel.tensr: ")
-    assert "node2: error" not in ended.output.replace("node2: node1: error", "")
+    say_once(ended, ": error: zero_tp.parallel.tensr: ")
+
+
+@pytest.mark.parametrize("name", ENDED)
+@pytest.mark.parametrize("there", [0, 1])
+def test_a_corpus_that_one_machine_lacks_is_told_with_its_name(
+    there: int, name: str, slurm: Rack, workplace: Path
+) -> None:
+    for node in slurm.nodes:
+        shutil.rmtree(node.seen(Path("/tmp/data")), ignore_errors=True)
+    shutil.copytree(workplace / "data", slurm.nodes[there].seen(Path("/tmp/data")))
+    ended = STARTS[name](slurm, *LONG, "--set", "zero_tp.data.train=/tmp/data/train").ended()
+    assert 0 not in ended.statuses
+    say_once(ended, ": error: ")
+    say_once(ended, f"{slurm.nodes[1 - there].name}: error: /tmp/data/train")
+
+
+@pytest.mark.parametrize("name", ENDED)
+@pytest.mark.parametrize("killed", [0, 3])
+def test_a_rank_that_is_killed_is_named(killed: int, name: str, slurm: Rack, workplace: Path) -> None:
+    run = f"runs/killed_{killed}_{ENDED.index(name)}"
+    launch = trained(STARTS[name](slurm, *LONG, "--output-dir", run), workplace / run)
+    process_of(killed, slurm.nodes[killed // 2]).kill()
+    ended = launch.ended()
+    assert 0 not in ended.statuses
+    say_once(ended, f"node{1 + killed // 2}: error: rank {killed} ended without a word")

@@ -1,0 +1,94 @@
+"""A run that loses a machine goes on with those that are left, from its last checkpoint, and takes the machine back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.nodes import SHARED, Rack
+from tests.cluster.starts import Launch, agent, alone
+from tests.cluster.test_ends import kill_all, none_left, steps, trained
+from tests.cluster.test_starting import losses
+from tests.launched import free_port
+from tests.waits import wait_until
+from zero_tp.checkpoint.directory import complete_steps
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+__all__ = ["none_left"]
+
+BATCH = ("train_batch_size=8", "train_micro_batch_size_per_gpu=2", 'gradient_accumulation_steps="auto"')
+NO_DROPOUT = tuple(f"zero_tp.model.{name}_pdrop=0.0" for name in ("attn", "embd", "resid"))
+"""It draws other numbers on other sizes."""
+SETTINGS = (
+    *BATCH,
+    *NO_DROPOUT,
+    "optimizer.params.lr=3e-4",
+    "scheduler.params.total_num_steps=1000",
+    "zero_tp.evaluation.interval=null",
+)
+WORDS = ["--deepspeed_config", "small.json", *(word for one in SETTINGS for word in ("--set", one))]
+LONG = [*WORDS, "--set", "zero_tp.training.steps=1000", "--set", "zero_tp.checkpoint.interval=2"]
+
+
+def resumed(output: str) -> list[int]:
+    """The steps that the launch has gone on from."""
+    return [int(step) for step in re.findall(r"^resuming step (\d+)", output, re.MULTILINE)]
+
+
+def goes_on(launch: Launch, run: Path, sizes: str, times: int) -> None:
+    """Wait until ranks of these sizes have started so often and trained two steps."""
+    started = f"{sizes}, SP, ZeRO-2, 8 × 64 tokens a step"
+    wait_until(lambda: launch.output().count(started) >= times, 120, launch.output, 0.2)
+    before = steps(run)
+    wait_until(lambda: steps(run) >= before + 2, 60, launch.output, 0.1)
+
+
+def the_same(slurm: Rack, workplace: Path, run: str) -> None:
+    """Check that a run whose number of replicas changed has the losses of one machine.
+
+    Sums over other micro-batches round otherwise, and training makes that larger.
+    """
+    last = steps(workplace / run)
+    assert complete_steps(workplace / run)[-1] == last
+    reference = alone(slurm, *WORDS, "--set", f"zero_tp.training.steps={last}", "--output-dir", f"{run}_alone").ended()
+    assert reference.statuses == [0], reference.output
+    found, expected = losses(workplace / run), losses(workplace / f"{run}_alone")
+    assert [step for step, *_ in found] == list(range(1, last + 1))
+    assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in expected], rel=1e-4)
+    assert found[:2] == expected[:2], "the first two are of the same four ranks"
+
+
+def test_torchrun_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplace: Path) -> None:
+    run, port = "runs/elastic", free_port()
+    first, second = (agent(slurm, number, port, *LONG, "--output-dir", run) for number in range(2))
+    trained(first, workplace / run)
+    saved = complete_steps(workplace / run)
+    kill_all(slurm.nodes[1])
+    goes_on(first, workplace / run, "TP 2 × DP 1", 1)
+    assert resumed(first.output())[-1] >= max(saved, default=0)
+    second = agent(slurm, 1, port, *LONG, "--output-dir", run)
+    goes_on(first, workplace / run, "TP 2 × DP 2", 2)
+    slurm.nodes[0].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
+    assert [*first.ended().statuses, *second.ended().statuses] == [0, 0], first.output() + second.output()
+    the_same(slurm, workplace, run)
+
+
+def test_tensor_parallelism_that_no_longer_fits_is_said(slurm: Rack, workplace: Path) -> None:
+    run, port = "runs/too_wide", free_port()
+    words = [*LONG, "--set", "zero_tp.parallel.tensor=4", "--output-dir", run]
+    first, _ = (agent(slurm, number, port, *words, restarts=1) for number in range(2))
+    trained(first, workplace / run)
+    kill_all(slurm.nodes[1])
+    ended = first.ended()
+    assert 0 not in ended.statuses
+    told = [line for line in ended.output.splitlines() if "tensor 4 × data 0.5 ≠ world 2" in line]
+    assert len(told) == 1, ended.output
+    assert complete_steps(workplace / run)
+
+
+def test_a_restart_that_would_meet_ranks_that_are_gone_is_refused(slurm: Rack, workplace: Path) -> None:
+    start = agent(slurm, 0, free_port(), *WORDS, restarts=1, alone="0").ended()
+    assert 0 not in start.statuses
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in start.output
