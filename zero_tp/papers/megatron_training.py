@@ -75,6 +75,9 @@ def changes_of(size: str, texts: Texts, tensor: int, **model: Any) -> list[str]:
         f"zero_tp.parallel.tensor={tensor}",
         f"train_micro_batch_size_per_gpu={BATCH}",
         f"zero_tp.training.steps={STEPS}",
+        f"scheduler.params.warmup_num_steps={STEPS // 10}",
+        "optimizer.params.lr=0.002",
+        "zero_optimization.stage=2",
         f"zero_tp.checkpoint.interval={STEPS}",
         "zero_tp.evaluation.interval=null",
     ]
