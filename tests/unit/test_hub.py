@@ -77,11 +77,15 @@ def test_a_cache_serves_without_a_network(model: Path, cache: Path) -> None:
 
 
 def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path: Path) -> None:
-    """From the cache, without a network. In the config the name stands with its commit."""
+    """From the cache, without a network. In the config the name stands with its commit, of the model and of the
+    tokenizer; exports take such a name too."""
     script = (
+        "from pathlib import Path; from zero_tp.checkpoint.convert import tokenizer_of;"
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
-        "config = RunConfig.load('config.json'); print(config.resolved()['zero_tp']['model']['from_pretrained']);"
+        "config = RunConfig.load('config.json'); block = config.resolved()['zero_tp'];"
+        "print(block['model']['from_pretrained'], block['tokenizer'], *map(str, config.absent()));"
+        f"print(tokenizer_of(None, block['tokenizer']), tokenizer_of(Path('{NAME}'), None));"
         "RunConfig.load('config.json', ['zero_tp.model.from_pretrained=somebody/else@v2'])"
     )
     config = {
@@ -90,6 +94,7 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
         "zero_tp": {
             "model": {"from_pretrained": NAME},
             "data": {"train": "corpus/train", "sequence_length": 16},
+            "tokenizer": NAME,
             "training": {"steps": 1},
         },
     }
@@ -105,7 +110,9 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     refusal = found.stderr.splitlines()[-1]
     for part in ("no directory somebody/else@v2", "hf download somebody/else --revision v2"):
         assert part in refusal
-    parameters, name = found.stdout.split()
+    parameters, name, tokenizer, *absent, recorded, given = found.stdout.split()
+    assert tokenizer == name and absent == ["corpus/train.bin", "corpus/train.idx"]
+    assert recorded == given == str(cache / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT)
     from transformers import AutoModelForCausalLM
 
     assert int(parameters) == AutoModelForCausalLM.from_pretrained(model).num_parameters()

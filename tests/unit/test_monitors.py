@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import socket
-import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.launched import ROOT, environment
 from tests.tiers import THOROUGH
 from tests.unit.test_config import written
 from zero_tp.config import RunConfig
@@ -186,122 +182,3 @@ def test_the_trackers_are_those_of_accelerate() -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     assert {*TRACKERS, *BLOCK_OF} == LOGGER_TYPE_TO_CLASS.keys() and SERVICES.keys() == {*TRACKERS}
-
-
-REAL = """
-import json, os, sys
-from pathlib import Path
-from zero_tp.config import RunConfig
-from zero_tp.monitors.feed import Monitors
-
-def main():
-    path, run, step, lines, overrides = json.loads(sys.argv[1])
-    monitors = Monitors.of(RunConfig.load(path, overrides, world_size=4), Path(run), step)
-    for line in lines:
-        monitors.write(line)
-    for note in monitors.close(failing=False):
-        print(note)
-    sys.stdout.flush()
-    os._exit(0)  # as a rank does
-
-main()
-"""
-
-
-@pytest.mark.heavy
-def test_the_real_libraries_keep_every_value(tmp_path: Path) -> None:
-    """By MLflow's own reader, and by what W&B's offline files hold; then an MLflow server that never answers."""
-    packages = tmp_path / "packages"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages)]
-    subprocess.run([*pip, "mlflow-skinny", "wandb"], check=True, timeout=500, capture_output=True)
-    run, store = tmp_path / "mine", (tmp_path / "mlruns").as_uri()
-    run.mkdir()
-    variables = environment() | {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    variables["PYTHONPATH"] = f"{ROOT}:{packages}"
-    overrides = ["wandb.enabled=true", 'zero_tp.logging.trackers={"mlflow": {"experiment_name": "ours"}}']
-
-    def start(step: int, lines: list[dict[str, Any]], uri: str = store) -> str:
-        words = json.dumps([str(written(tmp_path)), str(run), step, lines, overrides])
-        found = subprocess.run(
-            [sys.executable, "-c", REAL, words],
-            env=variables | {"MLFLOW_TRACKING_URI": uri},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert found.returncode == 0, found.stderr
-        return found.stdout
-
-    finite = [{name: value for name, value in line.items() if value == value} for line in LINES]
-    assert start(0, finite[:3]) == "" and start(2, finite[3:]) == ""
-    read = """
-import json, os
-from mlflow import MlflowClient
-client = MlflowClient()
-(experiment,) = [each for each in client.search_experiments() if each.name == "ours"]
-(run,) = client.search_runs([experiment.experiment_id])
-names = sorted(run.data.metrics)
-history = {name: client.get_metric_history(run.info.run_id, name) for name in names}
-values = {name: [(each.step, each.value) for each in history[name]] for name in names}
-print(json.dumps([run.info.run_name, run.info.status, run.data.params["zero_tp.training.steps"], values]))
-"""
-    told = subprocess.run(
-        [sys.executable, "-c", read],
-        env=variables | {"MLFLOW_TRACKING_URI": store},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    name, status, steps, values = json.loads(told.stdout)
-    assert (name, status, steps) == ("mine", "FINISHED", str(config_of(tmp_path).zero_tp.training.steps))
-    assert values["loss"] == [[1, 2.5], [3, 1.75]] and values["lambada/accuracy"] == [[2, 0.5]]
-    assert values["skipped_steps"] == [[1, 0], [2, 1], [3, 1]] and values["mfu"] == [[3, 0.25]]
-
-    read = """
-import json, sys
-from pathlib import Path
-from wandb.proto import wandb_internal_pb2
-
-def records(data):  # LevelDB's log format, after seven bytes
-    at, parts = 7, b""
-    while at + 7 <= len(data):
-        left, length, kind = 32768 - at % 32768, int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        if left < 7 or kind == 0:
-            at += left
-            continue
-        parts += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):
-            yield parts
-            parts = b""
-
-found = []
-for path in sorted(sys.argv[1:]):
-    for data in records(Path(path).read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.HasField("run"):
-            found.append(["run", record.run.run_id, record.run.display_name, record.run.project])
-        if record.HasField("history"):
-            items = {(each.key or each.nested_key[0]): json.loads(each.value_json) for each in record.history.item}
-            found.append(["line", {name: value for name, value in items.items() if not name.startswith("_")}])
-print(json.dumps(found))
-"""
-    offline = [str(path) for path in run.glob("wandb/offline-run-*/*.wandb")]
-    told = subprocess.run(
-        [sys.executable, "-c", read, *offline], env=variables, check=True, capture_output=True, text=True
-    )
-    found = json.loads(told.stdout)
-    begun = [each[1:] for each in found if each[0] == "run"]
-    assert len({each[0] for each in begun}) == 1 and begun[0][1:] == ["mine", "deepspeed"]
-    known = [{name: value for name, value in line.items() if value is not None} for line in finite]
-    assert [each[1] for each in found if each[0] == "line"] == known
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        uri = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        overrides[0] = "wandb.enabled=false"
-        began = time.monotonic()
-        told_of = start(0, finite, uri)
-    assert "mlflow: not done 10 s after the run; it is left behind" in told_of and "4 lines were lost" in told_of
-    assert time.monotonic() - began < 100

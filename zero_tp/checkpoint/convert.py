@@ -22,7 +22,7 @@ from zero_tp.errors import UserError
 from zero_tp.models.architectures import weights_of
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
-from zero_tp.weights.files import INDEX, SINGLE, resolve
+from zero_tp.weights.files import INDEX, SINGLE, has_commit, resolve
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -43,11 +43,15 @@ class Converted:
 
 
 def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
-    """Return a run's tokenizer: the one given, else the one that the run had.
+    """Return the directory of a run's tokenizer: the one given, else the one that the run had.
 
     Raises:
         UserError: it isn't there, or is none.
     """
+    if given is not None:
+        given = resolve(given, "--tokenizer", weights=False).directory
+    elif recorded is not None and has_commit(recorded):
+        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
     if given is not None and not given.is_dir():
         raise UserError(f"--tokenizer: no directory {given}")
     if given is not None and not any((given / name).is_file() for name in TOKENIZER_FILES):

@@ -47,7 +47,7 @@ class Saver:
         zero: ZeroEngine,
         config: RunConfig,
         run: Path,
-        tokenizer: Path | None = None,
+        tokenizer: str | None = None,
         corpora: dict[str, dict[str, Any]] | None = None,
         validation: dict[str, dict[str, Any]] | None = None,
         goes_on_from: int = 0,
@@ -56,7 +56,7 @@ class Saver:
         """Set up the ranks' common store of messages. Collective.
 
         Args:
-            tokenizer: the directory that an export copies, noted in the manifest.
+            tokenizer: that an export copies, noted in the manifest: a directory, or a name on the hub with its commit.
             corpora, validation: what these corpora are, by prefix, noted too (see `PackedSamples.identities`).
             goes_on_from: the step that the run was resumed at; newer checkpoints in `run` are of a branch that it left.
             parent: the checkpoint that the run was started from, noted too.
@@ -170,7 +170,7 @@ class Saver:
             "fixed": fixed_of(self.config),
             "corpora": self.corpora,
             "validation": self.validation,
-            "tokenizer": str(self.tokenizer) if self.tokenizer else None,
+            "tokenizer": self.tokenizer,
             **({} if self.parent is None else {"parent": self.parent.model_dump()}),
             "config": self.config.resolved(),
         }

@@ -86,7 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its tokenizer instead of the model's own")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="this tokenizer, or hub name, for the model's own"
+    )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",

@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="DIR|bpe:SIZE|unigram:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
-        help="a Hugging Face tokenizer directory, or what to train: a byte-level BPE of SIZE tokens, a "
-        "unigram vocabulary by SentencePiece, or a WordPiece vocabulary for the masked objective, of text without "
-        "capitals and accents or as it is",
+        help="a Hugging Face tokenizer directory or name on its hub, or what to train: a byte-level BPE of SIZE "
+        "tokens, a unigram vocabulary by SentencePiece, or a WordPiece vocabulary for the masked objective, of text "
+        "without capitals and accents or as it is",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
     parser.add_argument(

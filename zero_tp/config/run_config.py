@@ -29,7 +29,7 @@ from zero_tp.errors import ConfigError
 from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import validate
-from zero_tp.weights.files import as_begun, pinned
+from zero_tp.weights.files import as_begun, has_commit, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -96,6 +96,10 @@ class RunConfig:
         hf_config = check_model(zero_tp, saved_model)
         if FROM in zero_tp.model:
             zero_tp.model[FROM] = pinned(zero_tp.model[FROM], key)
+        if zero_tp.tokenizer is not None:
+            key = "zero_tp.tokenizer"
+            named = pinned(as_begun(zero_tp.tokenizer, look_up(frozen, key)), key)
+            zero_tp = zero_tp.model_copy(update={"tokenizer": named})
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
         choose_implementation(raw)
         check_values(raw)
@@ -153,7 +157,8 @@ class RunConfig:
         data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
-        others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
+        tokenizer = None if has_commit(self.zero_tp.tokenizer or "") else self.zero_tp.tokenizer
+        others = (tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
         named += [Path(each) for each in others if each is not None]
         return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
 

@@ -241,7 +241,7 @@ class ZeroTP(Block):
     data: Data
     tokenizer: Name | None = Field(
         default=None,
-        description="Directory of the tokenizer that is copied into exports.",
+        description="Directory of the tokenizer that is copied into exports, or its [name on the hub](hub.md).",
         json_schema_extra={"default": "beside the data"},
     )
     training: Training

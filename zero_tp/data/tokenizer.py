@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.files import read_json, read_object
-from zero_tp.weights.files import TOKENIZER_FILES, is_regular
+from zero_tp.weights.files import TOKENIZER_FILES, is_regular, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -227,12 +227,13 @@ def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
     """Return a run's tokenizer directory: `given`, else `tokenizer/` beside the corpus `prefix`, else None.
 
     Raises:
-        UserError: `given` is not a directory.
+        UserError: `given` is neither a directory nor a name that the hub gives.
     """
     if given is not None:
-        if not Path(given).is_dir():
+        directory = resolve(given, "zero_tp.tokenizer", weights=False).directory
+        if not directory.is_dir():
             raise UserError(f"zero_tp.tokenizer: no directory {given}")
-        return Path(given)
+        return directory
     beside = Path(prefix).parent / "tokenizer"
     return beside if beside.is_dir() else None
 

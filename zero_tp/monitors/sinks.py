@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -227,42 +228,91 @@ def _comet(block: Mapping[str, Any], start: Start) -> Sink:
     return Thinned(tracker, block.get("samples_log_interval", 100), start.batch)
 
 
+class Finite:
+    """ClearML writes 0 for NaN, so what is not finite doesn't reach it."""
+
+    def __init__(self, sink: Sink):
+        self.sink = sink
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass on the values that are finite."""
+        self.sink.log({name: value for name, value in values.items() if math.isfinite(value)}, step=step)
+
+    def finish(self) -> None:
+        """End what is behind."""
+        self.sink.finish()
+
+
 @dataclass(frozen=True)
 class Service:
     """A tracker's arguments say the run's name, and which of its runs to go on in.
 
     Attributes:
-        project, run: the arguments of what it calls a project or experiment, and of the run's name; "" for none.
-        resumed: the argument of `identity`, by which the service knows a run.
+        begun: the arguments of a start of a run.
+        identity: by which name the service knows the run that is started; None: each start is a run of its own.
+        resumed: the arguments, of that name, to go on in the run.
+        once: it takes a run's config only once.
+        takes: what stands before it.
     """
 
-    project: str
-    run: str = ""
-    resumed: str = ""
-    identity: Callable[[Any], str] | None = None
+    begun: Callable[[Start], dict[str, Any]]
+    identity: Callable[[Any], Any] | None = None
+    resumed: Callable[[str], dict[str, Any]] = lambda _: {}
+    once: bool = False
+    takes: Callable[[Sink], Sink] = lambda sink: sink
+
+
+def _clearml_arguments(start: Start) -> dict[str, Any]:
+    """A run gets a task of its own, and no hooks in argparse and torch.
+
+    ClearML would fork the rank, for a process that sends; a rank that is killed would leave it behind with the
+    sockets that its peers wait on. The task is sent by a thread instead.
+    """
+    from clearml.config import config_obj
+
+    config_obj.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
+    hooks = {"auto_connect_arg_parser": False, "auto_connect_frameworks": False}
+    return {"run_name": PROJECT, "task_name": start.name, "reuse_last_task_id": False, **hooks}
+
+
+def _dvclive_arguments(start: Start) -> dict[str, Any]:
+    """Runs of one directory would delete each other's files; dvc.yaml stands beside them, or it grows at each step."""
+    return {"dir": str(start.run / "dvclive"), "dvcyaml": str(start.run / "dvc.yaml"), "exp_name": start.name}
 
 
 SERVICES = {
-    "mlflow": Service("experiment_name", "run_name", "run_id", lambda run: str(run.info.run_id)),
-    "aim": Service("", "run_name", "run_hash", lambda run: str(run.hash)),
-    "clearml": Service("run_name", "task_name"),
-    "dvclive": Service(""),
-    "swanlab": Service("run_name", "experiment_name"),
-    "trackio": Service("run_name", "name"),
+    "mlflow": Service(
+        lambda start: {"experiment_name": PROJECT, "run_name": start.name},
+        lambda run: run.info.run_id,
+        lambda known: {"run_id": known},
+        once=True,
+    ),
+    "aim": Service(lambda start: {"run_name": start.name}, lambda run: run.hash, lambda known: {"run_hash": known}),
+    "clearml": Service(_clearml_arguments, takes=Finite),
+    "dvclive": Service(_dvclive_arguments, lambda live: live.dir, lambda _: {"resume": True}),
+    "swanlab": Service(
+        lambda start: {"run_name": PROJECT, "experiment_name": start.name},
+        lambda run: run.id,
+        lambda known: {"id": known, "resume": "allow"},
+    ),
+    "trackio": Service(
+        lambda start: {"run_name": PROJECT, "name": start.name},
+        lambda run: run.name,
+        lambda known: {"name": known, "resume": "allow"},
+    ),
 }
-"""accelerate's trackers beside those of DeepSpeed's blocks. Where nothing says how, each start is a run of its own."""
+"""accelerate's trackers beside those of DeepSpeed's blocks."""
 
 
 def _service(name: str, arguments: Mapping[str, Any], start: Start) -> Sink:
     service, known = SERVICES[name], start.identity(name)
-    chosen = {service.project: PROJECT, service.run: start.name, **({service.resumed: known} if known else {})}
-    tracker: Any = _tracker(name, **{key: value for key, value in chosen.items() if key} | dict(arguments))
-    if not known:  # a service may take what a run is only once
+    again = service.resumed(known) if known else {}
+    tracker: Any = _tracker(name, **service.begun(start) | again | dict(arguments))
+    if not (known and service.once):
         tracker.store_init_configuration(start.flat_config())
     if service.identity is not None:
         start.remember(name, service.identity(tracker.tracker))
-    sink: Sink = tracker
-    return sink
+    return service.takes(tracker)
 
 
 BLOCKS: dict[str, tuple[str | None, Callable[[Mapping[str, Any], Start], Sink]]] = {

@@ -96,7 +96,7 @@ class _Loop:
         if self.watch is not None:
             engine.mark = self.watch.mark
         corpora, parent = (run.corpora, run.validation_corpora), start.parent
-        self.saver = Saver(engine.zero, self.config, run.directory, run.tokenizer, *corpora, done, parent)
+        self.saver = Saver(engine.zero, self.config, run.directory, run.recorded_tokenizer, *corpora, done, parent)
 
     def _read(self, step: int) -> list[Any]:
         """Return what this rank trains on at `step`."""

@@ -25,7 +25,7 @@ from zero_tp.data.tokenizer import (
 )
 from zero_tp.errors import UserError, shown
 from zero_tp.models.architectures.configs import check_unchanged, fields_of
-from zero_tp.weights.files import resolve
+from zero_tp.weights.files import has_commit, resolve
 from zero_tp.weights.load import PretrainedSource
 
 if TYPE_CHECKING:
@@ -59,6 +59,14 @@ class PreparedRun:
                 check_same_tokens(self.tokenizer, resolve(self.config.pretrained).directory)
         for corpus in (*self.samples.corpora, *(self.validation.corpora if self.validation else ())) if whole else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
+
+    @property
+    def recorded_tokenizer(self) -> str | None:
+        """Return how a checkpoint names the tokenizer: by its name on the hub, or its directory."""
+        given = self.config.zero_tp.tokenizer
+        if given is not None and has_commit(given):
+            return given
+        return None if self.tokenizer is None else str(self.tokenizer)
 
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:

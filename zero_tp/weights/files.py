@@ -95,6 +95,11 @@ def resolve(given: str | Path, key: str = "", *, weights: bool = True, allow_pic
     return Resolved(directory, f"{name}@{directory.name}")
 
 
+def has_commit(given: str) -> bool:
+    """Tell whether this is a name with its commit, as a run keeps it: no path is meant."""
+    return is_name(given) and bool(COMMIT.fullmatch(given.partition("@")[2]))
+
+
 def as_begun(given: Any, before: Any) -> Any:
     """Return the name with the commit that a run began with, where it is of the name that is given; else `given`."""
     names = isinstance(given, str) and isinstance(before, str) and is_name(given)
@@ -107,7 +112,7 @@ def pinned(given: str, key: str) -> str:
     Raises:
         ConfigError: see `resolve`.
     """
-    if not is_name(given) or COMMIT.fullmatch(given.partition("@")[2]):
+    if not is_name(given) or has_commit(given):
         return given
     return resolve(given, key, weights=False).name or given
 
