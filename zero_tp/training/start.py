@@ -65,6 +65,10 @@ class Prepared(Protocol):
     model_config: PretrainedConfig
 
     @property
+    def recorded_tokenizer(self) -> str | None:
+        """Return how a checkpoint names the tokenizer."""
+
+    @property
     def samples(self) -> TrainingSamples:
         """Return what it trains on."""
 
