@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -23,6 +21,7 @@ from zero_tp.process.quiet import hushed
 T = TypeVar("T")
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 """What libraries read as they are loaded."""
+POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0
 """Of the other ranks after the first has failed."""
 
@@ -39,18 +38,23 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
         UserError: they took longer.
         torch.multiprocessing.ProcessRaisedException: one failed; with its traceback.
     """
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, ENVIRONMENT):
+    with mock.patch.dict(os.environ, ENVIRONMENT):
         # A server that has imported the libraries once: ranks are its forks (0.5 s instead of 6 s of CPU each).
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["zero_tp.papers.preloaded"])
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["zero_tp.papers.preloaded"])
+        readers, writers = zip(*(server.Pipe(duplex=False) for _ in range(ranks)), strict=True)
         context = multiprocessing.start_processes(
-            _rank, (function, arguments, folder, _meeting(ranks)), nprocs=ranks, join=False, start_method="forkserver"
+            _rank, (function, arguments, writers, _meeting(ranks)), nprocs=ranks, join=False, start_method="forkserver"
         )
+        found: dict[Connection, T] = {}
         with _ended(context.processes):
             deadline = time.monotonic() + seconds
-            while not context.join(max(0.0, deadline - time.monotonic()), grace_period=GRACE_SECONDS):
+            while not context.join(POLL_SECONDS, grace_period=GRACE_SECONDS):
+                # A rank goes on when its result is read.
+                found |= {each: each.recv() for each in readers if each not in found and each.poll()}
                 if time.monotonic() >= deadline:
                     raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(ranks)]
+        return [found[reader] if reader in found else reader.recv() for reader in readers]
 
 
 def _meeting(ranks: int) -> dict[str, str]:
@@ -74,7 +78,11 @@ def _ended(processes: list[Any]) -> Iterator[None]:
 
 
 def _rank(
-    rank: int, function: Callable[..., Any], arguments: tuple[Any, ...], folder: str, meeting: dict[str, str]
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    writers: Sequence[Connection],
+    meeting: dict[str, str],
 ) -> None:
     os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
     import deepspeed
@@ -84,7 +92,7 @@ def _rank(
     with hushed():
         deepspeed.init_distributed("gloo", verbose=False)
     try:
-        Path(folder, str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+        writers[rank].send(function(*arguments))
         dist.barrier()
     finally:
         dist.destroy_process_group()
