@@ -101,8 +101,12 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
 
     narrow, wide = seconds(), seconds(*wider)
     parameters, ports = 354_823_168, 8 * 50e9 * 0.5
-    assert wide[0] - narrow[0] == pytest.approx(2 * parameters * 63 / 64 / ports)
+    ring = parameters * 63 / 64 / ports
+    assert wide[0] - narrow[0] == pytest.approx(2 * 2 * ring), "DeepSpeed all-reduces"
     assert wide[1] > narrow[1]
+    owners = "zero_optimization.use_multi_rank_bucket_allreduce=false"
+    assert seconds(owners, *wider)[0] - seconds(owners)[0] == pytest.approx(2 * ring)
+    assert seconds(owners, "zero_optimization.reduce_scatter=false") == narrow
 
 
 @THOROUGH

@@ -173,7 +173,8 @@ class Timing:
         return 2 * self.interleaving * part / (speed * 1e9)
 
     def _data(self, forward: float, backward: float) -> float:
-        """Return what DP's communication costs. Stage 0 all-reduces; 1 and 2 gather the updated parameters."""
+        """Return what DP's communication costs. Stages 0 to 2 all-reduce gradients, or 1 and 2 reduce them to their
+        owners (`to_owners`); these gather the updated parameters."""
         zero, micro, e = self.zero, self.zero.accumulation, self.at.element
         ring = self.rates.collective
         bucket = ALLREDUCE_BUCKET if zero.stage == 0 else zero.reduce_bucket
@@ -183,9 +184,9 @@ class Timing:
             gather = ring(e * self._own, zero.data, self.at.tensor, calls)
             reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, calls)
             return self._beside(micro * (2 * gather + reduce), micro * (forward + backward))
-        reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, pieces)
+        reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, pieces) * (1 if zero.to_owners else 2)
         if zero.stage == 0:
-            return self._beside(2 * reduce, backward if self.program.hides_data else 0.0)
+            return self._beside(reduce, backward if self.program.hides_data else 0.0)
         times = micro if zero.stage == 2 else 1
         gather = ring(e * self._own, zero.data, self.at.tensor)
         return gather + self._beside(times * reduce, times * backward if zero.overlap else 0.0)

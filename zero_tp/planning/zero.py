@@ -75,6 +75,8 @@ class ZeroSettings:
         accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
         clips: gradients are clipped.
         moments_at_once: torch's Adagrad makes its states as it is made, others at their first step.
+        to_owners: stages 1 and 2 reduce each part of a gradient to its owner, as the paper has it. By default DeepSpeed
+            all-reduces, which sends twice as much.
     """
 
     stage: int
@@ -98,6 +100,7 @@ class ZeroSettings:
     reduced: int = 2
     clips: bool = False
     moments_at_once: bool = False
+    to_owners: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
@@ -123,6 +126,7 @@ class ZeroSettings:
             )
             if key in zero
         }
+        all_reduces = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
         overlap = zero.get("overlap_comm")
         element = 2 if half else 4
         sizes = {"fp32": 4, "fp16": 2, "bf16": 2, None: element}
@@ -140,6 +144,7 @@ class ZeroSettings:
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
             moments_at_once=str(block.get("type")).lower() == "adagrad",
+            to_owners=stage in (1, 2) and not all_reduces,
             torch_optimizer=_makes_temporaries(block),
             copies=copies_gradients(dict(config)),
             **given,
