@@ -252,6 +252,6 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/cli.py",
         "    signal.signal(signal.SIGTERM, _terminate)",
         "    signal.signal(signal.SIGTERM, signal.SIG_DFL)",
-        (INTERRUPTED + "test_sigterm_leaves_nothing",),
+        (INTERRUPTED + "test_sigterm_leaves_no_part_of_an_output",),
     ),
 }

@@ -41,5 +41,5 @@ class Backbone:
                 f"not split; of this one each of {model.topology.tensor} ranks has a shard: give ZeroTPTrainer rows "
                 "that a chat template has made, with labels of -100 where there is no loss"
             )
-        hidden = model.hidden_states(input_ids, attention_mask, position_ids)
+        hidden, _ = model.hidden_states(input_ids, attention_mask, position_ids)
         return BaseModelOutputWithPast(last_hidden_state=hidden.transpose(0, 1))

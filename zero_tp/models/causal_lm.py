@@ -113,10 +113,7 @@ class CausalLM(ParallelModel):
             if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
-        sequence = self._runs_sequence_parallel(input_ids.shape[1])
-        hidden = self.hidden_states(
-            input_ids, attention_mask, position_ids, document_ids, past_key_values, sequence=sequence
-        )
+        hidden, sequence = self.hidden_states(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         loss = logits = greedy = None
         if targets is not None:
             labelled = targets.transpose(0, 1).contiguous()
@@ -136,12 +133,12 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        *,
-        sequence: bool = False,
-    ) -> Tensor:
-        """Return what the output layer takes, [s, b, h], a shard when `sequence`. Arguments: those of `forward`."""
+    ) -> tuple[Tensor, bool]:
+        """Return what the output layer takes, [s, b, h], and whether it is a shard of the sequence. Arguments: those of
+        `forward`."""
         self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         self._check_ids("token ids", input_ids)
+        sequence = self._runs_sequence_parallel(input_ids.shape[1])
         if document_ids is None and position_ids is not None and attention_mask is None and past_key_values is None:
             document_ids = documents_of(position_ids.expand(*input_ids.shape))
         hidden: Tensor = self.transformer(
@@ -152,7 +149,7 @@ class CausalLM(ParallelModel):
             cache=past_key_values,
             sequence=sequence,
         )
-        return hidden
+        return hidden, sequence
 
     def _check_shapes(
         self,
