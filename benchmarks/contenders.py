@@ -219,10 +219,11 @@ def floors(ranks: int, parameters: int, step: Callable[[], Any]) -> dict[str, fl
     update = torch.optim.AdamW(values, fused=True).step
     update()  # makes its moments
     again = [lambda: [collective().wait() for collective in asked], update]
-    return {
-        name: min(seconds_of(ranks, run) for _ in range(3))
-        for name, run in zip(("collectives", "update"), again, strict=True)
-    }
+    with torch.no_grad():
+        return {
+            name: min(seconds_of(ranks, run) for _ in range(3))
+            for name, run in zip(("collectives", "update"), again, strict=True)
+        }
 
 
 def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> None:

@@ -67,7 +67,7 @@ class Installed:
 def test_a_wheel_holds_what_is_shipped_and_nothing_of_the_tests(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     shipped = {name.removeprefix("zero_tp/_shipped/") for name in names if name.startswith("zero_tp/_shipped/")}
-    configs = {f"ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
+    configs = {str(path.relative_to(ROOT)) for path in (ROOT / "ds_configs").rglob("*.json")}
     corpus = {"launch/corpus/LICENSE.md", "launch/corpus/sotu.jsonl.gz"}
     assert shipped == configs | corpus | {"launch/pretrain.py", "eval/zero_shot.py"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "zero_tp").rglob("*.py")}

@@ -77,7 +77,8 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
     if consumer in ("verify", "inspect"):
         return {key: value for key, value in json.loads(ended.out).items() if key not in ("steps", "versions")}
     if consumer == "export":
-        paths = sorted((directory / "export").iterdir())
+        # The card tells figures of metrics.jsonl too, which is a log and no part of the checkpoint.
+        paths = sorted(path for path in (directory / "export").iterdir() if path.name != "README.md")
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
     if consumer == "evaluate":
         report = json.loads((directory / "report.json").read_text())
