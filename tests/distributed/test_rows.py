@@ -22,11 +22,12 @@ def sizes_of(seed: int, ranks: int) -> list[int]:
     return [1, ranks - 1 or 1, 4 * ranks, *(chance.randrange(1, 200) for _ in range(4))]
 
 
-def reductions(seed: int) -> None:
+def reductions(seed: int) -> int:
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed + rank)
+    compared = 0
     drawn = [torch.randn(size, dtype=torch.bfloat16) for size in sizes_of(seed, ranks)]
     for tensors in (drawn, drawn[:1], drawn[2:3], [tensor.float() for tensor in drawn], [drawn[3].view(1, -1)]):
         found = rows.reduce_scatter_coalesced([tensor.clone() for tensor in tensors])
@@ -34,11 +35,13 @@ def reductions(seed: int) -> None:
         assert len(found) == len(expected) == len(tensors)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+            compared += 1
+    return compared
 
 
 @pytest.mark.parametrize("world", in_tiers([2, 3, 4], [4]))
 def test_reductions_are_deepspeeds(world: int, ranks: Pools, seed: int) -> None:
-    ranks(world).run(reductions, seed)
+    assert ranks(world).run(reductions, seed) == [7 + 1 + 1 + 7 + 1] * world
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

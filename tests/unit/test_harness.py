@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,27 +158,28 @@ def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
     assert result["data"]["piqa"]["data_files"] == {"validation": str(file)}
 
 
-def tasks_refuse(message: str, names: list[str], data: dict[str, Path] | None = None, **options: object) -> None:
-    with pytest.raises(UserError, match=message):
+def refusal(names: list[str], data: dict[str, Path] | None = None, **options: object) -> str:
+    with pytest.raises(UserError) as caught:
         make_tasks(names, data or {}, TaskOptions(**options))  # type: ignore[arg-type]
+    return str(caught.value)
 
 
 def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
-    tasks_refuse("--include-path .*no such directory", ["copa_local"], include_path=tmp_path / "none")
-    tasks_refuse("no task file", ["copa_local"], include_path=tmp_path)
+    assert re.search("--include-path .*no such directory", refusal(["copa_local"], include_path=tmp_path / "none"))
+    assert re.search("no task file", refusal(["copa_local"], include_path=tmp_path))
 
 
 @THOROUGH
 def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     """lm-eval reads all its task files for these, and asks the network."""
-    tasks_refuse("copa_locl: unknown task; did you mean copa_local", ["copa_locl"], include_path=tasks)
-    tasks_refuse("lambda: unknown task; did you mean lambada", ["lambda"])
-    tasks_refuse(r"arc_easy: its data can't be read .* --data arc_easy=FILE", ["arc_easy"])
+    assert re.search("copa_locl: unknown task; did you mean copa_local", refusal(["copa_locl"], include_path=tasks))
+    assert re.search("lambda: unknown task; did you mean lambada", refusal(["lambda"]))
+    assert re.search(r"arc_easy: its data can't be read .* --data arc_easy=FILE", refusal(["arc_easy"]))
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
-    tasks_refuse(r"arc_easy: its data can't be read", ["arc_easy"], {"arc_easy": file})
-    tasks_refuse("no examples for --num-fewshot 2", ["arc_easy"], {"arc_easy": file}, num_fewshot=2)
-    tasks_refuse("mmlu is a group of tasks", ["mmlu"], {"mmlu": file})
+    assert re.search(r"arc_easy: its data can't be read", refusal(["arc_easy"], {"arc_easy": file}))
+    assert re.search("no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2))
+    assert re.search("mmlu is a group of tasks", refusal(["mmlu"], {"mmlu": file}))
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "wikitext103"])
