@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import psutil
 
@@ -208,18 +208,31 @@ class InvalidJson(ValueError):
     """An InvalidJson says what is wrong with a text that should be JSON, and where in it."""
 
 
-def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file of at most `most` bytes. A pipe, a device or a directory is never waited on.
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. A pipe or a device, which may never end, is refused and never waited on.
 
     Raises:
-        OSError: it is missing, cannot be read, is no regular file, or is longer.
+        OSError: it is missing, cannot be read, or is no regular file.
     """
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, at most {most:,} are read", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
+
+
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file of at most `most` bytes.
+
+    Raises:
+        OSError: as of `open_regular`, or it is longer.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {most:,} are read", str(path))
         return file.read(most)
 
 

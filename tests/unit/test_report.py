@@ -53,6 +53,11 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
+    endless = tmp_path / "endless"
+    endless.mkdir()
+    (endless / "metrics.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(not a regular file\)"):
+        read_runs([endless])
     with pytest.raises(UserError, match=r"none/metrics\.jsonl: cannot be read"):
         read_runs([tmp_path / "none"])
     one = make_run(tmp_path / "one")

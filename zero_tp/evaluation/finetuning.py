@@ -20,7 +20,7 @@ import numpy as np
 
 from zero_tp.data.documents import read_objects
 from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, parse_json
+from zero_tp.files import InvalidJson, open_regular, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,8 @@ def race(path: Path) -> Iterator[Record]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            return file.read().decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}: convert it to UTF-8 first") from error
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from zero_tp.checkpoint.run import CONFIG
 from zero_tp.config.resolve import leaves
 from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, read_object
+from zero_tp.files import InvalidJson, open_regular, read_object
 from zero_tp.training.metrics_file import METRICS_FILE, read_line
 
 VALIDATION = "validation_"
@@ -89,8 +89,19 @@ def _name(path: Path, parts: int) -> str:
 
 def _read(directory: Path, name: str) -> Run:
     path = directory / METRICS_FILE
+    unreadable, by_name = 0, dict[str, dict[int, float]]()
     try:
-        text = path.read_bytes()
+        with open_regular(path) as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                found = read_line(line)
+                if found is None:
+                    unreadable += 1
+                    continue
+                step, values = found
+                for key, value in values.items():
+                    by_name.setdefault(key, {})[step] = value
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
     try:
@@ -99,16 +110,6 @@ def _read(directory: Path, name: str) -> Run:
         config = {}
     except (InvalidJson, OSError) as error:
         raise UserError(f"{directory / CONFIG}: not a run's config ({error})") from None
-    unreadable, by_name = 0, dict[str, dict[int, float]]()
-    *whole, _ = text.split(b"\n")
-    for line in whole:
-        found = read_line(line)
-        if found is None:
-            unreadable += 1
-            continue
-        step, values = found
-        for key, value in values.items():
-            by_name.setdefault(key, {})[step] = value
     series = {key: Series(sorted(each), [each[step] for step in sorted(each)]) for key, each in by_name.items()}
     if not series:
         raise UserError(f"{path}: nothing was logged yet; try again after the first step")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from zero_tp.files import InvalidJson, parse_json, write_atomically
+from zero_tp.files import InvalidJson, open_regular, parse_json, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -54,11 +53,9 @@ def cut_metrics(path: Path, last_step: int) -> tuple[int, Path | None]:
     """
     if not os.path.lexists(path):
         return 0, None
-    if not path.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
     kept: list[bytes] = []
     unreadable, torn, changed = 0, False, False
-    with path.open("rb") as lines:
+    with open_regular(path) as lines:
         for line in lines:
             record, whole = read_line(line), line.endswith(b"\n")
             if record is None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.errors import UserError
-from zero_tp.files import partial_directory, put_in_place
+from zero_tp.files import partial_directory, put_in_place, read_regular
 from zero_tp.models.architectures import (
     Weight,
     aliases_of,
@@ -205,7 +205,7 @@ def _digest_line(card: str) -> str:
 def _is_a_persons(path: Path) -> bool:
     """Return whether there is a card that is not as it was written here."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except FileNotFoundError:
         return False
     except (OSError, UnicodeDecodeError):
