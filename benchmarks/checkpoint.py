@@ -35,9 +35,9 @@ from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
-from zero_tp.process.connect import without_shared_memory_collectives
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
+from zero_tp.zero.ops import without_shared_memory_collectives
 
 WARM_UP = 4  # until saves remove old checkpoints
 CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache

@@ -148,7 +148,7 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
-    from zero_tp.process.connect import without_shared_memory_collectives
+    from zero_tp.zero.ops import without_shared_memory_collectives
 
     without_shared_memory_collectives()  # which its inference alone uses
     deepspeed.init_distributed("gloo", verbose=False)
@@ -231,7 +231,7 @@ def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> No
     import torch
     import torch.distributed as dist
 
-    from zero_tp.process.connect import keep_freed_memory
+    from zero_tp.process.heap import keep_freed_memory
 
     keep_freed_memory()
     ranks, options = CONTENDERS[name]

@@ -23,7 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
-from zero_tp.process.connect import without_shared_memory_collectives
+from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.rows import handle_as_rows
 
 COUNTED: dict[str, tuple[Any, tuple[str, ...]]] = {

@@ -123,7 +123,7 @@ def main() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zero_tp.process.connect import without_shared_memory_collectives
+    from zero_tp.zero.ops import without_shared_memory_collectives
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     without_shared_memory_collectives()

@@ -76,7 +76,7 @@ def _serve(connection: Connection, rank: int, world: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
 
-    from zero_tp.process.connect import without_shared_memory_collectives
+    from zero_tp.zero.ops import without_shared_memory_collectives
 
     store = torch.distributed.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False

@@ -214,7 +214,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "another-container-s-lock-is-nobody-s": Mutant(
         "A lock is taken from a build that this container does not see.",
-        "zero_tp/process/connect.py",
+        "zero_tp/zero/ops.py",
         "            held = _is_open(lock)",
         "            held: bool | None = None",
         ("tests/unit/test_ops.py::test_a_lock_of_another_container_stays",),

@@ -18,6 +18,7 @@ from zero_tp.config.optimizer import builder_name, choose_implementation
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.zero import ops
 
 
 def lock_in(root: Path, op: str) -> Path:
@@ -31,28 +32,28 @@ def test_only_a_lock_that_no_process_holds_is_removed(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     left, held = lock_in(tmp_path, "cpu_adam"), lock_in(tmp_path, "fused_adam")
     with held.open():
-        connect.clear_abandoned_locks(0.0)
+        ops.clear_abandoned_locks(0.0)
         assert not left.exists() and held.exists()
-    connect.clear_abandoned_locks(0.0)
+    ops.clear_abandoned_locks(0.0)
     assert not held.exists()
 
 
 def test_a_lock_of_another_container_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes can't be seen here, and neither can what they have open."""
-    monkeypatch.setattr(connect, "_open_files", lambda: set())
+    monkeypatch.setattr(ops, "_open_files", lambda: set())
     lock = lock_in(tmp_path, "cpu_adam")
     with lock.open():
-        assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == []
-    assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
+        assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == []
+    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
     lock.unlink()
     lock.symlink_to(tmp_path / "another")
-    assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == []
+    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == []
 
 
 def test_another_machine_may_hold_a_young_one(tmp_path: Path) -> None:
     lock = lock_in(tmp_path, "cpu_adam")
-    assert list(connect.abandoned_locks(tmp_path)) == []
-    assert list(connect.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
+    assert list(ops.abandoned_locks(tmp_path)) == []
+    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
 
 
 def test_init_distributed_compiles_nothing() -> None:
@@ -64,7 +65,7 @@ def test_init_distributed_compiles_nothing() -> None:
 
     backend = importlib.import_module("deepspeed.comm.torch")
 
-    connect.without_shared_memory_collectives()
+    ops.without_shared_memory_collectives()
     assert backend.build_shm_op() is None
     assert "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__
     assert "__compatible_ops__" in inspect.getsource(backend.build_shm_op)
@@ -97,7 +98,7 @@ def test_collectives_of_tp_begin_before_the_products_that_hide_them(
 FAULTS = """
 import resource, sys, torch
 from concurrent.futures import ThreadPoolExecutor
-from zero_tp.process.connect import can_keep_freed_memory, keep_freed_memory
+from zero_tp.process.heap import can_keep_freed_memory, keep_freed_memory
 print(can_keep_freed_memory())
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -169,14 +170,14 @@ def test_a_compilation_is_said_and_what_it_lacks_is_one_line(tmp_path: Path, mon
     accelerator = get_accelerator()
     offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    line = connect.to_compile(offloaded, accelerator)
+    line = ops.to_compile(offloaded, accelerator)
     assert line == "compiling DeepSpeed's cpu_adam for this machine, once, which takes minutes"
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
-        connect.to_compile(offloaded, accelerator)
+        ops.to_compile(offloaded, accelerator)
     with pytest.raises(UserError, match=r"DeepSpeed has no Lion for cpu devices; use AdamW"):
-        connect.to_compile({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, accelerator)
-    assert connect.to_compile({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
+        ops.to_compile({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, accelerator)
+    assert ops.to_compile({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, accelerator) is None
     monkeypatch.delenv("CXX")
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    assert connect.to_compile(offloaded, accelerator) is None
+    assert ops.to_compile(offloaded, accelerator) is None

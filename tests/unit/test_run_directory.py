@@ -27,10 +27,10 @@ from zero_tp.checkpoint.directory import (
 from zero_tp.checkpoint.run import CONFIG, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
-from zero_tp.process.connect import abandoned_locks
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import write_native
+from zero_tp.zero.ops import abandoned_locks
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]

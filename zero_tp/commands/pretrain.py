@@ -20,6 +20,7 @@ from zero_tp import cli
 from zero_tp.commands import check
 from zero_tp.process.console import Console
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.heap import keep_freed_memory
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watch
@@ -76,6 +77,8 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     )
     check_installed(config)
 
+    from deepspeed.accelerator import get_accelerator
+
     from zero_tp.checkpoint.parent import Origin
     from zero_tp.monitors.feed import Monitors
     from zero_tp.training.loop import train
@@ -84,6 +87,8 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from zero_tp.zero.rows import handle_as_rows
 
     handle_as_rows()
+    if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
+        keep_freed_memory()
     first = environment.local_rank in (None, 0)
     profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None
     run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)

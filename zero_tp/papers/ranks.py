@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from zero_tp.errors import UserError
-from zero_tp.process.connect import without_shared_memory_collectives
 from zero_tp.process.quiet import hushed
+from zero_tp.zero.ops import without_shared_memory_collectives
 
 T = TypeVar("T")
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ from zero_tp.devices import Device, find_device, named_device, runs_varlen
 from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.plan import plan
 from zero_tp.planning.report import PHASES
-from zero_tp.process.connect import can_keep_freed_memory
+from zero_tp.process.heap import can_keep_freed_memory
 from zero_tp.training.metrics import memory_gib, resident_gib
 
 

@@ -30,7 +30,6 @@ from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import DrawnTogether, WeightSource
-from zero_tp.process.connect import without_shared_memory_collectives
 from zero_tp.topology import Topology
 from zero_tp.training.guards import (
     NonfiniteTrace,
@@ -40,6 +39,7 @@ from zero_tp.training.guards import (
     check_repeated,
     check_replicas,
 )
+from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
 
