@@ -158,8 +158,8 @@ MUTANTS: dict[str, Mutant] = {
     "json-of-any-length": Mutant(
         "A file of any size is read into memory.",
         "zero_tp/files.py",
-        "        if status.st_size > most:",
-        "        if status.st_size > 2**60:",
+        "        if size > most:",
+        "        if size > 2**60:",
         (CONFIG + "test_what_is_too_long_or_no_file_is_not_read",),
     ),
     "any-json-is-a-report": Mutant(
