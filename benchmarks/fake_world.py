@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
 from zero_tp.zero.ops import without_shared_memory_collectives
-from zero_tp.zero.rows import handle_as_rows
 
 COUNTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "objects": (dist, ("all_gather_object", "broadcast_object_list")),
@@ -175,7 +174,6 @@ def fake_world(ranks: int, rank: int, folder: Path) -> Iterator[tuple[Clocks, Co
         dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
         stack.callback(dist.destroy_process_group)
         without_shared_memory_collectives()
-        handle_as_rows()
         deepspeed.init_distributed("fake", verbose=False)
         for name, stand_in in STAND_INS.items():
             called = getattr(dist, name)

@@ -84,9 +84,7 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from zero_tp.training.loop import train
     from zero_tp.training.run import PreparedRun
     from zero_tp.training.tools import Tools
-    from zero_tp.zero.rows import handle_as_rows
 
-    handle_as_rows()
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
         keep_freed_memory()
     first = environment.local_rank in (None, 0)

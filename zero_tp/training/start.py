@@ -239,7 +239,7 @@ def _description(run: Prepared, engine: TrainingEngine, found: Found, pretrained
     sizes = (engine.topology.tensor, config.micro_batch, data.sequence_length)
     rows = {"documents": data.document_attention == "reset", "padded": not spec.causal}
     yield f"attention: {described(spec, *sizes, engine.dtype, engine.device, **rows)}"
-    yield from engine.activations.notes
+    yield from (*engine.zero.notes, *engine.activations.notes)
     yield from (f"without effect: {line}" for line in config.without_effect())
     if config.zero_tp.compile:
         yield "compile: the first step waits for torch's compiler, about a minute where its cache has nothing yet"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -18,13 +19,25 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
 from torch import Tensor
 
+VERSION = "0.19.8"
+"""Of DeepSpeed, whose functions these are."""
 _wait_by_ranks, _reduce_by_ranks = AllGatherCoalescedHandle.wait, coalesced_collectives.reduce_scatter_coalesced
 
 
-def handle_as_rows() -> None:
-    """Let DeepSpeed's ZeRO-3 use these, in this process."""
+def handle_as_rows() -> list[str]:
+    """Let DeepSpeed's ZeRO-3 use these, in this process.
+
+    Returns:
+        A line where another version of DeepSpeed keeps its own, which give the same numbers.
+    """
+    if deepspeed.__version__ != VERSION:
+        return [
+            f"ZeRO-3: DeepSpeed {deepspeed.__version__} handles each rank's part by itself, which takes long at "
+            f"hundreds of ranks; with {VERSION} they are rows of a matrix"
+        ]
     AllGatherCoalescedHandle.wait = wait
     stage3.reduce_scatter_coalesced = reduce_scatter_coalesced
+    return []
 
 
 def wait(handle: Any, handle_dependency: bool = True) -> None:
@@ -66,11 +79,11 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
         return parts
     sizes = [-(-tensor.numel() // ranks) for tensor in tensors]
     if len(tensors) == 1 and tensors[0].numel() % ranks == 0:
-        rows = tensors[0].view(ranks, -1)
+        rows = tensors[0].view(ranks, sizes[0])
     else:
         rows, at = tensors[0].new_empty(ranks, sum(sizes)), 0
         for tensor, size in zip(tensors, sizes, strict=True):
-            full, rest = divmod(tensor.numel(), size)
+            full, rest = divmod(tensor.numel(), size or 1)
             flat = tensor.view(-1)
             rows[:full, at : at + size] = flat[: full * size].view(full, size)
             rows[full : full + 1, at : at + rest] = flat[full * size :]

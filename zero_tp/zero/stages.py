@@ -22,6 +22,7 @@ from zero_tp.config.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
+from zero_tp.zero.rows import handle_as_rows
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class ZeroEngine(ABC):
         lock_step: whether all DP ranks must run the same number of forwards, because each forward gathers over DP.
         vetoed: the gradient norm of the last step, when that was skipped by its veto; else None.
         recent: the losses and norms of the last steps, [loss, norm] each, that the next veto looks back on.
+        notes: lines for a run's start.
     """
 
     lock_step = False
@@ -87,6 +89,7 @@ class ZeroEngine(ABC):
     def __init__(self, settings: dict[str, Any], topology: Topology):
         self.settings, self.topology = settings, topology
         self.recent: list[list[float]] = []
+        self.notes: list[str] = []
         self._veto: Veto | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
@@ -413,6 +416,10 @@ class PartitionedParameters(ZeroEngine):
     """Under ZeRO-3 parameters, too, are cut over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
+
+    def __init__(self, settings: dict[str, Any], topology: Topology):
+        super().__init__(settings, topology)
+        self.notes = handle_as_rows()
 
     def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
         super().initialize(model, optimized)
