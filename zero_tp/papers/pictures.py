@@ -18,12 +18,18 @@ LINES = ("#BBBBBB", "#66CCEE", "#EE6677", "#222222")
 
 
 def bars(tables: Mapping[str, Table]) -> Any:
-    """Draw the figures of each row as bars beside each other, each table in axes of its own."""
-    heights = [sum(len(row.figures) for row in rows) + 0.6 * len(rows) for rows in tables.values()]
-    figure = new_figure(8.4, 0.9 * len(tables) + 0.17 * sum(heights))
-    every = figure.subplots(len(tables), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (heading, rows) in zip(every, tables.items(), strict=True):
-        _table(dressed(axes, heading), rows)
+    """Draw the figures of each row as bars beside each other, each table's rows of one unit in axes of their own."""
+    panels = [
+        (heading if number == 0 else "", unit, [row for row in rows if row.unit == unit])
+        for heading, rows in tables.items()
+        for number, unit in enumerate(dict.fromkeys(row.unit for row in rows))
+    ]
+    heights = [sum(len(row.figures) for row in rows) + 0.6 * len(rows) for _, _, rows in panels]
+    figure = new_figure(8.4, 0.9 * len(panels) + 0.17 * sum(heights))
+    every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (heading, unit, rows) in zip(every, panels, strict=True):
+        _panel(dressed(axes, heading), rows)
+        axes.set_xlabel(unit, fontsize=9)
     return figure
 
 
@@ -92,8 +98,7 @@ def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, fl
     return figure
 
 
-def _table(axes: Any, rows: Table) -> None:
-    units = {row.unit for row in rows}
+def _panel(axes: Any, rows: Table) -> None:
     middles, named, at = [], set[str](), 0.0
     for row in rows:
         middles.append(at + (len(row.figures) - 1) / 2)
@@ -101,14 +106,13 @@ def _table(axes: Any, rows: Table) -> None:
             label = name if name not in named else None
             named.add(name)
             axes.barh(at, value, height=0.9, color=COLOURS[name], label=label)
-            axes.text(value, at, f" {value:,.4g}", va="center", fontsize=7)
+            axes.text(max(value, 0), at, f" {value:,.4g}", va="center", fontsize=7)
             at += 1
         at += 0.6
-    axes.set_yticks(middles, [row.label if len(units) == 1 else f"{row.label} [{row.unit}]" for row in rows])
-    axes.set_xlim(0, 1.12 * max(value for row in rows for value in row.figures.values()))
+    axes.set_yticks(middles, [row.label for row in rows])
+    values = [value for row in rows for value in row.figures.values()]
+    axes.set_xlim(1.12 * min(0, *values), 1.12 * max(values))
     axes.set_ylim(at - 0.6, -0.9)
-    if len(units) == 1:
-        axes.set_xlabel(units.pop(), fontsize=9)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
