@@ -219,7 +219,8 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
         **{"model": config.to_dict(), "generation": {}, "fixed": {}, "corpora": {}, "tokenizer": None},
         **{"versions": {}, "config": {}},
     }
-    big = directory.commit(folder / "big", temporary, 1, manifest, files)
+    assert directory.commit(folder / "big", temporary, 1, manifest, files) == []
+    big = directory.step_directory(folder / "big", 1)
     largest = max(torch.Size(parameter.shape).numel() for parameter in described.values())
     parameters = sum(torch.Size(parameter.shape).numel() for parameter in described.values())
     allowed = 2 * 12 * largest + 200 * 10**6

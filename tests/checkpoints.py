@@ -85,7 +85,8 @@ def write_checkpoint(
         "versions": {"torch": str(torch.__version__)},
         "config": {},
     }
-    return directory.commit(run, temporary, step, manifest, files)
+    assert directory.commit(run, temporary, step, manifest, files) == []
+    return directory.step_directory(run, step)
 
 
 @contextmanager

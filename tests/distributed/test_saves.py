@@ -88,6 +88,57 @@ def test_a_checkpoint_that_cannot_be_removed_costs_no_save(ranks: Pools, tmp_pat
     assert complete_steps(tmp_path / "run") == [1, 2]
 
 
+def beside_a_pointer_that_fails(path: str, run: str) -> list[tuple[tuple[int, str] | None, list[str]]]:
+    """Outcomes of three saves and what is said of them: since the second `latest` is a directory, at the third the disk
+    does not take the new name either."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from zero_tp.checkpoint import directory
+    from zero_tp.checkpoint.save import Saver
+
+    sync, latest = directory.sync, checkpoints_of(Path(run)) / directory.LATEST
+
+    def failing(synced: Path, *, below: bool = True) -> None:
+        if synced == latest.parent:
+            raise OSError(5, "Input/output error")
+        sync(synced, below=below)
+
+    engine, config = build(path)
+    saver = Saver(engine.zero, config, Path(run))
+    told = []
+    for step in (1, 2, 3):
+        if step == 2 and engine.topology.rank == 0:
+            latest.unlink()
+            latest.mkdir()
+        dist.barrier()
+        with patch.object(directory, "sync", failing if step == 3 else sync):
+            saver.save(step)
+        told.append((saver.outcome(), saver.notes))
+        saver.notes = []
+    return told
+
+
+def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(ranks: Pools, tmp_path: Path) -> None:
+    path, run = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1), tmp_path / "run"
+    first, other = ranks(2).run(beside_a_pointer_that_fails, str(path), str(run))
+    assert [outcome for outcome, _ in first] == [outcome for outcome, _ in other] == [(1, ""), (2, ""), (3, "")]
+    at, of = checkpoints_of(run), f"{step_directory(run, 3)} is complete, but"
+    pointer = f"{at / 'latest'}: not a regular file; it may name an older one"
+    unsynced = ["Input/output error", "a crash of this machine may lose it"]
+    assert [notes for _, notes in first] == [
+        [],
+        [f"{step_directory(run, 2)} is complete, but {pointer}"],
+        [
+            f"{of} {pointer}",
+            f"{of} {run}: {'; '.join(unsynced)}",
+            f"older checkpoints could not be removed: {unsynced[0]} ({run})",
+        ],
+    ]
+    assert sorted(each.name for each in at.iterdir()) == ["latest", "step_00000002", "step_00000003"]
+
+
 def trainers_full_disk(path: str, folder: str, broken: int) -> str:
     """Why a checkpoint of transformers' Trainer is not saved, where a rank may write only 10 kB a file."""
     from zero_tp.errors import UserError

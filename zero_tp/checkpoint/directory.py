@@ -159,11 +159,14 @@ def begin(run: Path) -> Path:
     return temporary
 
 
-def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], files: dict[str, Written]) -> Path:
+def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], files: dict[str, Written]) -> list[str]:
     """Give the written files their name. One rank calls it, when all have written.
 
     Args:
         files: every file that the ranks wrote and flushed.
+
+    Returns:
+        A line on each thing that failed when the checkpoint had its name, and what follows from it.
 
     Raises:
         RuntimeError: a file is not there as it was written.
@@ -189,10 +192,17 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
     elif final.exists():
         _remove(final)
     os.replace(temporary, final)
-    temporary.parent.rmdir()
-    write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
-    sync(checkpoints_of(run), below=False)
-    return final
+    notes = []
+    for work, follows in (
+        (partial(write_atomically, checkpoints_of(run) / LATEST, final.name + "\n"), "it may name an older one"),
+        (partial(sync, checkpoints_of(run), below=False), "a crash of this machine may lose it"),
+        (temporary.parent.rmdir, "the next save removes it"),
+    ):
+        try:
+            work()
+        except OSError as error:
+            notes.append(f"{final} is complete, but {error.filename or run}: {error.strerror}; {follows}")
+    return notes
 
 
 def _is_there(path: Path, size: int) -> bool:
@@ -248,6 +258,7 @@ def in_use(checkpoint: Path) -> Iterator[Manifest]:
 def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None = None) -> list[int]:
     """Remove all but the newest `keep` checkpoints, those at multiples of `keep_every`, those in use, and `saved`, the
     step that was just saved; return the steps that were removed."""
+    sync(checkpoints_of(run), below=False)  # those that stay have their names on the disk
     removed = []
     for step in complete_steps(run)[:-keep]:
         if step == saved or (keep_every is not None and step % keep_every == 0):

@@ -38,8 +38,8 @@ class Saver:
 
     Attributes:
         background: whether writing goes on while training does (`checkpoint.async`).
-        notes, removed: on the rank that leads a save, lines on older checkpoints (set aside, or not removed), and the
-            steps that `checkpoint.keep` no longer keeps.
+        notes, removed: on the rank that leads a save, lines on older checkpoints (set aside, or not removed) and on
+            what failed after a complete one had its name, and the steps that `checkpoint.keep` no longer keeps.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Saver:
             if "error" in told:
                 raise OSError(0, f"rank {rank}: {told['error']}")
             files[told["file"]] = Written(told["size"], told["sha256"], told["parts"])
-        directory.commit(self.run, self._file.parent, self._step, manifest, files)
+        self.notes += directory.commit(self.run, self._file.parent, self._step, manifest, files)
         self._saved, settings = self._step, self.config.zero_tp.checkpoint
         try:
             self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)

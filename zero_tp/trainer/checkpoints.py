@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.found import Found, agree
@@ -19,6 +21,8 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import by_the_first, from_all
 from zero_tp.tensors.files import Written, write_tensors
 from zero_tp.zero.stages import ZeroEngine
+
+T = TypeVar("T")
 
 
 def save_states(zero: ZeroEngine, scheduler: Any, folder: Path, step: int, seed: int) -> None:
@@ -64,18 +68,19 @@ def _write(zero: ZeroEngine, scheduler: Any, folder: Path, temporary: Path, step
         "config": zero.settings,
     }
     commit = partial(directory.commit, folder, temporary, step, manifest, files)
-    _together(folder, commit if topology.rank == 0 else None)
+    for note in _together(folder, commit if topology.rank == 0 else list):
+        warnings.warn(note, stacklevel=2)
 
 
-def _together(folder: Path, work: Any) -> Any:
+def _together(folder: Path, work: Callable[[], T]) -> T:
     """Do a rank's work; go on only where no rank has failed. Collective.
 
     Raises:
         UserError: on every rank, naming the first that failed.
     """
-    done, problem = None, ""
+    problem = ""
     try:
-        done = work() if work is not None else None
+        done = work()
     except Exception as error:  # whatever it is, the other ranks are to hear of it
         problem = in_words(error, folder)
     for rank, told in enumerate(from_all(problem)):
