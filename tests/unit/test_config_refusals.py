@@ -197,3 +197,20 @@ def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "v.bin").touch()
     absent = [str(each) for each in RunConfig.load(path).absent()]
     assert absent == ["data/quickstart/train.bin", "data/quickstart/train.idx", f"{tmp_path}/v.idx"]
+
+
+def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path of two parts that is not here may be a name there: a run asks, a check or a plan does not."""
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub._snapshot_download.HfApi.repo_info", never)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(Mistake({"zero_tp.tokenizer": "data/tokenizer"}, "", ()).config()))
+    notes = [line for line in describe(RunConfig.load(path)).splitlines() if "tokenizer" in line]
+    assert notes == ["not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"]
+    with pytest.raises(ConfigError, match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)"):
+        RunConfig.load(path).pinned()

@@ -83,8 +83,9 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
         "from pathlib import Path; from zero_tp.checkpoint.convert import tokenizer_of;"
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
-        "config = RunConfig.load('config.json'); block = config.resolved()['zero_tp'];"
-        "print(block['model']['from_pretrained'], block['tokenizer'], *map(str, config.absent()));"
+        "config = RunConfig.load('config.json'); print(config.zero_tp.tokenizer, *map(str, config.absent()));"
+        "block = config.pinned().resolved()['zero_tp'];"
+        "print(block['model']['from_pretrained'], block['tokenizer']);"
         f"print(tokenizer_of(None, block['tokenizer']), tokenizer_of(Path('{NAME}'), None));"
         "RunConfig.load('config.json', ['zero_tp.model.from_pretrained=somebody/else@v2'])"
     )
@@ -110,8 +111,8 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     refusal = found.stderr.splitlines()[-1]
     for part in ("no directory somebody/else@v2", "hf download somebody/else --revision v2"):
         assert part in refusal
-    parameters, name, tokenizer, *absent, recorded, given = found.stdout.split()
-    assert tokenizer == name and absent == ["corpus/train.bin", "corpus/train.idx"]
+    parameters, written, *absent, name, tokenizer, recorded, given = found.stdout.split()
+    assert (written, tokenizer) == (NAME, name) and absent == ["corpus/train.bin", "corpus/train.idx"]
     assert recorded == given == str(cache / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT)
     from transformers import AutoModelForCausalLM
 

@@ -74,7 +74,7 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         options.set,
         environment.world,
         *saved_start(output, options.resume_from),
-    )
+    ).pinned()
     check_installed(config)
 
     from deepspeed.accelerator import get_accelerator

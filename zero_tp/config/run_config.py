@@ -29,12 +29,12 @@ from zero_tp.errors import ConfigError
 from zero_tp.files import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import validate
-from zero_tp.weights.files import as_begun, has_commit, pinned
+from zero_tp.weights.files import as_begun, is_cached, is_name, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-SCHEMA = "$schema"
+SCHEMA, TOKENIZER_KEY = "$schema", "zero_tp.tokenizer"
 MOST_SAMPLES = 2**31 - 1
 """Samples of a step, and tokens of a forward: kernels count in 32 bits."""
 
@@ -97,9 +97,8 @@ class RunConfig:
         if FROM in zero_tp.model:
             zero_tp.model[FROM] = pinned(zero_tp.model[FROM], key)
         if zero_tp.tokenizer is not None:
-            key = "zero_tp.tokenizer"
-            named = pinned(as_begun(zero_tp.tokenizer, look_up(frozen, key)), key)
-            zero_tp = zero_tp.model_copy(update={"tokenizer": named})
+            begun = {"tokenizer": as_begun(zero_tp.tokenizer, look_up(frozen, TOKENIZER_KEY))}
+            zero_tp = zero_tp.model_copy(update=begun)
         resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
         choose_implementation(raw)
         check_values(raw)
@@ -115,6 +114,17 @@ class RunConfig:
             if getattr(batch, field) is not None:
                 raw[key] = getattr(batch, field)
         return cls(path, zero_tp, world_size, batch, raw, hf_config)
+
+    def pinned(self) -> RunConfig:
+        """Return the config with the commit of its tokenizer, where that is a name on the hub, which is asked for it.
+
+        Raises:
+            ConfigError: there is no such directory, and the hub does not give it.
+        """
+        if self.zero_tp.tokenizer is None:
+            return self
+        named = {"tokenizer": pinned(self.zero_tp.tokenizer, TOKENIZER_KEY)}
+        return dataclasses.replace(self, zero_tp=self.zero_tp.model_copy(update=named))
 
     @property
     def name(self) -> str:
@@ -153,12 +163,14 @@ class RunConfig:
         return {name: Path(block["nvme_path"]) for name, block in blocks.items() if block.get("device") == "nvme"}
 
     def absent(self) -> list[Path]:
-        """Return the files and directories that a run of this config reads and that are not on this machine."""
+        """Return the files and directories that a run of this config reads and that are not on this machine, nor in its
+        cache of the hub."""
         data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
-        tokenizer = None if has_commit(self.zero_tp.tokenizer or "") else self.zero_tp.tokenizer
-        others = (tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
+        tokenizer = self.zero_tp.tokenizer
+        cached = tokenizer is not None and is_name(tokenizer) and is_cached(tokenizer)
+        others = (None if cached else tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
         named += [Path(each) for each in others if each is not None]
         return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
 
@@ -256,7 +268,9 @@ def describe(config: RunConfig) -> str:
         ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
     )
     notes = [("no effect", text) for text in config.without_effect()]
-    notes += [("not here", f"{path}, which a run needs") for path in config.absent()]
+    for path in config.absent():
+        asked = " and asks the Hugging Face hub for" if str(path) == block.tokenizer and is_name(path) else ""
+        notes.append(("not here", f"{path}, which a run needs{asked}"))
     return "\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes))
 
 

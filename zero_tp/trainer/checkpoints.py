@@ -67,8 +67,8 @@ def _write(zero: ZeroEngine, scheduler: Any, folder: Path, temporary: Path, step
         "tokenizer": None,
         "config": zero.settings,
     }
-    commit = partial(directory.commit, folder, temporary, step, manifest, files)
-    for note in _together(folder, commit if topology.rank == 0 else list):
+    commit: Callable[[], list[str]] = partial(directory.commit, folder, temporary, step, manifest, files)
+    for note in _together(folder, commit if topology.rank == 0 else list[str]):
         warnings.warn(note, stacklevel=2)
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,13 +77,10 @@ def resolve(given: str | Path, key: str = "", *, weights: bool = True, allow_pic
     """
     if not is_name(given):
         return Resolved(Path(given))
-    from huggingface_hub import snapshot_download
-
     name, _, revision = str(given).partition("@")
     wanted = [*SMALL, *(WEIGHTS if weights else ()), *(PICKLES if weights and allow_pickle else ())]
     try:
-        # Files of subdirectories are other formats of the same model.
-        found = snapshot_download(name, revision=revision or None, allow_patterns=wanted, ignore_patterns=["*/*"])
+        directory = _snapshot(name, revision, wanted)
     except Exception as error:  # its own types, those of its HTTP client, and the system's
         at = f" --revision {revision}" if revision else ""
         own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
@@ -91,8 +89,29 @@ def resolve(given: str | Path, key: str = "", *, weights: bool = True, allow_pic
         fetch = f"hf download {name}{at} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
         raise ConfigError(key or str(given), problem, remedy) from error
-    directory = Path(found)
     return Resolved(directory, f"{name}@{directory.name}")
+
+
+def is_cached(name: str) -> bool:
+    """Tell whether a config and a tokenizer of this name on the hub are on this machine. Asks nobody."""
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        _snapshot(*name.partition("@")[::2], SMALL, local_files_only=True)
+    except (OSError, HFValidationError):  # not there; can't be there
+        return False
+    return True
+
+
+def _snapshot(name: str, revision: str, wanted: Sequence[str], **options: Any) -> Path:
+    from huggingface_hub import snapshot_download
+
+    # Files of subdirectories are other formats of the same model.
+    return Path(
+        snapshot_download(
+            name, revision=revision or None, allow_patterns=list(wanted), ignore_patterns=["*/*"], **options
+        )
+    )
 
 
 def has_commit(given: str) -> bool:
