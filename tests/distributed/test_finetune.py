@@ -64,3 +64,11 @@ def test_a_mistake_is_one_line(workplace: Path) -> None:
     assert done.stderr == "error: --length: 600 tokens, but the model has 512 positions; shorten it\n"
     done = script("launch/finetune.py", workplace, "--model", "nowhere", *given[2:], "--task", "classification")
     assert done.returncode == 2 and "nowhere" in done.stderr and done.stderr.count("\n") == 1
+    lone = workplace / "pickled"
+    lone.mkdir()
+    for file in (workplace / "export").iterdir():
+        if file.suffix != ".safetensors":
+            (lone / file.name).write_bytes(file.read_bytes())
+    (lone / "pytorch_model.bin").touch()
+    done = script("launch/finetune.py", workplace, "--model", "pickled", *given[2:], "--task", "classification")
+    assert done.returncode == 2 and "its weights are pickled" in done.stderr and done.stderr.count("\n") == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from zero_tp.commands import finetune
 from zero_tp.data.tokenizer_training import train_wordpiece
 from zero_tp.errors import UserError
 from zero_tp.evaluation.finetuning import TASKS, judged_answer, read_task
@@ -64,6 +67,9 @@ RACE = {
     "answers": ["A", "C"],
     "id": "high1.txt",
 }
+
+
+LONG = json.dumps(SQUAD).replace("When did", "When did " * 64)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +168,14 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
         ("classification", "a.jsonl", "", "no example in it"),
         ("squad", "a.json", "{}", r"a\.json: no 'data' where"),
         ("squad", "a.json", "[", r"a\.json: not valid JSON"),
+        ("squad", "a.json", LONG, r"a\.json: its examples don't fit the task with --length 64 \(Exception: Truncation"),
+        ("squad", "a.json", '{"data": 7}', r"a\.json: its examples don't fit the task .*\(TypeError: 'int' object"),
+        (
+            "qqp",
+            "a.csv",
+            "question1,is_duplicate\n" + "a" * 2**18 + ",1\n",
+            r"a\.csv: its examples .*larger than",
+        ),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"the answer 'E' is none of its 4 options"),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A"]}), r"a\.txt: 2 questions, 2 options and 1 answers"),
     ],
@@ -184,3 +198,25 @@ def test_a_label_that_training_has_not(tmp_path: Path, tokenizer: PreTrainedToke
         read_task(TASKS["classification"], tmp_path / "t.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
     with pytest.raises(UserError, match="No such file"):
         read_task(TASKS["squad"], tmp_path / "none.json", tmp_path / "none.json", tokenizer, 16)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("ranks", 0),
+        ("batch_size", 0),
+        ("length", -1),
+        ("epochs", math.nan),
+        ("lr", 0.0),
+        ("lr", math.inf),
+        ("seed", -1),
+    ],
+)
+def test_a_number_that_cannot_be_is_one_line(option: str, value: float) -> None:
+    parser = argparse.ArgumentParser()
+    finetune.add_arguments(parser)
+    options = parser.parse_args(["--model", "m", "--task", "mnli", "--train", "t", "--validation", "v"])
+    finetune.check(options)
+    setattr(options, option, value)
+    with pytest.raises(UserError, match=f"^--{option.replace('_', '-')} {value}: "):
+        finetune.check(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import subprocess
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from zero_tp.errors import UserError
 
 EPILOG = """\
 examples:
@@ -54,6 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", type=Path, metavar="DIR", help="save the fine-tuned model here")
     add("--variant", choices=("pretrained", "random"), help=argparse.SUPPRESS)  # what a rank trains
     add("--result", type=Path, help=argparse.SUPPRESS)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise a UserError for a number that can't be."""
+    for name in ("ranks", "batch_size", "length"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+    for name in ("epochs", "lr"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise UserError(f"--{name} {getattr(options, name)}: a positive number")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed {options.seed}: from 0 to {2**32 - 1}")
 
 
 def rank(options: argparse.Namespace) -> None:
@@ -133,19 +148,24 @@ def launched(options: argparse.Namespace, model: Path, variant: str, result: Pat
 def main(options: argparse.Namespace) -> None:
     if options.variant is not None:
         return rank(options)
-    from transformers import AutoConfig
+    check(options)
+    import transformers
 
     from zero_tp.checkpoint.convert import as_huggingface
     from zero_tp.data.tokenizer import open_tokenizer
-    from zero_tp.errors import UserError
     from zero_tp.evaluation.finetuning import TASKS, read_task
+    from zero_tp.weights.files import find_weights
 
     with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
-        tokenizer = open_tokenizer(model)
-        positions = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", options.length)
+        tokenizer, task = open_tokenizer(model), TASKS[options.task]
+        find_weights(model)
+        config = transformers.AutoConfig.from_pretrained(model)
+        if type(config) not in getattr(transformers, task.kind.auto_class)._model_mapping:
+            raise UserError(f"--task {options.task}: transformers has no {config.model_type} for it; use another model")
+        positions = getattr(config, "max_position_embeddings", options.length)
         if options.length > positions:
             raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
-        task = TASKS[options.task]  # read here, so that a mistake is one line
+        # Read here, so that a mistake is one line.
         read_task(task, options.train, options.validation, tokenizer, options.length)
         found = {
             name: launched(options, model, name, Path(folder) / f"{name}.json") for name in ("pretrained", "random")

@@ -7,6 +7,7 @@ Training itself is transformers.Trainer's (commands/finetune.py).
 from __future__ import annotations
 
 import collections
+import contextlib
 import csv
 import io
 import re
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zero_tp.data.documents import read_objects
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, first_line
 from zero_tp.files import InvalidJson, open_regular, parse_json
 
 if TYPE_CHECKING:
@@ -278,9 +279,11 @@ def read_task(
     Raises:
         UserError: a file is missing, damaged, of another format or empty, or has a label that the other lacks.
     """
-    records = [list(task.read(path)) for path in (train, validation)]
-    for path, found in zip((train, validation), records, strict=True):
-        if not found:
+    records = []
+    for path in (train, validation):
+        with _fitting(path, longest):
+            records.append(list(task.read(path)))
+        if not records[-1]:
             raise UserError(f"{path}: no example in it")
     labels: dict[str, int] = {}
     if task.kind is CLASSIFICATION:
@@ -288,5 +291,20 @@ def read_task(
         for record in records[1]:
             if record["label"] not in labels:
                 raise UserError(f"{validation}: the label {record['label']!r} is not in {train}")
-    splits = [Split(found, *task.kind.features(found, labels, tokenizer, longest)) for found in records]
+    splits = []
+    for path, found in zip((train, validation), records, strict=True):
+        with _fitting(path, longest):
+            splits.append(Split(found, *task.kind.features(found, labels, tokenizer, longest)))
     return splits[0], splits[1], labels
+
+
+@contextlib.contextmanager
+def _fitting(path: Path, longest: int) -> Iterator[None]:
+    """Raise a UserError where a file's values are none of its format, or too long for a row."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # what any value makes of this file's code, of csv and of tokenizers
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{path}: its examples don't fit the task with --length {longest} ({why}); mend one") from error
