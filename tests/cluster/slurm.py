@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.cluster.nodes import Rack
+from tests.cluster.nodes import Node, Rack
 from tests.waits import wait_until
 
 SETTINGS = {
@@ -24,9 +24,16 @@ SETTINGS = {
     "SlurmdParameters": "config_overrides",  # the machine may have fewer cores
     "ReturnToService": "2",
     "KillWait": "30",
+    "SlurmdTimeout": "40",  # the default is 300
+    "AuthInfo": "cred_expire=10",  # a job waits as long before it starts again, by default 120
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2",
 }
 VARIABLES = {"SLURM_CONF": "/run/slurm/slurm.conf"}
+
+
+def serve(node: Node) -> None:
+    """Start the daemon of a node."""
+    node.shell(f"SLURM_CONF={VARIABLES['SLURM_CONF']} slurmd -N {node.name}")
 
 
 def start(rack: Rack, settings: Mapping[str, str] = {}) -> None:
@@ -46,9 +53,9 @@ def start(rack: Rack, settings: Mapping[str, str] = {}) -> None:
             munged --key-file=/mnt/munge.key --log-file=/run/munge/log --pid-file=/run/munge/pid \
                 --seed-file=/run/munge/seed --force
             {controller}
-            slurmd -N {node.name}
             """
         )
+        serve(node)
     first = rack.nodes[0]
 
     def ready() -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nodes import SHARED, Rack
-from tests.cluster.starts import Launch, agent, alone
+from tests.cluster.slurm import VARIABLES, serve
+from tests.cluster.starts import agent, alone, sbatch
 from tests.cluster.test_ends import kill_all, none_left, steps, trained
 from tests.cluster.test_starting import losses
 from tests.launched import free_port
@@ -37,12 +39,12 @@ def resumed(output: str) -> list[int]:
     return [int(step) for step in re.findall(r"^resuming step (\d+)", output, re.MULTILINE)]
 
 
-def goes_on(launch: Launch, run: Path, sizes: str, times: int) -> None:
+def goes_on(output: Callable[[], str], run: Path, sizes: str, times: int, seconds: float = 120) -> None:
     """Wait until ranks of these sizes have started so often and trained two steps."""
     started = f"{sizes}, SP, ZeRO-2, 8 × 64 tokens a step"
-    wait_until(lambda: launch.output().count(started) >= times, 120, launch.output, 0.2)
+    wait_until(lambda: output().count(started) >= times, seconds, output, 0.2)
     before = steps(run)
-    wait_until(lambda: steps(run) >= before + 2, 60, launch.output, 0.1)
+    wait_until(lambda: steps(run) >= before + 2, 60, output, 0.1)
 
 
 def the_same(slurm: Rack, workplace: Path, run: str) -> None:
@@ -66,10 +68,10 @@ def test_torchrun_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workp
     trained(first, workplace / run)
     saved = complete_steps(workplace / run)
     kill_all(slurm.nodes[1])
-    goes_on(first, workplace / run, "TP 2 × DP 1", 1)
+    goes_on(first.output, workplace / run, "TP 2 × DP 1", 1)
     assert resumed(first.output())[-1] >= max(saved, default=0)
     second = agent(slurm, 1, port, *LONG, "--output-dir", run)
-    goes_on(first, workplace / run, "TP 2 × DP 2", 2)
+    goes_on(first.output, workplace / run, "TP 2 × DP 2", 2)
     slurm.nodes[0].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
     assert [*first.ended().statuses, *second.ended().statuses] == [0, 0], first.output() + second.output()
     the_same(slurm, workplace, run)
@@ -92,3 +94,29 @@ def test_a_restart_that_would_meet_ranks_that_are_gone_is_refused(slurm: Rack, w
     start = agent(slurm, 0, free_port(), *WORDS, restarts=1, alone="0").ended()
     assert 0 not in start.statuses
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in start.output
+
+
+def test_slurm_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplace: Path) -> None:
+    """The machine's power goes: its connections stay open, and the other one's ranks give up before Slurm knows."""
+    run, (first, second) = "runs/requeued", slurm.nodes
+    words = [*LONG, "--output-dir", run, "--set", 'zero_tp.training.timeout_minutes={"step": 0.2}']
+    launch = sbatch(slurm, *words, options=["--nodes=1-2"])
+    job = workplace / "job.out"
+    trained(launch, workplace / run)
+    saved = complete_steps(workplace / run)
+    slurm.shell("ip link set node2 down")
+    try:
+        kill_all(second, "slurmd", "slurmstepd")
+        goes_on(job.read_text, workplace / run, "TP 2 × DP 1", 1, 180)
+        assert resumed(job.read_text())[-1] >= max(saved, default=0)
+        assert "ranks 0 and 1 wait for ranks 2 and 3" in job.read_text()
+    finally:
+        slurm.shell("ip link set node2 up")
+        serve(second)
+    number = first.run("squeue", "--noheader", "--format=%i", variables=VARIABLES).stdout.strip()
+    told = first.run("scontrol", "requeue", number, variables=VARIABLES)
+    assert told.returncode == 0, told.stdout
+    goes_on(job.read_text, workplace / run, "TP 2 × DP 2", 2, 120)
+    first.shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
+    assert launch.ended().statuses == [0], launch.output()
+    the_same(slurm, workplace, run)

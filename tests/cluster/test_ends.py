@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster.nodes import Node, Rack
-from tests.cluster.starts import STARTS, Ended, Launch
+from tests.cluster.nodes import SHARED, Node, Rack
+from tests.cluster.slurm import VARIABLES
+from tests.cluster.starts import STARTS, Ended, Launch, sbatch, srun
 from tests.launched import metrics_of
 from tests.waits import wait_until
+from zero_tp.checkpoint.directory import complete_steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -26,7 +32,12 @@ LONG += ["--set", "zero_tp.checkpoint.interval=null", "--set", "zero_tp.evaluati
 @pytest.fixture(autouse=True)
 def none_left(slurm: Rack) -> Iterator[None]:
     yield
-    wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, "processes are left", 0.2)
+    try:
+        wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, "processes are left", 0.2)
+    finally:
+        slurm.nodes[0].run("scancel", "--user=root", "--signal=KILL", variables=VARIABLES)
+        for node in slurm.nodes:
+            kill_all(node)
 
 
 def steps(run: Path) -> int:
@@ -55,11 +66,11 @@ def process_of(rank: int, node: Node) -> psutil.Process:
     return min(found, key=psutil.Process.create_time)
 
 
-def kill_all(node: Node) -> None:
-    """End a node's launcher and ranks, as where its power goes."""
+def kill_all(node: Node, *more: str) -> None:
+    """End a node's launcher and ranks, as where its power goes; `more`: and these of its processes, by name."""
     for process in node.processes():
         with contextlib.suppress(psutil.Error):  # it has ended
-            if any(word.endswith("launch/pretrain.py") for word in process.cmdline()):
+            if any(word.endswith("launch/pretrain.py") for word in process.cmdline()) or process.name() in more:
                 process.kill()
 
 
@@ -99,3 +110,48 @@ def test_a_rank_that_is_killed_is_named(killed: int, name: str, slurm: Rack, wor
     ended = launch.ended()
     assert 0 not in ended.statuses
     say_once(ended, f"node{1 + killed // 2}: error: rank {killed} ended without a word")
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_an_interrupt_on_the_first_machine_ends_all(name: str, slurm: Rack, workplace: Path) -> None:
+    """A terminal sends Ctrl-C to all of its foreground's processes; srun wants it twice within a second."""
+    run = f"runs/ctrl_c_{ENDED.index(name)}"
+    launch = trained(STARTS[name](slurm, *LONG, "--output-dir", run), workplace / run)
+    group = launch.processes[0].pid
+    for _ in range(2 if name == "srun" else 1):
+        for process in psutil.Process(group).children(recursive=True):
+            if os.getpgid(process.pid) == group:
+                process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert launch.ended().statuses[0] != 0
+    wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, launch.output, 0.2)
+    told = [line for line in launch.output().splitlines() if line.split(": ")[-1] == "interrupted"]
+    assert len(told) <= 1, launch.output()
+
+
+def test_a_signal_to_a_rank_saves_on_all(slurm: Rack, workplace: Path) -> None:
+    launch = trained(srun(slurm, *LONG, "--output-dir", "runs/told"), workplace / "runs/told")
+    slurm.nodes[0].shell(f"kill -TERM $(cat {SHARED}/runs/told/rank0.pid)")
+    ended = launch.ended()
+    assert ended.statuses == [0], ended.output
+    say_once(ended, "stopped after step")
+    assert complete_steps(workplace / "runs/told")
+
+
+def stopped(slurm: Rack, workplace: Path, launch: Launch, run: str) -> None:
+    wait_until(lambda: launch.processes[0].poll() is not None, 180, "the job goes on", 0.5)
+    ended = launch.ended()
+    say_once(ended, "stopped after step")
+    assert complete_steps(workplace / run) == [steps(workplace / run)]
+
+
+def test_scancel_saves(slurm: Rack, workplace: Path) -> None:
+    start = partial(sbatch, slurm, *LONG, "--output-dir")
+    launch = trained(start("runs/cancelled"), workplace / "runs/cancelled")
+    slurm.nodes[0].run("scancel", "--name=pretrain", variables=VARIABLES)
+    stopped(slurm, workplace, launch, "runs/cancelled")
+
+
+def test_a_time_limit_saves(slurm: Rack, workplace: Path) -> None:
+    launch = sbatch(slurm, *LONG, "--output-dir", "runs/late", options=["--time=2", "--signal=TERM@30"])
+    stopped(slurm, workplace, trained(launch, workplace / "runs/late"), "runs/late")

@@ -6,11 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.nodes import SHARED, Node, Rack
-from tests.waits import patience
+from tests.cluster.starts import alone, torchrun
+from tests.cluster.test_starting import losses
+from tests.waits import patience, wait_until
 from zero_tp.checkpoint.run import SILENT_SECONDS
 from zero_tp.files import VIEW_SECONDS
 
@@ -81,3 +84,23 @@ def test_a_second_launch_is_refused_where_the_view_lags(late: Rack, server_first
     begun = time.monotonic()
     assert last_line(hold(owner, run, "with locks", 0)) == "held"  # given back
     assert time.monotonic() - begun < SILENT_SECONDS
+
+
+def test_a_run_on_a_view_that_lags_is_the_same_run(late: Rack, workplace: Path) -> None:
+    """It saves every other step, seconds apart, and goes on from its checkpoints."""
+    words = ["--deepspeed_config", "small.json", "--set", "zero_tp.checkpoint.interval=2", "--output-dir"]
+    assert alone(late, *words, "runs/late_alone").ended().statuses == [0]
+    for steps in (4, 8):
+        ended = torchrun(late, *words, "runs/late", "--set", f"zero_tp.training.steps={steps}").ended(300)
+        assert ended.statuses == [0, 0], ended.output
+    assert losses(workplace / "runs/late") == losses(workplace / "runs/late_alone")
+    assert (workplace / "runs/late/checkpoints/latest").read_text() == "step_00000008\n"
+
+
+def test_a_run_directory_of_each_machine_is_refused(rack: Rack, workplace: Path) -> None:
+    ended = torchrun(rack, "--deepspeed_config", "small.json", "--output-dir", "/tmp/run").ended()
+    assert 0 not in ended.statuses
+    told = [line for line in ended.output.splitlines() if "/tmp/run: the ranks do not see the same directory" in line]
+    assert len(told) == 1, ended.output
+    assert "nothing on ranks" in told[0] and "put it on storage that all nodes share" in told[0]
+    wait_until(lambda: not any(node.pids("pretrain.py") for node in rack.nodes), 30, "ranks are left", 0.2)
