@@ -19,7 +19,7 @@ from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from tests.tiny_models import tiny_gpt2
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.registry import TASKS, make_tasks
 from zero_tp.evaluation.subject import ParallelScorer, Subject
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.parallel.scores import TokenScores
@@ -61,6 +61,25 @@ def test_lm_evals_tasks_equal_its_own_adapter(
     found = ranks(world).run(answers_on_grid, model, tasks, tensor)
     assert assert_same(found[0], expected) > 100
     assert all(each == found[0] for each in found[1:]), "ranks disagree"
+
+
+def asked_of_other_data(directory: Path, folder: Path, name: str) -> str:
+    """What is said where each rank's file of a task is another one."""
+    from zero_tp.errors import UserError
+
+    file = folder / f"{torch.distributed.get_rank()}.jsonl"
+    file.write_text(json.dumps({"text": f"a text of rank {torch.distributed.get_rank()}, for it alone"}) + "\n")
+    task = TASKS[name](file, TaskOptions())
+    try:
+        task.run(parallel_subject(directory, grid(1), BATCH))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_data_differ_are_refused(ranks: Pools, model: Path, tmp_path: Path) -> None:
+    for told in ranks(2).run(asked_of_other_data, model, tmp_path, "perplexity"):
+        assert told.startswith("what a task asks of the model: SHA-256 ") and " on rank 0 " in told
 
 
 def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
@@ -202,5 +221,5 @@ def disagreeing(directory: Path, tasks: Path) -> None:
 
 
 def test_ranks_with_different_requests(ranks: Pools, model: Path, tasks: Path) -> None:
-    with pytest.raises(Exception, match="ranks have built different requests"):
+    with pytest.raises(Exception, match=r"what a task asks of the model: SHA-256 .* on rank 0 "):
         ranks(2).run(disagreeing, model, tasks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,6 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
             "qqp",
             "a.csv",
             "question1,is_duplicate\n" + "a" * 2**18 + ",1\n",
-            r"a\.csv: its examples .*larger than",
         ),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"the answer 'E' is none of its 4 options"),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A"]}), r"a\.txt: 2 questions, 2 options and 1 answers"),
@@ -196,6 +196,9 @@ def test_a_label_that_training_has_not(tmp_path: Path, tokenizer: PreTrainedToke
     (tmp_path / "v.jsonl").write_text(rows("z"))
     with pytest.raises(UserError, match=r"v\.jsonl: the label 'z' is not in .*t\.jsonl"):
         read_task(TASKS["classification"], tmp_path / "t.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match=r"pipe\.jsonl: not a regular file"):
+        read_task(TASKS["classification"], tmp_path / "pipe.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
     with pytest.raises(UserError, match="No such file"):
         read_task(TASKS["squad"], tmp_path / "none.json", tmp_path / "none.json", tokenizer, 16)
 

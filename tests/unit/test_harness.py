@@ -126,9 +126,9 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
 
 
 def test_samples_are_files_beside_the_report(tmp_path: Path) -> None:
-    report: dict[str, Any] = {"tasks": {"mine": {"samples": {"mine_a": [{"acc": 1}, {"acc": 0}]}}, "perplexity": {}}}
+    report: dict[str, Any] = {"tasks": {"mine": {"samples": {"../mine/a": [{"acc": 1}, {"acc": 0}]}}, "perplexity": {}}}
     (file,) = write_samples(tmp_path / "results.json", report)
-    assert file == tmp_path / "results_samples_mine_a.jsonl"
+    assert file == tmp_path / "results_samples_.._mine_a.jsonl"
     assert [json.loads(line) for line in file.read_text().splitlines()] == [{"acc": 1}, {"acc": 0}]
     assert report == {"tasks": {"mine": {}, "perplexity": {}}}
 

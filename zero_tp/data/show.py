@@ -135,10 +135,11 @@ def _by_size(sizes: npt.NDArray[np.int64]) -> dict[str, int]:
 
 def _copies(path: Path) -> dict[str, int]:
     copies = Counter[str]()
-    for line in path.read_text("utf-8").split("\n"):
-        found: dict[str, Any] = json.loads(line) if line else {}
-        if "copy_of" in found:
-            copies[found["copy_of"]] += 1
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            found: dict[str, Any] = json.loads(line)
+            if "copy_of" in found:
+                copies[found["copy_of"]] += 1
     sizes = Counter(copies.values())
     return {f"{size:,}": sizes[size] for size in sorted(sizes)}
 

@@ -8,6 +8,7 @@ its place: nothing is left out silently, and one bad record costs no other.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -18,12 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from zero_tp.data.formats import FORMATS, Input
-from zero_tp.data.records import (
-    Block,
-    Record,
-)
+from zero_tp.data.records import Block, Record
 from zero_tp.data.streams import COMPRESSIONS, Watched, cut_short, decompressed
 from zero_tp.errors import UserError
+from zero_tp.files import open_regular
 
 KINDS = {
     **{".jsonl": "jsonl", ".json": "json", ".txt": "txt"},
@@ -79,15 +78,15 @@ class Source(Input):
         except OSError as error:
             raise UserError(f"{self.name}: {error.strerror or error}") from error
 
-    def _opened(self) -> IO[bytes]:
-        if self.kind in COLUMNAR:
-            assert self.path is not None
-            return open(self.path, "rb")
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
         if self.kind == "hub":
-            return io.BytesIO()
-        raw = open(self.path, "rb") if self.path is not None else os.fdopen(os.dup(sys.stdin.fileno()), "rb")  # noqa: SIM115
-        self._stream = Watched(raw)
-        return io.BufferedReader(self._stream, 2**20)
+            yield io.BytesIO()
+            return
+        with open_regular(self.path) if self.path is not None else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw:
+            if self.kind not in COLUMNAR:
+                self._stream = Watched(raw)
+            yield raw if self._stream is None else io.BufferedReader(self._stream, 2**20)
 
     def _records(self, reader: Any, raw: IO[bytes], compression: str | None) -> Iterator[Record]:
         place = 0
@@ -118,7 +117,7 @@ def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of the file's bytes as stored (compressed, if it is), in hexadecimal."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error

@@ -8,7 +8,6 @@ requests, batches are dealt to the data-parallel ranks (subject.py), and every r
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.subject import Report, Row, Subject, continuation_rows
-from zero_tp.parallel.agreement import from_all
 
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 """lm-eval's own defaults."""
@@ -58,7 +56,6 @@ class Harness(HFLM):
         second). Requests of one token after the same context share a forward."""
         rows, truncated = continuation_rows([asked[1:] for asked in requests], self.max_length)
         rows, answered_by = shared(rows)
-        self._agree([(row.tokens.tolist(), row.scored, row.alternatives) for row in rows])
         self.computing = True
         found = self.subject.score(rows, self.report)
         self.computing = False
@@ -102,7 +99,7 @@ class Harness(HFLM):
                     f"a task generates {length:,} tokens, and the model's {self.max_length:,} positions leave no room "
                     "for a question; set generation_kwargs.max_gen_toks in its task file"
                 )
-        self._agree(arguments)
+        self.subject.agree([repr(arguments).encode()])
         order = Collator(
             arguments,
             sort_fn=lambda asked: (-len(self.tok_encode(asked[0])), asked[0]),
@@ -142,11 +139,6 @@ class Harness(HFLM):
             **options,
         )
         return generated
-
-    def _agree(self, asked: Any) -> None:
-        """Raise a RuntimeError if ranks have built different requests: what they compute would not belong together."""
-        if self.subject.topology.world > 1 and len(set(from_all(hashlib.sha256(repr(asked).encode()).digest()))) > 1:
-            raise RuntimeError("ranks have built different requests for a task: is its data the same on all machines?")
 
 
 def shared(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int, int]]]:

@@ -53,7 +53,9 @@ class MaskedTask(Task):
 
     def figures(self, subject: Subject) -> dict[str, Any]:
         words = sum(len(text.split()) for text in self.documents)
-        hidden = [Hidden(row, place) for row in self._rows(subject) for place in range(1, len(row) - 1)]
+        rows = self._rows(subject)
+        subject.agree(row.tobytes() for row in rows)
+        hidden = [Hidden(row, place) for row in rows for place in range(1, len(row) - 1)]
         if not hidden:
             raise UserError(f"{self.name}: the tokenizer finds no token in the text; give another text or tokenizer")
         # Rows of one length together, so that nothing is padded; long ones first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
     written = []
     for result in report["tasks"].values():
         for task, samples in result.pop("samples", {}).items():
-            file = path.with_name(f"{path.stem}_samples_{task}.jsonl")
+            name = re.sub(r"[^\w.-]", "_", task)  # a task file may call it anything
+            file = path.with_name(f"{path.stem}_samples_{name}.jsonl")
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, "".join(json.dumps(sample) + "\n" for sample in samples))

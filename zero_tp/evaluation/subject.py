@@ -6,6 +6,7 @@ Batches of rows are dealt to data-parallel ranks. b batch, n tokens of a row, k 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import require_alike
 from zero_tp.parallel.scores import TokenScores, scores_of_logits
 from zero_tp.topology import Topology
 
@@ -244,6 +246,18 @@ class Subject:
 
             yield report
 
+    def agree(self, asked: Iterable[bytes]) -> None:
+        """Check that all ranks ask the same: what they compute would not belong together. Collective.
+
+        Raises:
+            UserError: on every rank; a task's data or the tokenizer are others on another machine.
+        """
+        if self.topology.world > 1:
+            digest = hashlib.sha256()
+            for each in asked:
+                digest.update(len(each).to_bytes(8) + each)
+            require_alike({"what a task asks of the model": f"SHA-256 {digest.hexdigest()[:12]}…"})
+
     def map(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], report: Report
     ) -> list[R]:
@@ -272,7 +286,11 @@ class Subject:
         """Score every row; every rank gets all, in order: of its own targets, then with each alternative. Collective.
 
         Long rows come first: a batch's rows are of about one length, and memory runs out at once or never.
+
+        Raises:
+            UserError: see `agree`.
         """
+        self.agree(row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows)
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         scores = self.map(
