@@ -171,11 +171,6 @@ def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[
         ("squad", "a.json", "[", r"a\.json: not valid JSON"),
         ("squad", "a.json", LONG, r"a\.json: its examples don't fit the task with --length 64 \(Exception: Truncation"),
         ("squad", "a.json", '{"data": 7}', r"a\.json: its examples don't fit the task .*\(TypeError: 'int' object"),
-        (
-            "qqp",
-            "a.csv",
-            "question1,is_duplicate\n" + "a" * 2**18 + ",1\n",
-        ),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"the answer 'E' is none of its 4 options"),
         ("race", "a.txt", json.dumps({**RACE, "answers": ["A"]}), r"a\.txt: 2 questions, 2 options and 1 answers"),
     ],
