@@ -182,6 +182,28 @@ def test_a_server_is_asked_once(model: Path, endpoint: str, tmp_path: Path) -> N
     assert run(*words, **{**given, "HF_HUB_OFFLINE": "1"}).stdout == fetched.stdout and len(Hub.asked) == count
 
 
+@THOROUGH
+def test_a_check_fetches_no_weights(endpoint: str, tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_tp": {
+            "model": {"from_pretrained": NAME},
+            "data": {"train": "corpus/train", "sequence_length": 16},
+            "training": {"steps": 1},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    words = ("check", str(tmp_path / "config.json"), "--from", "runs/other")
+    checked = run(*words, **given)
+    assert checked.returncode == 0, checked.stderr
+    assert Hub.asked and not [path for path in Hub.asked if path.endswith(".safetensors")]
+    lines = checked.stdout.splitlines()
+    assert f"not here   {NAME}@{COMMIT}, which a run needs and asks the Hugging Face hub for" in lines
+    assert lines[-1] == "unchecked  --from runs/other, before all that a run needs is here"
+
+
 def _tensor(directory: Path) -> torch.Tensor:
     from safetensors.torch import load_file
 

@@ -68,9 +68,10 @@ def main(options: argparse.Namespace) -> None:
 
     config = RunConfig.load(options.check, options.set, options.world_size)
     check_installed(config)
-    if config.pretrained:
+    absent = config.absent()
+    if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)
-    if not config.absent():
+    if not absent:
         from zero_tp.training.run import PreparedRun
 
         run = PreparedRun(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
@@ -79,3 +80,5 @@ def main(options: argparse.Namespace) -> None:
 
             check_parent(options.parent, config, run.model_config)
     print(describe(config))
+    if absent and options.parent is not None:
+        print(f"{'unchecked':<10} --from {options.parent}, before all that a run needs is here")

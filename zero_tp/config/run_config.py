@@ -168,11 +168,16 @@ class RunConfig:
         data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
-        tokenizer = self.zero_tp.tokenizer
-        cached = tokenizer is not None and is_name(tokenizer) and is_cached(tokenizer)
-        others = (None if cached else tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
-        named += [Path(each) for each in others if each is not None]
+        others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
+        named += [Path(each) for each in others if each is not None and each not in self.on_hub]
+        named += [Path(name) for name, weights in self.on_hub.items() if not is_cached(name, weights=weights)]
         return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
+
+    @property
+    def on_hub(self) -> dict[str, bool]:
+        """Return the names on the hub that a run takes something of, and whether its weights."""
+        given = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
+        return {name: weights for name, weights in given.items() if name is not None and is_name(name)}
 
     @property
     def dtype(self) -> str:
@@ -269,7 +274,7 @@ def describe(config: RunConfig) -> str:
     )
     notes = [("no effect", text) for text in config.without_effect()]
     for path in config.absent():
-        asked = " and asks the Hugging Face hub for" if str(path) == block.tokenizer and is_name(path) else ""
+        asked = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
         notes.append(("not here", f"{path}, which a run needs{asked}"))
     return "\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes))
 

@@ -92,12 +92,13 @@ def resolve(given: str | Path, key: str = "", *, weights: bool = True, allow_pic
     return Resolved(directory, f"{name}@{directory.name}")
 
 
-def is_cached(name: str) -> bool:
-    """Tell whether a config and a tokenizer of this name on the hub are on this machine. Asks nobody."""
+def is_cached(name: str, *, weights: bool) -> bool:
+    """Tell whether what a run takes of a name on the hub is on this machine: its tokenizer, or all with `weights`. Asks
+    nobody."""
     from huggingface_hub.errors import HFValidationError
 
     try:
-        _snapshot(*name.partition("@")[::2], SMALL, local_files_only=True)
+        _snapshot(*name.partition("@")[::2], (*SMALL, *(WEIGHTS if weights else ())), local_files_only=True)
     except (OSError, HFValidationError):  # not there; can't be there
         return False
     return True
