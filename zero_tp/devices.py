@@ -226,13 +226,11 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     return None if rate is None else rate * 1e12
 
 
-def measure_cpu_flops(
-    dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024, repeats: int = 5, limit_seconds: float = 0.5
-) -> float:
+def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024) -> float:
     """Measure what one rank reaches in a square matrix product in `dtype` [FLOP/s], while all the others do the same.
 
     The ranks of a machine share its cores and memory, so it is measured on all at once. One product of 2·size³
-    FLOPs warms up, then the median of up to `repeats` counts; no new one starts after `limit_seconds`.
+    FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
 
     Args:
         barrier: waits for the other ranks; called once, by every rank.
@@ -244,8 +242,8 @@ def measure_cpu_flops(
     torch.mm(left, right)
     barrier()
     seconds: list[float] = []
-    end = time.perf_counter() + limit_seconds
-    while not seconds or (len(seconds) < repeats and time.perf_counter() < end):
+    end = time.perf_counter() + 0.5
+    while not seconds or (len(seconds) < 5 and time.perf_counter() < end):
         start = time.perf_counter()
         torch.mm(left, right)
         seconds.append(time.perf_counter() - start)

@@ -22,9 +22,7 @@ from zero_tp.errors import UserError
 from zero_tp.models.architectures import weights_of
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
-from zero_tp.weights.files import INDEX, SINGLE, has_commit, resolve
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+from zero_tp.weights.files import INDEX, SINGLE, TOKENIZER_FILES, has_commit, holds_tokenizer, resolve
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
         return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
     if given is not None and not given.is_dir():
         raise UserError(f"--tokenizer: no directory {given}")
-    if given is not None and not any((given / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError(f"--tokenizer: {given} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+    if given is not None and not holds_tokenizer(given):
+        raise UserError(f"--tokenizer: {given} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:2])}")
     if given is None and recorded is not None and not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
     return given or (Path(recorded) if recorded else None)

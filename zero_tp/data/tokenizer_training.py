@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zero_tp.data.streams import needed
 from zero_tp.errors import UserError, first_line
-from zero_tp.weights.files import resolve
+from zero_tp.weights.files import TOKENIZER_FILES, holds_tokenizer, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -76,8 +76,8 @@ class TokenizerSpec:
         if not os.path.isdir(path):
             kinds = ", ".join(f"{kind}:SIZE" for kind in TRAINED)
             raise UserError(f"tokenizer {text!r}: neither a directory nor {kinds} such as bpe:8192")
-        if not os.path.isfile(path / "tokenizer.json") and not os.path.isfile(path / "tokenizer_config.json"):
-            raise UserError(f"tokenizer {text}: the directory holds neither tokenizer.json nor tokenizer_config.json")
+        if not holds_tokenizer(path):
+            raise UserError(f"tokenizer {text}: the directory holds neither {' nor '.join(TOKENIZER_FILES[:2])}")
         return cls(directory=path)
 
     def fingerprint(self) -> str:

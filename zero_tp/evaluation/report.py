@@ -86,9 +86,13 @@ def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write JSON, whole or not at all. UserError when it can't be written."""
+    _write(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+        write_atomically(path, text)
     except OSError as error:
         raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
 
@@ -103,11 +107,7 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
         for task, samples in result.pop("samples", {}).items():
             name = re.sub(r"[^\w.-]", "_", task)  # a task file may call it anything
             file = path.with_name(f"{path.stem}_samples_{name}.jsonl")
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(file, "".join(json.dumps(sample) + "\n" for sample in samples))
-            except OSError as error:
-                raise UserError(f"{file}: can't be written: {error.strerror or error}") from error
+            _write(file, "".join(json.dumps(sample) + "\n" for sample in samples))
             written.append(file)
     return written
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zero_tp.constants import IGNORE_INDEX
 from zero_tp.models.mlp import Activation
 from zero_tp.models.norm import NORMS
 from zero_tp.models.spec import TransformerSpec
@@ -75,7 +74,6 @@ class OutputLayer(VocabularyLayer):
                 vocabulary=self.vocabulary,
                 group=self.group,
                 sequence=sequence,
-                ignore_index=IGNORE_INDEX,
                 divisor=divisor,
                 run=self.elementwise,
             )
@@ -83,9 +81,7 @@ class OutputLayer(VocabularyLayer):
         if labels is None:
             kept = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
             return vocab_parallel_logits(kept, self.weight, vocabulary=self.vocabulary, group=self.group)
-        return vocab_parallel_token_scores(
-            whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group, ignore_index=IGNORE_INDEX
-        )
+        return vocab_parallel_token_scores(whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group)
 
 
 class TokenDecoder(VocabularyLayer):

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "tekken.json", "spiece.model", "sentencepiece.bpe.model"),
 )
-"""The files that a tokenizer of a Hugging Face directory may have."""
+"""The files that a tokenizer of a Hugging Face directory may have, of which it has one of the first two."""
 
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
@@ -41,6 +41,11 @@ SMALL = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
 """Patterns of the files that are fetched from the hub."""
+
+
+def holds_tokenizer(directory: Path) -> bool:
+    """Tell whether there is a tokenizer in a directory."""
+    return any(os.path.isfile(directory / name) for name in TOKENIZER_FILES[:2])
 
 
 @dataclass(frozen=True)

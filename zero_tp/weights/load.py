@@ -28,7 +28,7 @@ from zero_tp.models.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.models.architectures.configs import CONFIG, read_config_json
+from zero_tp.models.architectures.configs import CONFIG, MOST_LAYERS, read_config_json
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Drawn, Init
 from zero_tp.tensors.files import DTYPE_NAMES
@@ -45,7 +45,6 @@ LEADING_ELSEWHERE = (
 )
 """Fields of a config.json by which transformers would take other files, or code, than those that are checked here."""
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-MOST_LAYERS = 10_000
 
 
 def native_model(config: PretrainedConfig) -> Any:
