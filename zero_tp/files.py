@@ -301,9 +301,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: see `read_regular`.
+        InvalidJson: see `parse_object`.
+    """
+    return parse_object(read_regular(path))
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Return the object that a JSON text is.
+
+    Raises:
         InvalidJson: see `parse_json`; or it is not an object.
     """
-    value = parse_json(read_regular(path))
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise InvalidJson(f"holds {shown(value)}, not an object")
     return value

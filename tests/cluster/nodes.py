@@ -26,7 +26,22 @@ from tests.pool_rank import die_with_parent
 from tests.waits import patience, wait_until
 
 SHARED = Path("/srv")
-TOOLS = ("ip", "unshare", "nsenter", "ps", "ssh", "sshd", "pdsh", "slurmctld", "slurmd", "srun", "munged", "sshfs")
+TOOLS = (
+    "ip",
+    "unshare",
+    "nsenter",
+    "ps",
+    "ssh",
+    "sshd",
+    "pdsh",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "munged",
+    "sshfs",
+    "faketime",
+    "cc",
+)
 NETWORK = "10.77.0"
 
 # The kernel reaps what such a first process inherits, as it ignores SIGCHLD.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -56,17 +57,22 @@ class Launch:
 
     def ended(self, limit: float = 180) -> Ended:
         """Wait for the end; `limit`: seconds of an idle machine."""
-        statuses = [process.wait(patience(limit)) for process in self.processes]
-        return Ended(statuses, self.output())
+        for process in self.processes:
+            try:
+                process.wait(patience(limit))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"it goes on:\n{self.output()}") from None
+        return Ended([process.returncode for process in self.processes], self.output())
 
 
 Start = Callable[..., Launch]
 
 
-def alone(rack: Rack, *words: str) -> Launch:
-    """Four ranks on the first machine."""
+def alone(rack: Rack, *words: str, node: int = 0, variables: dict[str, str] | None = None) -> Launch:
+    """Four ranks on one machine."""
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "4"]
-    return Launch(rack, [[*runner, "--master_port", str(free_port()), SCRIPT, *words]])
+    command = [*runner, "--master_port", str(free_port()), SCRIPT, *words]
+    return Launch(rack, [command], variables, [rack.nodes[node]])
 
 
 def pdsh(rack: Rack, *words: str) -> Launch:
@@ -74,17 +80,18 @@ def pdsh(rack: Rack, *words: str) -> Launch:
     return Launch(rack, [[*runner, "--master_port", str(free_port()), SCRIPT, *words]])
 
 
-def no_ssh(rack: Rack, *words: str) -> Launch:
+def no_ssh(rack: Rack, *words: str, before: Sequence[str] = ()) -> Launch:
+    """`before`: what stands before the second machine's command."""
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", HOSTFILE, "--no_ssh"]
     runner += ["--master_addr", "node1", "--master_port", str(free_port())]
-    return Launch(rack, [[*runner, "--node_rank", str(number), SCRIPT, *words] for number in range(2)])
+    first, second = ([*runner, "--node_rank", str(number), SCRIPT, *words] for number in range(2))
+    return Launch(rack, [first, [*before, *second]])
 
 
-def torchrun(rack: Rack, *words: str, before: Sequence[str] = ()) -> Launch:
-    """`before`: what stands before the second machine's command."""
+def torchrun(rack: Rack, *words: str) -> Launch:
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
     start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
-    return Launch(rack, [[*start, SCRIPT, *words], [*before, *start, SCRIPT, *words]])
+    return Launch(rack, [[*start, SCRIPT, *words]] * 2)
 
 
 def agent(rack: Rack, number: int, port: int, *words: str, restarts: int = 3, alone: str = "1") -> Launch:

@@ -1,24 +1,45 @@
-"""A rank or a link that stops while a run trains: the run ends in a bounded time and says who waits for whom."""
+"""Machines, links and clocks that fail while a run trains: it ends in a bounded time, says why, and loses no save."""
 
 from __future__ import annotations
 
+import random
+import re
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Rack
-from tests.cluster.starts import Ended, torchrun
-from tests.cluster.test_ends import LONG, none_left, process_of, say_once, trained
-from tests.waits import patience
+from tests.cluster.nodes import SHARED, Rack
+from tests.cluster.starts import STARTS, Ended, Launch, alone, no_ssh, torchrun
+from tests.cluster.test_ends import LONG, kill_all, none_left, process_of, say_once, steps, trained
+from tests.cluster.test_starting import STEPS, losses
+from tests.waits import patience, wait_until
+from zero_tp.checkpoint.directory import complete_steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 __all__ = ["none_left"]
 
-LIMIT = 15
+LIMIT, START = 15, 60
 LIMITED = [*LONG, "--set", f'zero_tp.training.timeout_minutes={{"step": {LIMIT / 60}}}']
 FOUND = LIMIT + 35
 """Seconds of an idle machine from a fault to the end of all ranks: the limit, the store's answers, and the way out."""
+SLEEP = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until, struct timespec *left) {
+    return syscall(SYS_clock_nanosleep, clock, flags, until, left) ? 22 : 0;
+}
+"""
+"""Python sleeps by a call that faketime 0.9.10 gives a time of another clock."""
+AHEAD = ["env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "+1h"]
+AHEAD += ["bash", "-c", f'LD_PRELOAD={SHARED}/sleep.so:$LD_PRELOAD exec "$@"', "-"]
+
+
+def further(launch: Launch, run: Path, before: int) -> bool:
+    return steps(run) > before or launch.processes[0].poll() is not None
 
 
 def hangs(ended: Ended, waiting: str) -> None:
@@ -27,14 +48,25 @@ def hangs(ended: Ended, waiting: str) -> None:
     say_once(ended, f"by zero_tp.training.timeout_minutes: {waiting}")
 
 
-def test_a_rank_that_is_stopped_is_named(slurm: Rack, workplace: Path) -> None:
-    run = "runs/stopped"
-    launch = trained(torchrun(slurm, *LIMITED, "--output-dir", run), workplace / run)
+@pytest.fixture(scope="module")
+def ahead(slurm: Rack, workplace: Path) -> Sequence[str]:
+    """What stands before a command whose clock shows an hour later."""
+    (workplace / "sleep.c").write_text(SLEEP)
+    slurm.nodes[0].shell(f"cc -shared -fPIC -o {SHARED}/sleep.so {SHARED}/sleep.c")
+    told = slurm.nodes[0].run(*AHEAD, "date", "+%s").stdout
+    assert int(told) == pytest.approx(time.time() + 3600, abs=60)
+    return AHEAD
+
+
+@pytest.mark.parametrize("name", ["torchrun", "sbatch"])
+def test_a_rank_that_is_stopped_is_named(name: str, slurm: Rack, workplace: Path) -> None:
+    run = f"runs/stopped_{name}"
+    launch = trained(STARTS[name](slurm, *LIMITED, "--output-dir", run), workplace / run)
     begun = time.monotonic()
     process_of(3, slurm.nodes[1]).suspend()
     ended = launch.ended()
     hangs(ended, "ranks 0, 1 and 2 wait for rank 3")
-    assert "rank 3 (node2) in step" in ended.output
+    assert "rank 3 (node2) in " in ended.output
     assert time.monotonic() - begun < patience(FOUND + 35), "the launcher waits for 30 s before it kills"
 
 
@@ -51,3 +83,75 @@ def test_a_link_that_is_down_is_found(slurm: Rack, workplace: Path) -> None:
     hangs(Ended([status], launch.output(0)), "ranks 0 and 1 wait for ranks 2 and 3")
     assert found < patience(FOUND)
     assert "error: no progress in step" in launch.output(1), "which cannot know what the first machine says"
+
+
+def test_packets_that_are_lost_and_late_only_cost_time(slurm: Rack, workplace: Path) -> None:
+    slow = "tc qdisc replace dev node2 root netem loss 30% delay 200ms"
+    try:
+        slurm.shell(slow)
+    except AssertionError as error:
+        pytest.skip(f"this kernel has no netem: {error}")
+    try:
+        words = ["--deepspeed_config", "small.json", "--set", "zero_tp.training.steps=2"]
+        ended = torchrun(slurm, *words, "--output-dir", "runs/lossy").ended(600)
+    finally:
+        slurm.shell("tc qdisc del dev node2 root")
+    assert ended.statuses == [0, 0], ended.output
+
+
+def test_clocks_that_differ_by_an_hour_change_nothing(slurm: Rack, workplace: Path, ahead: Sequence[str]) -> None:
+    """Not under torchrun, whose agents compare their clocks."""
+    words = ["--deepspeed_config", "small.json", "--output-dir"]
+    assert alone(slurm, *words, "runs/clock_alone").ended().statuses == [0]
+    for done in (STEPS // 2, STEPS):
+        until = ["--set", f"zero_tp.training.steps={done}"]
+        ended = no_ssh(slurm, *words, "runs/clock", *until, before=ahead).ended()
+        assert ended.statuses == [0, 0], ended.output
+    assert losses(workplace / "runs/clock") == losses(workplace / "runs/clock_alone")
+
+
+def test_a_rank_whose_clock_is_off_is_named_when_it_stops(slurm: Rack, workplace: Path, ahead: Sequence[str]) -> None:
+    run = "runs/stopped_ahead"
+    launch = trained(no_ssh(slurm, *LIMITED, "--output-dir", run, before=ahead), workplace / run)
+    process_of(3, slurm.nodes[1]).suspend()
+    hangs(launch.ended(), "ranks 0, 1 and 2 wait for rank 3")
+
+
+def test_the_end_of_the_first_machine_ends_the_others(slurm: Rack, workplace: Path) -> None:
+    launch = trained(torchrun(slurm, *LIMITED, "--output-dir", "runs/headless"), workplace / "runs/headless")
+    begun = time.monotonic()
+    kill_all(slurm.nodes[0])
+    ended = launch.ended()
+    assert time.monotonic() - begun < patience(FOUND)
+    assert 0 not in ended.statuses
+    told = re.findall(r"\(node2\) failed: |node2: error: |error: node2 has lost", launch.output(1))
+    assert told, launch.output(1)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.heavy)])
+def test_a_machine_that_dies_at_any_time_costs_what_was_not_saved(
+    kills: int, slurm: Rack, workplace: Path, seed: int
+) -> None:
+    """Each launch goes on from the last save of the one before, whichever machine died when."""
+    chance, run = random.Random(seed), f"runs/killed_{kills}"
+    words = ["--deepspeed_config", "small.json", "--set", "zero_tp.checkpoint.interval=1"]
+    words += ["--set", f"zero_tp.training.steps={STEPS * kills}", "--set", "scheduler.params.total_num_steps=200"]
+    # torchrun's agents do not miss a machine that dies before its ranks have connected.
+    words += ["--set", f'zero_tp.training.timeout_minutes={{"start": {START / 60}, "step": {LIMIT / 60}}}']
+    assert alone(slurm, *words, "--output-dir", f"{run}_alone").ended().statuses == [0]
+    saved = 0
+    for _ in range(kills):
+        launch, before = torchrun(slurm, *words, "--output-dir", run), steps(workplace / run)
+        if chance.random() < 0.7:
+            trains = partial(further, launch, workplace / run, before)
+            wait_until(trains, 120, launch.output, 0.1)
+        time.sleep(chance.uniform(0, 3))
+        kill_all(chance.choice(slurm.nodes))
+        launch.ended(FOUND - LIMIT + START)
+        found = complete_steps(workplace / run)
+        assert max(found, default=0) >= saved, "a save is lost"
+        saved = max(found, default=0)
+    ended = torchrun(slurm, *words, "--output-dir", run).ended()
+    assert ended.statuses == [0, 0], ended.output
+    assert f"resuming step {saved}" in ended.output or saved in (0, STEPS * kills)
+    assert losses(workplace / run) == losses(workplace / f"{run}_alone")

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,17 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import InvalidJson, arrives, lock, parse_json, read_object, remove, sync, write_atomically
+from zero_tp.files import (
+    InvalidJson,
+    arrives,
+    lock,
+    parse_json,
+    parse_object,
+    read_regular,
+    remove,
+    sync,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written
@@ -88,7 +98,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = parse_manifest(read_object(path))
+        manifest = _parsed(read_regular(path))
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
     except OtherFormat as error:
@@ -98,6 +108,12 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
         raise Damaged(path, f"is of step {manifest.step}, but its directory is {checkpoint.name}")
     return manifest
+
+
+@lru_cache(maxsize=1)
+def _parsed(content: bytes) -> Manifest:
+    """Return the manifest that a file holds; the same one for the same bytes, as a start reads it four times."""
+    return parse_manifest(parse_object(content))
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:

@@ -86,6 +86,19 @@ class Across:
         if self.several:
             threading.Thread(target=self._listen, args=(ended, lost), name="other machines", daemon=True).start()
 
+    def lost_store(self) -> str:
+        """Return that the store, which this rank had found, is gone; "" where it answers or was never found."""
+        try:
+            if self.several and self._store is not None:
+                self._store.check([self._key])
+            return ""
+        except RuntimeError:
+            return self._told_lost()
+
+    def _told_lost(self) -> str:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return f"error: {self._host} has lost the ranks' store at {address}, and with it rank 0"
+
     def linger(self, seconds: float = HEARD_SECONDS) -> None:
         """Wait until the others have heard of the end, if the store goes with this process. The first limit holds."""
         self._deadline = self._deadline or time.monotonic() + seconds
@@ -110,8 +123,7 @@ class Across:
             self.ended = True
         except (RuntimeError, OSError):
             time.sleep(LOST_SECONDS)
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            lost(f"error: {self._host} has lost the ranks' store at {address}, and with it rank 0")
+            lost(self._told_lost())
             return
         if name != self._name:
             ended(int(status))

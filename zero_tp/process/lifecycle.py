@@ -150,13 +150,16 @@ class _Rank:
         report = "".join(f"rank {rank}: {line}\n" for line in "".join(lines).rstrip().split("\n"))
         what = f"{type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
         report += f"rank {rank}{self.across.place} failed: {what}"
+        gone = ""
         if _looks_like_a_lost_peer(error):
             deadline = time.monotonic() + HOLD_BACK_SECONDS
             while not (self.first_word.said() or self.across.ended) and time.monotonic() < deadline:
                 if self._name_lost_peer():
                     break
                 time.sleep(0.05)
-        if not self._say(report, FAILED) and self.verbose:
+            gone = self.across.lost_store()
+        said = self._say(gone or report, FAILED)
+        if self.verbose and (gone or not said):
             write_stderr(report)
         return FAILED
 
@@ -198,7 +201,7 @@ class _Rank:
         self._arm(TERMINATED, LEAVE_SECONDS[False])
         if not self.first_word.said() and not self._name_lost_peer():
             ended = f"rank {self.environment.rank}{self.across.place}: ended by SIGTERM"
-            self._say(ended, TERMINATED, PROMPT_SECONDS)
+            self._say(self.across.lost_store() or ended, TERMINATED, PROMPT_SECONDS)  # torchrun's, after it
         self._exit_now(TERMINATED)
 
     def end_hung(self, text: str) -> NoReturn:

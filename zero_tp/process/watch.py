@@ -164,6 +164,7 @@ class Watch:
     def _tell(self) -> None:
         begun, before = time.monotonic(), dict[int, Position]()
         try:
+            self._say()  # the others know the machine of a rank that never speaks again
             while not self._left.wait(self._tell_seconds):
                 self._say()
                 if self._rank == 0 and time.monotonic() - begun >= self._window:
