@@ -82,6 +82,34 @@ def test_ranks_whose_data_differ_are_refused(ranks: Pools, model: Path, tmp_path
         assert told.startswith("what a task asks of the model: SHA-256 ") and " on rank 0 " in told
 
 
+def weights_of_seeds(directory: Path, tensor: int, seeds: list[int]) -> str:
+    """What is said of ranks that have drawn their weights from these seeds."""
+    from zero_tp.errors import UserError
+    from zero_tp.evaluation.zero_shot import check_same_weights
+    from zero_tp.models.wrapper import ZeroTPForCausalLM
+
+    topology, config = grid(tensor), open_directory(directory).config
+    model = ZeroTPForCausalLM(config, topology, seed=seeds[topology.rank])
+    with torch.no_grad():
+        model.get_parameter("transformer.final_norm.bias").add_(seeds[topology.rank])
+    try:
+        check_same_weights(model, topology, directory)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "seeds", "told"),
+    [(1, [1, 1], ""), (1, [1, 2], "holds other weights"), (2, [1, 1], ""), (2, [1, 2], "differs between tensor")],
+)
+def test_ranks_that_load_other_weights_are_refused(
+    ranks: Pools, model: Path, tensor: int, seeds: list[int], told: str
+) -> None:
+    for found in ranks(2).run(weights_of_seeds, model, tensor, seeds):
+        assert told in found and bool(told) == bool(found)
+
+
 def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
     """By transformers' own class on each data-parallel rank, by zero_tp's, or by its live ZeRO-3 model."""
     if by == "transformers":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_tp.constants import DTYPES
 from zero_tp.errors import UserError, first_line
@@ -17,11 +19,15 @@ from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import check_kind, make_tasks
 from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.parallel.agreement import from_all, octets
 from zero_tp.process.connect import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology
+from zero_tp.training.guards import check_replicas
 
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
+COMPARED = 1024
+"""Elements of each parameter by which ranks compare what they have loaded."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def evaluate(
         environment: of this rank; None: the process is alone.
 
     Raises:
-        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model.
+        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model; ranks that have other weights.
     """
     world = environment.world if environment else 1
     settings.check()
@@ -95,6 +101,8 @@ def evaluate(
     subject = directory.load(
         settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
+    if world > 1:
+        check_same_weights(subject.module, topology, directory.path)
     return {
         "model": {
             "path": str(directory.path),
@@ -111,6 +119,22 @@ def evaluate(
         "versions": _versions(),
         "tasks": {task.name: _timed(task, subject) for task in tasks},
     }
+
+
+def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
+    """Check that all ranks have loaded one model: machines may each have a directory of that name. Collective.
+
+    They compare the beginning of each parameter over DP, and those that are whole on each rank over TP.
+
+    Raises:
+        UserError: on every rank; they have not.
+    """
+    hashed = hashlib.sha256()
+    for parameter in model.parameters():
+        hashed.update(octets(parameter.flatten()[:COMPARED]))
+    if len(set(from_all((topology.tensor_rank, hashed.digest())))) > topology.tensor:
+        raise UserError(f"--model {path}: holds other weights on other machines; put it on storage that all share")
+    check_replicas(model, topology)
 
 
 def _check_device(device: str) -> None:
