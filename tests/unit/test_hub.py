@@ -47,6 +47,14 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "zero_tp", *words], env=given, capture_output=True, text=True)
 
 
+def write_config(path: Path, **others: Any) -> None:
+    """Write a run's config that begins with the model on the hub, with other keys of the block."""
+    data = {"train": "corpus/train", "sequence_length": 16}
+    block = {"model": {"from_pretrained": NAME}, "data": data, "training": {"steps": 1}, **others}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_tp": block}))
+
+
 def test_a_path_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
@@ -89,17 +97,7 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
         f"print(tokenizer_of(None, block['tokenizer']), tokenizer_of(Path('{NAME}'), None));"
         "RunConfig.load('config.json', ['zero_tp.model.from_pretrained=somebody/else@v2'])"
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_tp": {
-            "model": {"from_pretrained": NAME},
-            "data": {"train": "corpus/train", "sequence_length": 16},
-            "tokenizer": NAME,
-            "training": {"steps": 1},
-        },
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path / "config.json", tokenizer=NAME)
     found = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"},
@@ -184,16 +182,7 @@ def test_a_server_is_asked_once(model: Path, endpoint: str, tmp_path: Path) -> N
 
 @THOROUGH
 def test_a_check_fetches_no_weights(endpoint: str, tmp_path: Path) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_tp": {
-            "model": {"from_pretrained": NAME},
-            "data": {"train": "corpus/train", "sequence_length": 16},
-            "training": {"steps": 1},
-        },
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path / "config.json")
     given = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     words = ("check", str(tmp_path / "config.json"), "--from", "runs/other")
     checked = run(*words, **given)
