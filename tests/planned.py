@@ -1,10 +1,10 @@
-"""Steps of a real DeepSpeed engine with real tensors, as rank 0 of a world whose other ranks do not exist.
+"""Steps of a real DeepSpeed engine with real tensors, as one rank of a world whose other ranks do not exist.
 
-    python -m tests.planned 8 < configs.json
+    python -m tests.planned 8 0 < configs.json        # rank 0 of 8
 
 Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
-MemTracker counts in the second step, the bytes of the optimizer's moments before and after the first, and beside each
-what planning gives. A process of its own, because DeepSpeed keeps its process groups in module globals.
+MemTracker counts in the first and the second step, the bytes of the optimizer's moments before and after the first, and
+beside each what planning gives. A process of its own, because DeepSpeed keeps its process groups in module globals.
 """
 
 from __future__ import annotations
@@ -42,9 +42,32 @@ def moments(made: Any) -> int:
     return sum(value.nbytes for state in states for name, value in state.items() if name != "step")
 
 
-def measure(overrides: list[str], world: int) -> dict[str, Any]:
+def peak_of_step(made: Any, batches: list[Any], before: set[int]) -> int:
+    """Return the most bytes of tensors in one step, without those whose storages there were `before` the engine."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
+
+    gc.collect()
+    tracker = MemTracker()
+    # Engines before this one leave some of their tensors behind.
+    tracker.track_external(*(each for each in existing() if each.untyped_storage()._cdata not in before))
+    begin = made.activations.begin_micro_batch
+
+    def begin_micro_batch(index: int) -> None:
+        tracker.reset_mod_stats()  # it keeps statistics of one forward only
+        begin(index)
+
+    made.activations.begin_micro_batch = begin_micro_batch
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tracker:
+            made.train_step(batches)
+    made.activations.begin_micro_batch = begin
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def measure(overrides: list[str], world: int) -> dict[str, Any]:
+    import torch
 
     from zero_tp.config import RunConfig
     from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
@@ -80,44 +103,31 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
         batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(made.device)
     batches = [batch] * config.accumulation
     before_first = moments(made)
-    made.train_step(batches)
+    first_peak = peak_of_step(made, batches, before)
     after_first = moments(made)
-    gc.collect()
-    tracker = MemTracker()
-    # Engines before this one leave some of their tensors behind.
-    tracker.track_external(*(each for each in existing() if each.untyped_storage()._cdata not in before))
-    begin = made.activations.begin_micro_batch
-
-    def begin_micro_batch(index: int) -> None:
-        tracker.reset_mod_stats()  # it keeps statistics of one forward only
-        begin(index)
-
-    made.activations.begin_micro_batch = begin_micro_batch  # type: ignore[method-assign]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with tracker:
-            made.train_step(batches)
-    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    peak = peak_of_step(made, batches, before)
     parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in made.model.parameters())
     made.engine.destroy()
     del made
     gc.collect()
     point = memory.peak
     first, later = memory.first_points[0], memory.points[0]
+    first_planned = max(each.total + each.host for each in memory.first_points)
     return {
         "moments": [before_first, after_first],
         "planned_moments": later.bytes["optimizer"] + later.host - first.bytes["optimizer"] - first.host,
         "overrides": overrides,
         "parameters": parameters,
-        "measured": peak["Total"],
+        "first": [first_peak, first_planned],
+        "measured": peak,
         "planned": point.total + point.host,
         "phase": point.phase,
     }
 
 
 def main() -> None:
-    world = int(sys.argv[1])
-    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world))
+    world, rank = map(int, sys.argv[1:])
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world))
     warnings.simplefilter("ignore")
     import deepspeed
     import torch.distributed as dist
@@ -125,7 +135,7 @@ def main() -> None:
 
     from zero_tp.zero.ops import without_shared_memory_collectives
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     without_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)
     for overrides in json.load(sys.stdin):

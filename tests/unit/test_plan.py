@@ -29,7 +29,7 @@ from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.plan import device, plan
 from zero_tp.planning.search import NEAREST, Choice, Search, changed, write
-from zero_tp.planning.zero import ZeroSettings
+from zero_tp.planning.zero_settings import ZeroSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"

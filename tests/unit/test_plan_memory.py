@@ -45,7 +45,8 @@ from zero_tp.planning.formulas import (
 from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.moments import joined, measure
 from zero_tp.planning.workload import Workload, workload_of
-from zero_tp.planning.zero import ZeroMemory, ZeroSettings
+from zero_tp.planning.zero import ZeroMemory
+from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,14 @@ CONFIGS += [
     family("megatron-bert", "zero_optimization.stage=1", MASKED),
     family("bert", "zero_optimization.stage=2", 'zero_tp.recompute={"mode":"selective","modules":["norm"]}', MASKED),
 ]
+WIDER = ["data_types.grad_accum_dtype=fp32", "gradient_accumulation_steps=2", "zero_tp.parallel.tensor=1"]
+CONFIGS += [
+    ["zero_optimization.stage=1", *WIDER],
+    ["zero_optimization.stage=2", *WIDER, *WIDE],
+    ["zero_optimization.stage=3", *WIDER],
+    ["zero_optimization.stage=3", "zero_tp.parallel.tensor=1"],
+    ["zero_optimization.stage=1", "zero_tp.parallel.tensor=1", "optimizer.params.fused=false"],
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
@@ -127,7 +136,7 @@ NAMES = [
 
 
 # ZeRO-3 with offload; then full recomputation with ZeRO-2, windows, and every fourth; then all.
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 20, 24)} | {12: "first"}
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 20, 24, 29)} | {12: "first"}
 MARKS: dict[str, Any] = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 
@@ -336,12 +345,21 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     assert stage < 3 or 0 <= states.gradients - papers["gradients"] <= 2 * own
 
 
+def rank_of(overrides: list[str]) -> int:
+    """Return the rank that holds the most: at stages 1 and 2 the last, which owns what backward makes first.
+
+    ZeRO-3's ranks hold the same, and there DeepSpeed compares with rank 0, which has to exist.
+    """
+    return 0 if "zero_optimization.stage=3" in overrides else WORLD - 1
+
+
 @functools.cache
-def engine_peaks(tier: str) -> dict[str, dict[str, Any]]:
+def engine_peaks(tier: str, rank: int) -> dict[str, dict[str, Any]]:
     """Many configs in one process: importing and connecting DeepSpeed costs more than a step."""
+    mine = [number for number, one in enumerate(CONFIGS) if rank_of(one) == rank]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.planned", str(WORLD)],
-        input=json.dumps([one for number, one in enumerate(CONFIGS) if TIERS.get(number, "heavy") == tier]),
+        [sys.executable, "-m", "tests.planned", str(WORLD), str(rank)],
+        input=json.dumps([CONFIGS[number] for number in mine if TIERS.get(number, "heavy") == tier]),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -354,11 +372,14 @@ def engine_peaks(tier: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("number", CASES)
 def test_the_plan_against_a_real_step(number: int) -> None:
     overrides = CONFIGS[number]
-    found = engine_peaks(TIERS.get(number, "heavy"))[json.dumps(overrides)]
+    found = engine_peaks(TIERS.get(number, "heavy"), rank_of(overrides))[json.dumps(overrides)]
     parallel = load(overrides).zero_tp.parallel
     model = model_of(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert found["parameters"] == model.parameters.total
     assert found["planned"] == pytest.approx(found["measured"], rel=0.03)
+    if load(overrides).zero_stage < 3:  # MemTracker misses half of that of ZeRO-3; test_papers_zero.py follows it
+        measured, planned = found["first"]
+        assert planned == pytest.approx(measured, rel=0.03)
     before, after = found["moments"]  # the first step makes them
     assert before == 0 < after == found["planned_moments"]
 

@@ -52,12 +52,16 @@ def model_in(config: RunConfig) -> Model:
     return model_of(config.hf_config(), parallel.tensor, parallel.sequence)
 
 
-def engine_of(config: RunConfig) -> TrainingEngine:
-    """Build a run's engine on this rank, without its data. Collective over all ranks."""
+def engine_of(config: RunConfig, topology: Topology | None = None) -> TrainingEngine:
+    """Build a run's engine on this rank, without its data. Collective over all ranks.
+
+    Args:
+        topology: the run's, if its groups are there already.
+    """
     parallel = config.zero_tp.parallel
     return TrainingEngine(
         config.hf_config(),
-        Topology(parallel.tensor, parallel.sequence),
+        topology or Topology(parallel.tensor, parallel.sequence),
         config.deepspeed_config(),
         seed=config.zero_tp.training.seed,
         recompute=config.zero_tp.recompute_policy,

@@ -61,8 +61,8 @@ def over_time(*, measured: bool) -> Reproduction:
         tables[model.on] = step_rows(full)
         shown[key] = f"{model.on}, planned", full
     notes = (
-        "The optimizer makes its moments in the first update: until then a new run has its masters alone. The plan has",
-        "them beside all that the update needs for a moment; in the first step they come after the most of that.",
+        "The optimizer makes its moments in the first update: until then a new run has its masters alone. A later",
+        "update peaks before, where gradients are there as they were made, flat and in fp32 beside the moments.",
     )
 
     def draw() -> dict[str, Any]:
@@ -209,7 +209,7 @@ def by_dtype(*, measured: bool) -> Reproduction:
     ]
     notes = (
         "fp32: 4 + 4 + 8. 16 bits: 2 + 2 + 4 of masters + 8 of moments; 4 more where gradients are added up in fp32,",
-        "which are a buffer of DeepSpeed's. There the plan has 2 bytes too few.",
+        "which are a buffer of DeepSpeed's.",
     )
     return Reproduction("Model states by dtype, AdamW", tables, notes=notes)
 

@@ -16,7 +16,7 @@ from zero_tp.planning.layer_time import Program
 from zero_tp.planning.memory import Model, model_of
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero import ZeroSettings
+from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.shipped import CONFIGS, shipped
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.

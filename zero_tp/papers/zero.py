@@ -24,7 +24,7 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, RankMemory, rank_memory, zero_memory
 from zero_tp.planning.plan import needed
 from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero import ZeroSettings
+from zero_tp.planning.zero_settings import ZeroSettings
 
 __all__ = ["largest_model", "model_states", "residual", "volume"]
 
@@ -46,9 +46,12 @@ VOLUME = {0: 2, 1: 2, 2: 2, 3: 3}
 Stacks = dict[str, Mapping[str, float]]
 """Label → category → size."""
 RANKS = (1, 2, 4)
-BUDGET = 256 * 2**20
+BUDGET = 512 * 2**20
 """Bytes of a rank that are filled with layers."""
-WITHIN = ("zero_tp.data.sequence_length=16", "train_micro_batch_size_per_gpu=1", "zero_tp.model.vocab_size=256")
+WITHIN = (
+    *("zero_tp.data.sequence_length=16", "train_micro_batch_size_per_gpu=1"),
+    *("zero_tp.model.vocab_size=256", "zero_tp.model.n_embd=512"),
+)
 
 
 def at_stage(stage: int) -> str:

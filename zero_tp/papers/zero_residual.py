@@ -19,7 +19,7 @@ from zero_tp.planning.memory import Model, zero_memory
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.tracking import Allocations
 from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero import ZeroSettings
+from zero_tp.planning.zero_settings import ZeroSettings
 
 MIB, GB = 2**20, 1e9
 # Of 1.5 B parameters, b 32, s 1024 (section 3) [GB].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import resource
 from pathlib import Path
@@ -16,6 +17,7 @@ from zero_tp.papers.engines import drawn, engine_of, small_config
 from zero_tp.planning.memory import CATEGORIES
 from zero_tp.planning.profile import followed, points
 from zero_tp.planning.tracking import Allocations
+from zero_tp.topology import Topology
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # mallopt(3)
 
@@ -72,20 +74,23 @@ def train_within(budget: int, full: str, *changes: str) -> None:
         libc.mallopt(name, value)
     ranks = dist.get_world_size()
     config, least = small_config(ranks, *changes), small_config(ranks, *changes, "zero_tp.model.n_layer=1")
-    _two_steps(least)
+    # One for both: the threads of a group's collectives have stacks, which count as they are made.
+    topology = Topology(config.zero_tp.parallel.tensor, config.zero_tp.parallel.sequence)
+    _two_steps(least, topology)
+    gc.collect()
     libc.malloc_trim(0)
     limit = address_space() + budget
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        _two_steps(config)
+        _two_steps(config, topology)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             Path(full).touch()
         raise
 
 
-def _two_steps(config: RunConfig) -> None:
-    engine, batches = engine_of(config), drawn(config)
+def _two_steps(config: RunConfig, topology: Topology) -> None:
+    engine, batches = engine_of(config, topology), drawn(config)
     for _ in range(2):
         assert math.isfinite(engine.train_step(batches))
     engine.engine.destroy()

@@ -17,7 +17,8 @@ from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.moments import Moment
 from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory, ZeroSettings
+from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory
+from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.topology import Topology
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
@@ -95,20 +96,19 @@ class RankMemory:
     @cached_property
     def points(self) -> list[Point]:
         """Return the points of a step with its last micro-batch, in order; without accumulation that is all of it."""
-        return self._until_step(self.zero) + self._step
+        return self._until_step(self.zero) + self._step(self.zero)
 
     @cached_property
     def first_points(self) -> list[Point]:
-        """Return those of a new run's first step, at whose end the optimizer makes its moments; Adagrad has them."""
+        """Return those of a new run's first step, in which the optimizer makes its moments; Adagrad has them."""
         at = self.zero.at
-        return (
-            self._until_step(self.zero if at.moments_at_once else replace(self.zero, at=replace(at, moments=0)))
-            + self._step
-        )
+        new = self.zero if at.moments_at_once else replace(self.zero, at=replace(at, moments=0))
+        return self._until_step(new) + self._step(new)
 
-    @property
-    def _step(self) -> list[Point]:
-        return [_point("step", 2.5, self.zero.step()), _point("step", 3.0, self.zero.states)]
+    def _step(self, before: ZeroMemory) -> list[Point]:
+        """Return the points of the update, of a run that has `before` when it begins."""
+        moments = (2.25, before.converting()), (2.5, self.zero.updating()), (3.0, self.zero.states)
+        return [_point("step", position, held) for position, held in moments]
 
     def _until_step(self, zero: ZeroMemory) -> list[Point]:
         forward = sum(moment.phase == "forward" for moment in self.moments)
@@ -129,7 +129,7 @@ class RankMemory:
     @cached_property
     def host(self) -> float:
         """Return the most in host memory, of one rank [bytes]."""
-        return max(self.zero.states.host, self.zero.step().host)
+        return max(self.zero.states.host, self.zero.updating().host)
 
 
 def _point(phase: str, position: float, held: StateBytes, activations: float = 0.0, transients: float = 0.0) -> Point:

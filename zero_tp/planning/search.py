@@ -31,7 +31,8 @@ from zero_tp.planning.papers import PaperView
 from zero_tp.planning.plan import check_device, host_needed, needed
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import Workload, workload_of
-from zero_tp.planning.zero import ZeroMemory, ZeroSettings
+from zero_tp.planning.zero import ZeroMemory
+from zero_tp.planning.zero_settings import ZeroSettings
 
 NEAREST = 8
 """Settings that by formulas do not fit, the nearest, that are run dry before it is said that none fits."""

@@ -17,7 +17,8 @@ from zero_tp.planning.formulas import pipeline_bubble
 from zero_tp.planning.layer_time import OURS, LayerTime, LayerWork, Program, Seconds
 from zero_tp.planning.rates import Rates
 from zero_tp.planning.workload import Workload
-from zero_tp.planning.zero import ALLREDUCE_BUCKET, ZeroSettings
+from zero_tp.planning.zero import ALLREDUCE_BUCKET
+from zero_tp.planning.zero_settings import ZeroSettings
 
 HOST_MEMORY_GBPS = 200.0
 """Of a whole node, for an optimizer on the host."""
