@@ -148,8 +148,8 @@ def largest_model(*, measured: bool) -> Reproduction:
         ]
     notes = (
         "Measured: ranks train two steps in that many bytes of address space (RLIMIT_AS) more than a model of one",
-        "layer took; with one layer more the system refuses. That counts what libraries map beside tensors; the plan",
-        "counts tensors: activations, buffers and gathered layers too; the formula has model states alone.",
+        "layer took; with one layer more the system refuses. That counts Python's and DeepSpeed's objects too, most",
+        "under ZeRO-3; the plan counts tensors, activations and buffers too; the formula has model states alone.",
     )
     return Reproduction("The largest model that fits, by stage", tables, notes=notes)
 
