@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048 if cuda else 512, help="sequence length s" + default)
     parser.add_argument("--batch", type=int, default=4 if cuda else 2, help="micro-batch b" + default)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="dtype" + default)
+    parser.add_argument("--dropout", type=float, default=0.1, help="of scores and of both branches" + default)
     parser.add_argument("--rounds", type=int, default=20, help="times that each technique runs" + default)
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     return parser.parse_args()
@@ -54,7 +55,8 @@ def report(options: argparse.Namespace, layer: Layer, times: layers.Times, devic
         }
     if options.output:
         shape = {"s": layer.s, "b": layer.b, "h": layer.h, "a": layer.a, "t": dist.get_world_size()}
-        result = {"device": device, "layer": shape, "dtype": options.dtype, "rounds": options.rounds, "rows": rows}
+        result = {"device": device, "layer": shape, "dtype": options.dtype, "dropout": options.dropout}
+        result |= {"rounds": options.rounds, "rows": rows}
         write_result(options.output, f"recompute-{device.split(',')[0]}", result)
 
 
@@ -69,7 +71,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         layer = Layer(options.sequence, options.batch, options.hidden, options.heads)
-        times = layers.measure(layer, DTYPES[options.dtype], device, options.rounds)
+        times = layers.measure(layer, DTYPES[options.dtype], device, options.rounds, options.dropout)
         if dist.get_rank() == 0:
             report(options, layer, times, f"cuda, {torch.cuda.get_device_name()}" if cuda else "cpu, gloo")
     finally:

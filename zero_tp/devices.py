@@ -273,6 +273,15 @@ def runs_varlen(device: torch.device) -> bool:
 
 
 @functools.cache
+def multiplies_bf16() -> bool:
+    """Return whether this machine's CPU has instructions for products of bf16 numbers."""
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+@functools.cache
 def prefers_cudnn(device: torch.device) -> bool:
     """Return whether cuDNN's attention is faster than flash kernels on `device`: compute capability 9.0 and 10.0.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import GPT2Config, LlamaConfig
 
 from tests.packed import packed_kernels
+from zero_tp import devices
+from zero_tp.models import flash
 from zero_tp.models.architectures import architecture_of
 from zero_tp.models.attention import CORES, SDPACore
 from zero_tp.models.context import AttentionMask, Packed, Pieces
@@ -40,7 +43,7 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
         tokens[2, :-1] = 0
         tokens = tokens if padding == "left" else tokens.flip(1)
     # Views of [s, b, 3, a, d], as the fused product gives them.
-    fused = (torch.randn(LENGTH, BATCH, 3, HEADS, SIZE) * 2).to(dtype)
+    fused = torch.randn(LENGTH, BATCH, 3, HEADS, SIZE).to(dtype)
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
@@ -60,6 +63,42 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     assert distance(output.detach(), expected.detach()) < allowed
     assert given.grad is not None and exact.grad is not None
     assert distance(given.grad, exact.grad) < allowed
+
+
+@settings(max_examples=12)
+@given(
+    length=st.integers(flash.BLOCK, 3 * flash.BLOCK),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    size=st.sampled_from([24, 64, 80]),
+    causal=st.booleans(),
+    spread=st.sampled_from([0.3, 1.0, 3.0]),
+)
+def test_backward_by_products_is_that_of_torch(
+    length: int, kv_heads: int, size: int, causal: bool, spread: float
+) -> None:
+    """In bf16, against fp64: about as near to it as torch's own backward, neither too long nor too short."""
+    config = LlamaConfig(hidden_size=4 * size, head_dim=size, num_attention_heads=4, num_key_value_heads=kv_heads)
+    spec = replace(architecture_of(config).spec(config), causal=causal)
+    core = SDPACore(spec, RandomStreams(Topology(world=1), 0))
+    drawn = [torch.randn(length, 2, heads, size).bfloat16() for heads in (4, kv_heads, kv_heads)]
+    drawn[0] *= spread
+    upstream = torch.randn(2, 4, length, size).bfloat16()
+
+    def computed(dtype: torch.dtype, here: bool) -> tuple[Tensor, list[Tensor]]:
+        given = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
+        with patch.object(devices, "multiplies_bf16", lambda: here):
+            output = core(*(each.permute(1, 2, 0, 3) for each in given), None)
+        output.backward(upstream.to(dtype))
+        assert output.grad_fn is not None and ("_Flash" in output.grad_fn.name()) == here
+        return output.detach(), [each.grad for each in given if each.grad is not None]
+
+    _, exact = computed(torch.float64, here=False)
+    output, theirs = computed(torch.bfloat16, here=False)
+    same, ours = computed(torch.bfloat16, here=True)
+    assert torch.equal(output, same)
+    for one, other, right in zip(ours, theirs, exact, strict=True):
+        assert distance(one, right) < 2 * distance(other, right)
+        assert abs(float((one.double() - right).flatten() @ right.flatten())) < 2**-10 * float(right.norm()) ** 2
 
 
 @settings(max_examples=25)

@@ -23,6 +23,7 @@ from tests.encoders import MODEL_TYPES as ENCODERS
 from tests.native import native_model
 from tests.planned import BASE, FILE
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp import devices
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import Batch
@@ -225,8 +226,9 @@ def test_few_layers_stand_for_many(layers: int) -> None:
 def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without attention's dropout, which sends the CPU's kernel down another path, without collectives, and with pieces
-    of one size."""
+    """Without attention's dropout, which sends the CPU's kernel down another path, or its own backward, without
+    collectives, and with pieces of one size."""
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 10**9)
     monkeypatch.setattr(loss, "SLICE_ELEMENTS", 10**9)
     for recompute in ("none", "full"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp import devices
+from zero_tp.models import flash
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import rotate
@@ -82,7 +83,8 @@ class SDPACore(AttentionCore):
     """This core calls `scaled_dot_product_attention`, which needs no mask where nothing is padded, and for documents
     and windows `varlen_attn`, where that can compute them (see `why_masked`).
 
-    It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward.
+    It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward. Where
+    nothing is masked, a CPU's bf16 has a backward of its own (zero_tp/models/flash.py).
     """
 
     @staticmethod
@@ -101,6 +103,8 @@ class SDPACore(AttentionCore):
         dropped = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
             key, value = for_each_head(key, value, query.shape[1])  # beside a mask CUDA's fused kernels take no groups
+        if mask is None and not dropped and flash.has_backward(query.dtype, query.device, query.shape[2], key.shape[2]):
+            return flash.flash_attention(query, *for_each_head(key, value, query.shape[1]), causal)
         grouped = key.shape[1] != query.shape[1]
         with self.streams.use(PER_RANK) if dropped else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)
@@ -231,7 +235,9 @@ def _way(
     if spec.attention == "eager":
         return f"eager, {taken}"
     if mask.is_plain:
-        return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}"
+        by_products = not spec.dropouts.attention and flash.has_backward(dtype, device, mask.queries, mask.keys)
+        backward = ", backward by products" if by_products else ""
+        return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}{backward}"
     if why := why_masked(mask, spec, dtype, device):
         return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}, {taken} ({why})"
     return f"varlen_attn, the flash kernel for {seen}, without a mask"

@@ -30,7 +30,7 @@ SMALL, LAYERS = Layer(s=512, b=2, h=512, a=8), 4
 MICRO_BATCHES = 4
 
 
-def gpt2(layer: Layer, layers: int = 1) -> GPT2Config:
+def gpt2(layer: Layer, layers: int = 1, dropout: float = 0.1) -> GPT2Config:
     """Return a GPT-2 of such layers, as the paper's: dropout everywhere, attention not fused."""
     config = GPT2Config(
         n_layer=layers,
@@ -40,6 +40,9 @@ def gpt2(layer: Layer, layers: int = 1) -> GPT2Config:
         vocab_size=128,
         bos_token_id=0,
         eos_token_id=0,
+        attn_pdrop=dropout,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
     )
     config._attn_implementation = "eager"
     return config
@@ -90,12 +93,12 @@ def kept_by_micro_batch(kept: int) -> list[int]:
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def measure(layer: Layer, dtype: torch.dtype, device: torch.device, rounds: int) -> Times:
+def measure(layer: Layer, dtype: torch.dtype, device: torch.device, rounds: int, dropout: float = 0.1) -> Times:
     """Time the layer under every technique in turns, with TP over all ranks. Collective."""
     world = dist.get_world_size()
     topologies = {name: Topology(world, name == "true") for name in ("false", "true")}
     runs = {
-        name: _run(layer, topologies[sequence], mode, dtype, device)
+        name: _run(layer, topologies[sequence], mode, dtype, device, dropout)
         for name, (sequence, mode) in TECHNIQUES.items()
         if world > 1 or sequence == "false"
     }
@@ -109,10 +112,10 @@ def measure(layer: Layer, dtype: torch.dtype, device: torch.device, rounds: int)
 
 
 def _run(
-    layer: Layer, topology: Topology, mode: str, dtype: torch.dtype, device: torch.device
+    layer: Layer, topology: Topology, mode: str, dtype: torch.dtype, device: torch.device, dropout: float
 ) -> Callable[[], tuple[float, float]]:
     """Return a function that runs the layer forward and backward once, and returns the seconds of each."""
-    model = ZeroTPForCausalLM(gpt2(layer), topology, dtype=dtype, device=device).train()
+    model = ZeroTPForCausalLM(gpt2(layer, dropout=dropout), topology, dtype=dtype, device=device).train()
     ActivationMemory(model, policy_of(mode), {}, device)
     shape = (layer.s // (topology.tensor if topology.sequence else 1), layer.b, layer.h)
     stream = torch.randn(shape, dtype=dtype, device=device).requires_grad_()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from zero_tp.checkpoint.directory import step_directory
 from zero_tp.checkpoint.save import Saver
-from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import hardware_flops, model_flops
@@ -91,23 +89,12 @@ class _Loop:
             monitors=tools.monitors(self.config, run.directory, done) if first and tools.monitors is not None else None,
         )
         self.skips_in_a_row = 0
-        self.ahead = ReadAhead(self._read, self.steps)
+        self.ahead = run.read_ahead(self.topology, self.steps)
         self.watch = tools.watch
         if self.watch is not None:
             engine.mark = self.watch.mark
         corpora, parent = (run.corpora, run.validation_corpora), start.parent
         self.saver = Saver(engine.zero, self.config, run.directory, run.recorded_tokenizer, *corpora, done, parent)
-
-    def _read(self, step: int) -> list[Any]:
-        """Return what this rank trains on at `step`."""
-        return self.run.samples.rank_batches(
-            step - 1,
-            self.config.global_batch,
-            self.config.micro_batch,
-            self.config.accumulation,
-            self.topology.data_rank,
-            self.topology.data,
-        )
 
     def train(self) -> None:
         with self.reporter as reporter, self.requests.accepting(), self.ahead:

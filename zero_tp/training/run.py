@@ -15,6 +15,7 @@ from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
 from zero_tp.config.schema import MaskedObjective
 from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
+from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
@@ -25,6 +26,7 @@ from zero_tp.data.tokenizer import (
 )
 from zero_tp.errors import UserError, shown
 from zero_tp.models.architectures.configs import check_unchanged, fields_of
+from zero_tp.topology import Topology
 from zero_tp.weights.files import has_commit, resolve
 from zero_tp.weights.load import PretrainedSource
 
@@ -87,6 +89,15 @@ class PreparedRun:
         known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
         keys = {f"config: {key}": shown(value) for key, value in leaves(read["config"])}  # names the key at first
         return keys | {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
+
+    def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
+        """Return what this rank trains on up to the step `last`, as lists of a batch for each micro-batch."""
+        sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
+
+        def read(step: int) -> list[Any]:
+            return self.samples.rank_batches(step - 1, *sizes, topology.data_rank, topology.data)
+
+        return ReadAhead(read, last)
 
     def pretrained(self) -> PretrainedSource | None:
         """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from zero_tp.parallel.parameter import WeightSource, Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
+from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.tools import Forecast, Tools
 
@@ -40,13 +41,11 @@ class FirstWeights(WeightSource, Protocol):
         """Say which heads are `drawn` from the seed, because the files have none."""
 
 
-class TrainingSamples(Protocol):
-    """Training samples are one infinite sequence (zero_tp/data/samples.py)."""
+class StepBatches(AbstractContextManager[Any], Protocol):
+    """Step batches are what one rank trains on, read ahead inside a block (zero_tp/data/read_ahead.py)."""
 
-    def rank_batches(
-        self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
-    ) -> list[Any]:
-        """Return what one data-parallel rank trains on at `step`, counted from 0: a batch a micro-batch."""
+    def take(self, step: int) -> list[Any]:
+        """Return the batches of `step`, counted from 1: one a micro-batch."""
 
 
 class ValidationSamples(Protocol):
@@ -68,9 +67,8 @@ class Prepared(Protocol):
     def recorded_tokenizer(self) -> str | None:
         """Return how a checkpoint names the tokenizer."""
 
-    @property
-    def samples(self) -> TrainingSamples:
-        """Return what it trains on."""
+    def read_ahead(self, topology: Topology, last: int) -> StepBatches:
+        """Return what this rank trains on up to the step `last`."""
 
     @property
     def validation(self) -> ValidationSamples | None:

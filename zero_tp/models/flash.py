@@ -1,0 +1,98 @@
+"""Flash attention on a CPU has a backward by matrix products, whose rate torch's own kernel does not come near.
+
+b batch, a heads, s sequence, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from zero_tp import devices
+
+BLOCK = 256
+"""Queries of a block: a causal one has no keys after its last. Shorter sequences have torch's own backward."""
+BLOCK_ELEMENTS = 2**20
+"""Of the probabilities that exist at a time, which have to stay in a core's cache."""
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+        mixed: Tensor
+        mixed, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        ctx.save_for_backward(query, key, value, mixed, logarithms)
+        ctx.causal = causal
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, mixed, logarithms = ctx.saved_tensors
+        batch, heads, length, _ = query.shape
+        gradients = [torch.empty_like(each) for each in (query, key, value)]
+        together = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
+        for row in range(batch):
+            for first in range(0, heads, together):
+                own = (row, slice(first, first + together))
+                parts = (each[own] for each in (query, key, value, mixed, logarithms, gradient))
+                for whole, part in zip(gradients, _gradients(*parts, causal=ctx.causal), strict=True):
+                    whole[own] = part
+        return gradients[0], gradients[1], gradients[2], None
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, gradient: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of Q, K and V, all [heads, s, d], from those of the output.
+
+    With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO ("FlashAttention-2",
+    arXiv 2307.08691, algorithm 2). What is subtracted is the product's last two columns, 16-bit numbers whose sum it
+    is, so that what a product rounds is what is left of the scores. P's own exponent is computed twice, where the
+    second product is what the first has rounded off.
+
+    Args:
+        logarithms: L, of the sums of the scores' exponentials, fp32 [heads, s].
+    """
+    scale = query.shape[-1] ** -0.5
+    ones = query.new_ones(*key.shape[:2], 2)
+    queries = torch.cat((query, _in_two(-logarithms / scale, query.dtype)), -1)
+    outputs = torch.cat((gradient, _in_two(-(gradient.float() * mixed).sum(-1), query.dtype)), -1)
+    keys, values = torch.cat((key, ones), -1), torch.cat((value, ones), -1)
+    nothing = query.new_empty(())
+    of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    of_key, of_value = (query.new_zeros(query.shape) for _ in range(2))
+    length = query.shape[1]
+    for begin in range(0, length, BLOCK):
+        end = min(begin + BLOCK, length)
+        own, seen = slice(begin, end), slice(end if causal else length)
+        share = torch.baddbmm(nothing, queries[:, own], keys[:, seen].mT, beta=0, alpha=scale)
+        rest = torch.baddbmm(share, queries[:, own], keys[:, seen].mT, beta=-1, alpha=scale)
+        share.exp_().addcmul_(share, rest)
+        if causal:
+            share[:, :, begin:].tril_()
+        of_value[:, seen].baddbmm_(share.mT, gradient[:, own])
+        score = torch.bmm(outputs[:, own], values[:, seen].mT).mul_(share)
+        of_query[:, own] = torch.baddbmm(nothing, score, key[:, seen], beta=0, alpha=scale)
+        of_key[:, seen].baddbmm_(score.mT, query[:, own], alpha=scale)
+    return of_query, of_key, of_value
+
+
+def _in_two(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return fp32 numbers as two columns of a 16-bit dtype, whose sum they are."""
+    high = numbers.to(dtype)
+    return torch.stack((high, (numbers - high).to(dtype)), -1)
+
+
+def has_backward(dtype: torch.dtype, device: torch.device, queries: int, keys: int) -> bool:
+    """Return whether the backward here is the faster one."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and queries == keys >= BLOCK and devices.multiplies_bf16()
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """Return softmax(QKᵀ/√d)V of CPU tensors. All [b, a, s, d] → [b, a, s, d]. It can be differentiated once."""
+    mixed: Tensor = _Flash.apply(query, key, value, causal)
+    return mixed
