@@ -12,14 +12,6 @@ from tests.cluster.nodes import Rack
 from tests.cluster.starts import workplace as furnished
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave these tests out of `-m heavy`, which needs no root: those that are heavy are run by `cluster and heavy`."""
-    if "cluster" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("cluster")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-
-
 @pytest.fixture(scope="session")
 def rack() -> Iterator[Rack]:
     made = Rack(2)

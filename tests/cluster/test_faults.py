@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import re
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nodes import SHARED, Rack
-from tests.cluster.starts import STARTS, Ended, Launch, alone, no_ssh, torchrun
-from tests.cluster.test_ends import LONG, kill_all, none_left, process_of, say_once, steps, trained
+from tests.cluster.starts import STARTS, Ended, alone, no_ssh, torchrun
+from tests.cluster.test_ends import LONG, kill_all, none_left, process_of, say_once, trained
 from tests.cluster.test_starting import STEPS, losses
-from tests.waits import patience, wait_until
-from zero_tp.checkpoint.directory import complete_steps
+from tests.waits import patience
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 __all__ = ["none_left"]
 
-LIMIT, START = 15, 60
+LIMIT = 15
 LIMITED = [*LONG, "--set", f'zero_tp.training.timeout_minutes={{"step": {LIMIT / 60}}}']
 FOUND = LIMIT + 35
 """Seconds of an idle machine from a fault to the end of all ranks: the limit, the store's answers, and the way out."""
@@ -36,10 +33,6 @@ int clock_nanosleep(clockid_t clock, int flags, const struct timespec *until, st
 """Python sleeps by a call that faketime 0.9.10 gives a time of another clock."""
 AHEAD = ["env", "FAKETIME_DONT_FAKE_MONOTONIC=1", "faketime", "-f", "+1h"]
 AHEAD += ["bash", "-c", f'LD_PRELOAD={SHARED}/sleep.so:$LD_PRELOAD exec "$@"', "-"]
-
-
-def further(launch: Launch, run: Path, before: int) -> bool:
-    return steps(run) > before or launch.processes[0].poll() is not None
 
 
 def hangs(ended: Ended, waiting: str) -> None:
@@ -126,32 +119,3 @@ def test_the_end_of_the_first_machine_ends_the_others(slurm: Rack, workplace: Pa
     assert 0 not in ended.statuses
     told = re.findall(r"\(node2\) failed: |node2: error: |error: node2 has lost", launch.output(1))
     assert told, launch.output(1)
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.heavy)])
-def test_a_machine_that_dies_at_any_time_costs_what_was_not_saved(
-    kills: int, slurm: Rack, workplace: Path, seed: int
-) -> None:
-    """Each launch goes on from the last save of the one before, whichever machine died when."""
-    chance, run = random.Random(seed), f"runs/killed_{kills}"
-    words = ["--deepspeed_config", "small.json", "--set", "zero_tp.checkpoint.interval=1"]
-    words += ["--set", f"zero_tp.training.steps={STEPS * kills}", "--set", "scheduler.params.total_num_steps=200"]
-    # torchrun's agents do not miss a machine that dies before its ranks have connected.
-    words += ["--set", f'zero_tp.training.timeout_minutes={{"start": {START / 60}, "step": {LIMIT / 60}}}']
-    assert alone(slurm, *words, "--output-dir", f"{run}_alone").ended().statuses == [0]
-    saved = 0
-    for _ in range(kills):
-        launch, before = torchrun(slurm, *words, "--output-dir", run), steps(workplace / run)
-        if chance.random() < 0.7:
-            trains = partial(further, launch, workplace / run, before)
-            wait_until(trains, 120, launch.output, 0.1)
-        time.sleep(chance.uniform(0, 3))
-        kill_all(chance.choice(slurm.nodes))
-        launch.ended(FOUND - LIMIT + START)
-        found = complete_steps(workplace / run)
-        assert max(found, default=0) >= saved, "a save is lost"
-        saved = max(found, default=0)
-    ended = torchrun(slurm, *words, "--output-dir", run).ended()
-    assert ended.statuses == [0, 0], ended.output
-    assert f"resuming step {saved}" in ended.output or saved in (0, STEPS * kills)
-    assert losses(workplace / run) == losses(workplace / f"{run}_alone")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.launched import ROOT, environment, free_port
@@ -14,17 +15,22 @@ from tests.tiers import THOROUGH, in_tiers
 from tests.waits import patience
 
 RANK = """
-import os, sys, time
+import os, signal, sys, time
 from zero_tp.errors import UserError
 from zero_tp.process.lifecycle import run_rank
 
 def main():
     import torch, torch.distributed as dist
-    if sys.argv[2] == "connected":
+    if sys.argv[2] in ("connected", "headless"):
         dist.init_process_group("gloo")
         number = torch.ones(1)
         dist.all_reduce(number)
         assert number.item() == 2
+        if sys.argv[2] == "headless":
+            time.sleep(4)  # the other one has found the store
+            if os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(number) if sys.argv[1] == "waits" else time.sleep(600)
         if not sys.argv[1]:
             return 0
     if os.environ["RANK"] not in sys.argv[1]:
@@ -84,3 +90,18 @@ def test_one_machine_says_why_and_all_end(failing: str, how: str) -> None:
         assert told.count("rank ") == told.count(f"rank {failing}")
         assert told.splitlines()[-1] == f"rank {failing} ({host}) failed: ValueError: wrong"
         assert [rank.returncode for rank in ranks] == [1, 1]
+
+
+@THOROUGH
+@pytest.mark.parametrize("what", ["waits", "is ended by its launcher"])
+def test_the_end_of_the_first_machine_is_said(what: str) -> None:
+    port = free_port()
+    first, second = (start(rank, port, what, "headless") for rank in range(2))
+    first.wait(patience(60))
+    if what != "waits":
+        time.sleep(1)
+        (rank,) = psutil.Process(second.pid).children()
+        rank.terminate()
+    told = second.communicate(timeout=patience(60))[1]
+    assert told == f"error: {os.uname().nodename} has lost the ranks' store at 127.0.0.1:{port}, and with it rank 0\n"
+    assert second.returncode != 0

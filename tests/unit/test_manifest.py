@@ -112,6 +112,14 @@ def test_a_manifest_of_before_there_was_a_hash_is_read_and_said_to_be_unhashed(
         config_of(checkpoint, read_manifest(checkpoint))
 
 
+def test_a_manifest_that_is_read_again_is_checked_again_only_where_it_changed(checkpoint: Path) -> None:
+    path, found = checkpoint / MANIFEST, read_manifest(checkpoint)
+    assert read_manifest(checkpoint) is found
+    path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
+    with pytest.raises(Damaged):
+        read_manifest(checkpoint)
+
+
 def test_a_checkpoint_under_another_step_s_name_is_named(checkpoint: Path) -> None:
     other = checkpoint.rename(checkpoint.with_name("step_00000007"))
     with pytest.raises(
