@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import THOROUGH
-from zero_tp.papers import megatron, megatron_training
+from zero_tp.papers import megatron, megatron_norms, megatron_training
 from zero_tp.papers.megatron_training import SIZES, learnt, losses_by_tensor, texts_in
 
 
@@ -33,3 +33,14 @@ def test_a_size_is_trained_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     loss, perplexity, right = (row.measured or 0 for row in rows)
     assert losses[-1] < losses[0] and loss < losses[0]
     assert perplexity > 1 and 0 <= right <= 100
+
+
+@THOROUGH
+def test_both_orders_of_layer_norm_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_norms, "STEPS", 32)
+    corpus, unigram = megatron_norms.corpus_in(tmp_path)
+    for order in megatron_norms.ORDERS:
+        (loss, right), losses = megatron_norms.learnt(order, 2, corpus, tmp_path / order)
+        assert len(losses) == 32 and losses[-1] < losses[0]
+        assert loss.measured is not None and loss.measured > unigram - 0.5
+        assert right.measured is not None and 0 <= right.measured <= 100

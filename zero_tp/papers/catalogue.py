@@ -37,6 +37,7 @@ PAPERS = {
             "scaling": "weak scaling, strong scaling, attention heads (figure 5, appendix D)",
             "learning": "loss, perplexity and last words by size (section 5.3)",
             "same-model": "the same losses on TP 1, 2 and 4",
+            "norm-order": "what BERTs of both orders of layer norm learn at growing depth (figure 7)",
         },
     ),
     "recomputation": Paper(

@@ -13,6 +13,7 @@ from zero_tp.devices import named_device
 from zero_tp.models.architectures import native_class_of
 from zero_tp.papers import formulas, published
 from zero_tp.papers.engines import ONE_MICRO_BATCH, model_in, seconds_of_a_step, small_config
+from zero_tp.papers.megatron_norms import norm_order
 from zero_tp.papers.megatron_training import learning, same_model
 from zero_tp.papers.published import B8_3, scaled
 from zero_tp.papers.ranks import on_ranks
@@ -21,7 +22,7 @@ from zero_tp.papers.rows import Row, Table
 from zero_tp.planning.plan import plan
 from zero_tp.shipped import CONFIGS, shipped
 
-__all__ = ["learning", "same_model", "scaling", "sizes"]
+__all__ = ["learning", "norm_order", "same_model", "scaling", "sizes"]
 
 SCALED = {
     "1.2 B": ("papers/gpt2_1.2b.json", 1, 16, 1.213),

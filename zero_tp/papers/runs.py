@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
+from zero_tp.training.metrics_file import METRICS_FILE
 
 
 def trained(
@@ -42,8 +43,12 @@ def trained(
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     told = next(line for line in done.stdout.splitlines() if "parameters" in line)
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-    return told.split(", in ")[0], [line for line in lines if "loss" in line]
+    return told.split(", in ")[0], [line for line in metrics_of(directory) if "loss" in line]
+
+
+def metrics_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / METRICS_FILE).read_text().splitlines()]
 
 
 def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list[float]:
