@@ -32,8 +32,8 @@ _MOST_DIGITS, _MOST_LEVELS = 100, 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file that holds `text`. A reader finds the old file or the new one, also after a crash.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash.
 
     Raises:
         OSError: the disk is full, the directory is missing or cannot be written, or `path` is a device or the like.
@@ -42,8 +42,8 @@ def write_atomically(path: Path, text: str) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     temporary = path.with_name(path.name + ".new")
     try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with temporary.open("wb") as stream:
+            stream.write(content if isinstance(content, bytes) else content.encode())
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)

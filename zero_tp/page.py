@@ -53,10 +53,14 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
         write_atomically(path, text)
         for name, figure in (figures or {}).items():
             picture = path.with_name(f"{path.stem}_{name}.png" if name else f"{path.stem}.png")
-            figure.savefig(picture, dpi=150)
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="png", dpi=150)
+            write_atomically(picture, drawn.getvalue())
             written.append(picture)
     except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror or error}); give another path") from None
+        raise UserError(
+            f"{error.filename or path}: can't be written ({error.strerror or error}); give another path"
+        ) from None
     return written
 
 

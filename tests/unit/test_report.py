@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -111,6 +112,23 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
     assert "optimizer.params.lr" in text and "1.5000 at step 60" in text and "60 of 120" in text
     with Image.open(picture) as drawn:
         assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50
+
+
+@pytest.mark.parametrize("block", ["x", {"training": {"steps": "x"}, "data": 3}])
+def test_a_config_that_a_person_has_changed_tells_what_is_left(block: Any, tmp_path: Path) -> None:
+    made = make_run(tmp_path / "run")
+    (made / "config.json").write_text(json.dumps({"train_batch_size": 4, "zero_tp": block}))
+    (found,) = read_runs([made])
+    assert found.steps is None and found.tokens_per_step is None
+    text = write_report([made], tmp_path / "page.html")[0].read_text()
+    assert "at step 6" in text and "6 of 12" not in text
+
+
+def test_a_picture_waits_for_no_pipe(tmp_path: Path) -> None:
+    made = make_run(tmp_path / "run")
+    os.mkfifo(tmp_path / "page_curves.png")
+    with pytest.raises(UserError, match=r"page_curves\.png: can't be written \(not a regular file\)"):
+        write_report([made], tmp_path / "page.html")
 
 
 @THOROUGH

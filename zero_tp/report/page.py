@@ -79,8 +79,7 @@ def _task_names(runs: list[Run]) -> list[str]:
 
 
 def _of(run: Run) -> str:
-    steps = run.config.get("zero_tp", {}).get("training", {}).get("steps")
-    return "" if steps is None else f" of {steps:,}"
+    return "" if run.steps is None else f" of {run.steps:,}"
 
 
 def _last(series: Series, form: str) -> str:

@@ -52,9 +52,19 @@ class Run:
     @property
     def tokens_per_step(self) -> int | None:
         """Return the tokens of a step; None where the config doesn't say."""
-        length = self.config.get("zero_tp", {}).get("data", {}).get("sequence_length")
-        batch = self.config.get("train_batch_size")
-        return batch * length if isinstance(batch, int) and isinstance(length, int) else None
+        length, batch = self._count("zero_tp", "data", "sequence_length"), self._count("train_batch_size")
+        return None if length is None or batch is None else length * batch
+
+    @property
+    def steps(self) -> int | None:
+        """Return the steps that it is to train; None where the config doesn't say."""
+        return self._count("zero_tp", "training", "steps")
+
+    def _count(self, *keys: str) -> int | None:
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if type(value) is int else None
 
     @property
     def last_step(self) -> int:

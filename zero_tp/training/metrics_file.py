@@ -71,7 +71,7 @@ def cut_metrics(path: Path, last_step: int) -> tuple[int, Path | None]:
     if unreadable > torn:
         aside = next(name for n in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.damaged-{n}")))
         path.rename(aside)
-    write_atomically(path, b"".join(kept).decode())
+    write_atomically(path, b"".join(kept))
     return unreadable, aside
 
 
