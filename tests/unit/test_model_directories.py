@@ -229,6 +229,16 @@ def test_ids_beyond_every_vocabulary(model: Path) -> None:
             with pytest.raises(UserError, match=r"id .*2147483647.* is beyond every vocabulary"):
                 open_tokenizer(model)
             (model / file).write_text(before)
+        changed(model, "tokenizer_config.json", added_tokens_decoder={"9" * 5000: token})
+        with pytest.raises(UserError, match=r"is beyond every vocabulary"):
+            open_tokenizer(model)
+    (model / "tokenizer_config.json").write_text(before)
+    before = (model / "tokenizer.json").read_text()
+    for odd in (2**31 - 1, "x", {"id": 2**31 - 1}):
+        changed(model, "tokenizer.json", added_tokens=odd, added_tokens_decoder=odd)
+        with pytest.raises(UserError, match=r"its tokenizer can't be read"):
+            open_tokenizer(model)
+    (model / "tokenizer.json").write_text(before)
     pipe(model, "tokenizer_config.json")
     with pytest.raises(UserError, match="not a regular file"):
         open_tokenizer(model)

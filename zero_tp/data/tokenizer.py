@@ -24,6 +24,7 @@ _ENDS = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>
 MOST_IDS = 2**24
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
+_MOST_DIGITS = 20
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -65,16 +66,17 @@ def _opener(directory: Path) -> Any:
 def _check_ids(path: Path) -> None:
     """Raise a UserError if a file of a tokenizer isn't strict JSON, or has an id for which tables would fill memory."""
     found = read_json(path)
-    model, added = found.get("model"), found.get("added_tokens")
-    ids: list[Any] = [token.get("id") for token in added or [] if isinstance(token, dict)]
-    ids += found.get("added_tokens_decoder") or []
+    model, added, decoder = (found.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
+    ids: list[Any] = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids += decoder if isinstance(decoder, dict) else []
     vocabularies = [model.get("vocab") if isinstance(model, dict) else None]
     if path.name in ("vocab.json", "added_tokens.json"):
         vocabularies.append(found)
     for vocabulary in vocabularies:
         ids += vocabulary.values() if isinstance(vocabulary, dict) else []
     for id_ in ids:
-        if str(id_).isdecimal() and not isinstance(id_, bool) and int(id_) >= MOST_IDS:
+        digits = str(id_)
+        if digits.isdecimal() and (len(digits) > _MOST_DIGITS or int(digits) >= MOST_IDS):
             raise UserError(f"{path}: the id {shown(id_)} is beyond every vocabulary; ids go up to {MOST_IDS - 1:,}")
 
 
