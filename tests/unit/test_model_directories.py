@@ -216,6 +216,12 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
     assert not asked and not (model / "ran").exists()
 
 
+def test_a_model_that_computes_nothing_is_refused(model: Path) -> None:
+    changed(model, "config.json", n_head=-2)
+    with pytest.raises(UserError, match="describes computes nothing: invalid shape"):
+        evaluation(model)
+
+
 def test_ids_beyond_every_vocabulary(model: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("transformers.AutoTokenizer.from_pretrained", None)  # it would fill memory

@@ -111,9 +111,17 @@ class ModelDirectory:
             )
         model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
-            return model.to(device)
+            model.to(device)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"--device {device}: {first_line(error)}") from error
+        try:
+            with torch.no_grad():
+                model(torch.zeros(1, 1, dtype=torch.long, device=device))
+        except Exception as error:  # an architecture that nobody here knows raises anything
+            raise UserError(
+                f"{self.path}: the model that its config.json describes computes nothing: {first_line(error)}"
+            ) from error
+        return model
 
 
 @dataclass(frozen=True)
