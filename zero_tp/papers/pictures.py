@@ -139,7 +139,7 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
 def curves(panels: Mapping[str, Mapping[str, Sequence[float]]], along: str, what: str) -> Any:
     """Draw the values of each panel over their numbers from 1 on; later lines are thinner, so that equal ones show."""
     figure = new_figure(8.4, 3.8)
-    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for axes, (heading, lines) in zip(every, panels.items(), strict=True):
         dressed(axes, heading)
         for number, (name, values) in enumerate(lines.items()):
