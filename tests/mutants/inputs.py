@@ -65,8 +65,8 @@ MUTANTS: dict[str, Mutant] = {
     "ids-fill-memory": Mutant(
         "A tokenizer with an id of 2^31 - 1 is opened.",
         "zero_tp/data/tokenizer.py",
-        "and int(id_) >= MOST_IDS:",
-        "and int(id_) >= 2**64:",
+        "or int(digits) >= MOST_IDS):",
+        "or int(digits) >= 2**64):",
         (MODELS + "test_ids_beyond_every_vocabulary",),
     ),
     "task-files-run-python": Mutant(
