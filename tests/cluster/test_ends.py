@@ -138,20 +138,20 @@ def test_a_signal_to_a_rank_saves_on_all(slurm: Rack, workplace: Path) -> None:
     assert complete_steps(workplace / "runs/told")
 
 
-def stopped(slurm: Rack, workplace: Path, launch: Launch, run: str) -> None:
+def ended_by_slurm(launch: Launch) -> Ended:
     wait_until(lambda: launch.processes[0].poll() is not None, 180, "the job goes on", 0.5)
-    ended = launch.ended()
-    say_once(ended, "stopped after step")
-    assert complete_steps(workplace / run) == [steps(workplace / run)]
+    return launch.ended()
 
 
 def test_scancel_saves(slurm: Rack, workplace: Path) -> None:
     start = partial(sbatch, slurm, *LONG, "--output-dir")
     launch = trained(start("runs/cancelled"), workplace / "runs/cancelled")
     slurm.nodes[0].run("scancel", "--name=pretrain", variables=VARIABLES)
-    stopped(slurm, workplace, launch, "runs/cancelled")
+    say_once(ended_by_slurm(launch), "stopped after step")
+    assert complete_steps(workplace / "runs/cancelled") == [steps(workplace / "runs/cancelled")]
 
 
 def test_a_time_limit_saves(slurm: Rack, workplace: Path) -> None:
     launch = sbatch(slurm, *LONG, "--output-dir", "runs/late", options=["--time=2", "--signal=TERM@30"])
-    stopped(slurm, workplace, trained(launch, workplace / "runs/late"), "runs/late")
+    say_once(ended_by_slurm(trained(launch, workplace / "runs/late")), "stopped after step")
+    assert complete_steps(workplace / "runs/late") == [steps(workplace / "runs/late")]

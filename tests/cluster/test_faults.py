@@ -107,7 +107,9 @@ def test_a_rank_whose_clock_is_off_is_named_when_it_stops(slurm: Rack, workplace
     run = "runs/stopped_ahead"
     launch = trained(no_ssh(slurm, *LIMITED, "--output-dir", run, before=ahead), workplace / run)
     process_of(3, slurm.nodes[1]).suspend()
-    hangs(launch.ended(), "ranks 0, 1 and 2 wait for rank 3")
+    ended = launch.ended()
+    hangs(ended, "ranks 0, 1 and 2 wait for rank 3")
+    assert "rank 3 (node2) in " in ended.output
 
 
 def test_the_end_of_the_first_machine_ends_the_others(slurm: Rack, workplace: Path) -> None:

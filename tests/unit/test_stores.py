@@ -140,7 +140,7 @@ def load(grid: str, recompute: Any, checkpointing: dict[str, Any]) -> RunConfig:
 
 @functools.cache
 def in_place(grid: str, recompute: str) -> Micro:
-    """What is seen where no store is chosen; tests/unit/test_plan_memory.py holds it to the papers."""
+    """What is seen where no store is chosen; tests/unit/test_plan_accelerator.py holds it to the papers."""
     return micro_batches(load(grid, json.loads(recompute), {}), 1)[0]
 
 
