@@ -24,6 +24,13 @@ MUTANTS: dict[str, Mutant] = {
         "GradientSum(None).start(*of(False, True, True)[1:])",
         (GRADIENTS_SP,),
     ),
+    "backward-sees-what-follows": Mutant(
+        "The backward of causal attention by products gives a share to keys behind a query.",
+        "zero_tp/models/flash.py",
+        "            share[:, :, begin:].tril_()\n",
+        "            share[:, :, begin:].tril_(1)\n",
+        ("tests/unit/test_attention_cores.py::test_a_model_learns_the_same_from_the_backward_by_products",),
+    ),
     "final-norm-forgotten": Mutant(
         "One norm, outside the layers, is not told that its input is a sequence shard.",
         "zero_tp/models/transformer.py",
