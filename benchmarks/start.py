@@ -37,7 +37,7 @@ IMPORTS = {
     "torch": ["torch.distributed"],
     "transformers": ["transformers.models.auto.configuration_auto"],
     "DeepSpeed": ["deepspeed"],
-    "zero_tp": ["zero_tp.training.loop", "zero_tp.training.run"],
+    "zero_tp": ["zero_tp.training.loop", "zero_tp.training.run", "zero_tp.training.start"],
 }
 
 

@@ -19,9 +19,8 @@ from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path, content
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.signals import Requests
-from zero_tp.training.loop import train
 from zero_tp.training.run import PreparedRun
+from zero_tp.training.start import started
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 
@@ -146,8 +145,9 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
     run = run_of(tmp_path, {"model_type": "gpt2", **SIZES})
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
     told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
-    with pytest.raises(UserError, match=told):
-        train(run, RankEnvironment.of_this_process(slurm), Requests(), verbose=False)
+    environment = RankEnvironment.of_this_process(slurm)
+    with pytest.raises(UserError, match=told), started(run, environment, verbose=False):
+        pass
     assert not run.directory.exists()
 
 

@@ -83,6 +83,7 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from zero_tp.monitors.feed import Monitors
     from zero_tp.training.loop import train
     from zero_tp.training.run import PreparedRun
+    from zero_tp.training.start import started
     from zero_tp.training.tools import Tools
 
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
@@ -99,15 +100,15 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
         keep=console.keep,
         **live_tools(run),
     )
-    train(
+    with started(
         run,
         environment,
-        requests,
-        tools=tools,
+        tools,
         verbose=options.verbose,
         resume_from=options.resume_from,
         trace_nonfinite=options.trace_nonfinite,
-    )
+    ) as start:
+        train(start, requests)
 
 
 # What follows imports what it needs when it is needed: most runs, and most ranks, start without.

@@ -1,10 +1,9 @@
-"""A run is trained from its config to its last checkpoint, with tools of other packages that it may be given."""
+"""A run is trained from its start to its last checkpoint, with tools of other packages that it may be given."""
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,50 +12,34 @@ from zero_tp.checkpoint.save import Saver
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import hardware_flops, model_flops
-from zero_tp.process.environment import RankEnvironment
 from zero_tp.training.guards import check_replicas
 from zero_tp.training.lines import StepRecord
 from zero_tp.training.metrics import StepMeter, memory_gib
+from zero_tp.training.prepared import Start, ValidationSamples
 from zero_tp.training.report import Reporter
-from zero_tp.training.start import Prepared, Start, ValidationSamples, started
-from zero_tp.training.tools import Requests, Tools
+from zero_tp.training.tools import Requests
 
 SKIPS_IN_A_ROW = 10
 
 
-def train(
-    run: Prepared,
-    environment: RankEnvironment,
-    requests: Requests,
-    *,
-    tools: Tools | None = None,
-    verbose: bool,
-    resume_from: Path | None = None,
-    trace_nonfinite: bool = False,
-) -> None:
-    """Train, validate and save until the run's steps are done, from where its directory left off. Collective.
+def train(start: Start, requests: Requests) -> None:
+    """Train, validate and save until the run's steps are done, from where it was started. Collective.
 
     Args:
+        start: of `zero_tp.training.start.started`, inside its block.
         requests: raised by signals: to save, or to save and stop.
-        tools: what the loop calls beside its own work.
-        resume_from: the checkpoint to start from, instead of the newest.
-        trace_nonfinite: say of every step that is not finite which layer and rank was the first.
 
     Raises:
-        UserError: nothing says where the ranks meet, a setting does not work here, a checkpoint cannot be resumed, or
-            the loss is not finite and `on_nonfinite` says stop, or 10 steps in a row were skipped.
+        UserError: the loss is not finite and `on_nonfinite` says stop, 10 steps in a row were skipped, or the last
+            checkpoint cannot be written.
     """
-    tools = tools or Tools()
-    with started(
-        run, environment, tools, verbose=verbose, resume_from=resume_from, trace_nonfinite=trace_nonfinite
-    ) as start:
-        if start.step < run.config.zero_tp.training.steps:
-            _Loop(run, start, requests, tools).train()
+    if start.step < start.run.config.zero_tp.training.steps:
+        _Loop(start, requests).train()
 
 
 class _Loop:
-    def __init__(self, run: Prepared, start: Start, requests: Requests, tools: Tools):
-        engine, done = start.engine, start.step
+    def __init__(self, start: Start, requests: Requests):
+        run, tools, engine, done = start.run, start.tools, start.engine, start.step
         self.tasks, self.forecast = tools.tasks, start.forecast
         self.run, self.engine, self.done, self.requests = run, engine, done, requests
         self.config, self.settings = run.config, run.config.zero_tp

@@ -3,124 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from zero_tp.checkpoint.directory import MANIFEST
 from zero_tp.checkpoint.found import Found, agree, look, probed, take_whole
-from zero_tp.checkpoint.manifest import UNHASHED, Manifest, Parallelism, Parent, differences
+from zero_tp.checkpoint.manifest import UNHASHED, Parallelism, Parent, differences
 from zero_tp.checkpoint.resume import check_all_there, resume
 from zero_tp.checkpoint.run import run_directory, saved_start, write_config
-from zero_tp.config import RunConfig
 from zero_tp.config.schema import Timeouts
 from zero_tp.models.attention import back_ends, described
 from zero_tp.parallel.agreement import most_machines
-from zero_tp.parallel.parameter import WeightSource, Zeros
+from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
-from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.prepared import FirstWeights, Prepared, Start
 from zero_tp.training.tools import Forecast, Tools
 
 SAVE_SLACK_SECONDS = 15.0
-
-
-class FirstWeights(WeightSource, Protocol):
-    """These are the weights of a Hugging Face directory (zero_tp/weights/load.py)."""
-
-    drawn: list[str]
-
-    def told(self) -> str:
-        """Say which heads are `drawn` from the seed, because the files have none."""
-
-
-class StepBatches(AbstractContextManager[Any], Protocol):
-    """Step batches are what one rank trains on, read ahead inside a block (zero_tp/data/read_ahead.py)."""
-
-    def take(self, step: int) -> list[Any]:
-        """Return the batches of `step`, counted from 1: one a micro-batch."""
-
-
-class ValidationSamples(Protocol):
-    """Validation samples are in a fixed order (zero_tp/data/samples.py)."""
-
-    def batches(self, limit: int | None, micro_batch: int, data_rank: int, data_size: int) -> Iterator[Any]:
-        """Yield one rank's share, as many batches on every rank."""
-
-
-class Prepared(Protocol):
-    """A prepared run has read what it is started with (zero_tp/training/run.py)."""
-
-    config: RunConfig
-    directory: Path
-    tokenizer: Path | None
-    model_config: PretrainedConfig
-
-    @property
-    def recorded_tokenizer(self) -> str | None:
-        """Return how a checkpoint names the tokenizer."""
-
-    def read_ahead(self, topology: Topology, last: int) -> StepBatches:
-        """Return what this rank trains on up to the step `last`."""
-
-    @property
-    def validation(self) -> ValidationSamples | None:
-        """Return what its validation loss is of, if there is one."""
-
-    @property
-    def corpora(self) -> dict[str, dict[str, Any]]:
-        """Return what the training corpora are, by prefix."""
-
-    @property
-    def validation_corpora(self) -> dict[str, dict[str, Any]]:
-        """Return what the validation corpora are, by prefix."""
-
-    def read(self) -> dict[str, str]:
-        """Return what was read, by what it is, as ranks compare it."""
-
-    def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Check that what a run reads besides its file has not changed since it was started."""
-
-    def pretrained(self) -> FirstWeights | None:
-        """Return the source of the first weights, None for the seed."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start is ready to train.
-
-    Attributes:
-        step: the last one that is done; 0 for a new run.
-        parent: the checkpoint of another run that this one has begun with.
-        forecast: what is left of the run will take this; on the first rank, if asked for.
-    """
-
-    engine: TrainingEngine
-    step: int
-    parent: Parent | None
-    forecast: Forecast | None
 
 
 @contextmanager
 def started(
     run: Prepared,
     environment: RankEnvironment,
-    tools: Tools,
+    tools: Tools | None = None,
     *,
     verbose: bool,
     resume_from: Path | None = None,
     trace_nonfinite: bool = False,
 ) -> Iterator[Start]:
     """Connect the ranks, build the engine and restore what it goes on from; the directory is the run's in the block.
-    Collective. Arguments and errors are those of `train`.
+    Collective.
+
+    Args:
+        tools: what the start and the loop call beside their own work.
+        resume_from: the checkpoint to start from, instead of the newest.
+        trace_nonfinite: say of every step that is not finite which layer and rank was the first.
+
+    Raises:
+        UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
+    tools = tools or Tools()
     environment.export()  # before anything is written
     config, directory, watch, first = run.config, run.directory, tools.watch, environment.rank == 0
     seed = config.zero_tp.training.seed
@@ -164,7 +93,7 @@ def started(
             parent = None if found.manifest is None else found.manifest.parent
             if origin.checkpoint is not None and origin.manifest is not None:
                 parent = Parent.of(origin.checkpoint, origin.manifest)
-            yield Start(engine, found.step, parent, forecast)
+            yield Start(run, tools, engine, found.step, parent, forecast)
         if watch is not None:
             watch.leave()
 
