@@ -73,7 +73,7 @@ def rank() -> None:
         clock.ended(f"import {part}")
     from zero_tp.training import start as starting
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.zero.stages import ZeroEngine
+    from zero_tp.zero.engine import ZeroEngine
 
     clock.around(starting, "connect_deepspeed", "config and data", "connect")
     clock.around(ZeroEngine, "initialize", "model", "deepspeed.initialize")

@@ -1,4 +1,4 @@
-"""Read small JSON files, and write small text files whole or not at all, on file systems that machines may share."""
+"""Read files of bounded size, and write small ones whole or not at all; replace directories at once."""
 
 from __future__ import annotations
 
@@ -7,28 +7,17 @@ import ctypes
 import errno
 import fcntl
 import hashlib
-import json
-import math
 import os
 import shutil
-import socket
 import stat
-import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-import psutil
-
-from zero_tp.errors import ConfigError, UserError, shown
+from zero_tp.errors import UserError
 
 MOST_BYTES = 2**28
 """JSON files are at most as long as this, of which Python makes up to ten times as much."""
-VIEW_SECONDS = 60.0
-"""How old a machine's view of a network file system may be: NFS' acregmax and acdirmax, if nothing else is set."""
-# File systems that one machine mounts alone.
-_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
-_MOST_DIGITS, _MOST_LEVELS = 100, 100
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -204,10 +193,6 @@ def sync(directory: Path, *, below: bool = True) -> None:
             os.close(descriptor)
 
 
-class InvalidJson(ValueError):
-    """An InvalidJson says what is wrong with a text that should be JSON, and where in it."""
-
-
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading. A pipe or a device, which may never end, is refused and never waited on.
@@ -234,151 +219,3 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"{size:,} bytes, at most {most:,} are read", str(path))
         return file.read(most)
-
-
-def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text: strict UTF-8 JSON, whose every key and number means one thing.
-
-    Raises:
-        InvalidJson: it is not JSON (with line and column), holds a key twice, NaN or Infinity, an integer of more than
-            100 digits, an unpaired surrogate, or more than 100 levels.
-    """
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
-        return found
-
-    def finite(number: str) -> float:
-        if not math.isfinite(float(number)):
-            raise InvalidJson(f"{number[:60]} is not a finite number")
-        return float(number)
-
-    def bounded(number: str) -> int:
-        if len(number) > _MOST_DIGITS:
-            raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
-        return int(number)
-
-    try:
-        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = json.loads(
-            decoded, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite, parse_int=bounded
-        )
-    except json.JSONDecodeError as error:
-        raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
-    except RecursionError:
-        raise InvalidJson("not valid JSON: nested too deeply") from None
-    _check_parts(value)
-    return value
-
-
-def _check_parts(value: Any) -> None:
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        for part in level:
-            if isinstance(part, str) and not part.isascii():
-                try:
-                    part.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
-        objects = (part for part in level if isinstance(part, dict))
-        lists = (part for part in level if isinstance(part, list))
-        level = [inner for part in objects for pair in part.items() for inner in pair] + [
-            inner for part in lists for inner in part
-        ]
-        if not level:
-            return
-    raise InvalidJson("not valid JSON: nested too deeply")
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        OSError: see `read_regular`.
-        InvalidJson: see `parse_object`.
-    """
-    return parse_object(read_regular(path))
-
-
-def parse_object(text: bytes) -> dict[str, Any]:
-    """Return the object that a JSON text is.
-
-    Raises:
-        InvalidJson: see `parse_json`; or it is not an object.
-    """
-    value = parse_json(text)
-    if not isinstance(value, dict):
-        raise InvalidJson(f"holds {shown(value)}, not an object")
-    return value
-
-
-def read_json(path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs") -> dict[str, Any]:
-    """Return the object in a JSON file that a person has named.
-
-    Args:
-        remedy: what to do where there is no such file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not an object in strict JSON (see `parse_json`).
-    """
-    try:
-        return read_object(path)
-    except FileNotFoundError:
-        raise ConfigError(str(path), "no such file", remedy) from None
-    except OSError as error:
-        raise ConfigError(str(path), f"can't be read ({error.strerror or error})", remedy) from None
-    except InvalidJson as error:
-        raise ConfigError(str(path), str(error), "mend the file") from None
-
-
-# ---- which machine's files -------------------------------------------------------------------------------------------
-
-
-def this_machine() -> str:
-    """Return what tells this machine, since its start, from all others, and a container from the next."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # there is no /proc
-        return socket.gethostname()
-
-
-def stat_fields(pid: int) -> list[str]:
-    """Return what Linux says of a process after its name, from `state` on (proc_pid_stat(5)); nothing without it."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    return stat[stat.rindex(")") + 2 :].split()  # the name may hold blanks and brackets
-
-
-def started(pid: int) -> str:
-    """Return when a process started, in ticks since the machine did, which no clock moves; "" where it is gone."""
-    fields = stat_fields(pid)
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
-
-
-def arrives(there: Callable[[], bool], directory: Path) -> bool:
-    """Wait until something shows that another machine has written in a directory; False where it does not.
-
-    On a file system of this machine alone it is there at once, or not at all.
-    """
-    deadline = time.monotonic() + (0 if is_local(directory) else VIEW_SECONDS + 5)
-    while not (found := there()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return found
-
-
-def is_local(path: Path) -> bool:
-    """Tell whether a path is on a file system that this machine has for itself."""
-    where = path.resolve()
-    mounts = [each for each in psutil.disk_partitions(all=True) if where.is_relative_to(each.mountpoint)]
-    deepest = max((len(each.mountpoint) for each in mounts), default=0)
-    kinds = [each.fstype for each in mounts if len(each.mountpoint) == deepest]
-    return bool(kinds) and kinds[-1] in _LOCAL  # the last mount covers those before it

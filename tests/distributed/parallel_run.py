@@ -14,7 +14,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
 
 if TYPE_CHECKING:
-    from zero_tp.zero.stages import Veto
+    from zero_tp.zero.engine import Veto
 
 
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:

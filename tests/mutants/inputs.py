@@ -136,21 +136,21 @@ MUTANTS: dict[str, Mutant] = {
     # ---- JSON and settings -----------------------------------------------------------------------------------------
     "the-last-of-two-keys": Mutant(
         "Of a key that is there twice, the second is taken.",
-        "zero_tp/files.py",
+        "zero_tp/strict_json.py",
         "        if len(found) < len(pairs):",
         "        if len(found) > len(pairs):",
         (JSON,),
     ),
     "integers-of-any-length": Mutant(
         "An integer of JSON is as long as Python converts.",
-        "zero_tp/files.py",
+        "zero_tp/strict_json.py",
         "        if len(number) > _MOST_DIGITS:",
         "        if len(number) > 10**6:",
         (JSON,),
     ),
     "json-of-any-depth": Mutant(
         "JSON is nested as deeply as its parser goes.",
-        "zero_tp/files.py",
+        "zero_tp/strict_json.py",
         "    for _ in range(_MOST_LEVELS):",
         "    for _ in range(10**6):",
         (JSON,),

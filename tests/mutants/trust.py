@@ -61,14 +61,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a-spike-is-taken": Mutant(
         "A step beyond the bound is told of, and updates the weights all the same.",
-        "zero_tp/zero/stages.py",
+        "zero_tp/zero/engine.py",
         "        if self._veto is not None and self._veto(norm):",
         "        if self._veto is not None and self._veto(norm) is None:",
         (SPIKE,),
     ),
     "skipped-steps-move-the-bound": Mutant(
         "The window of a spike's bound starts anew at a resume, and another step is skipped.",
-        "zero_tp/zero/stages.py",
+        "zero_tp/zero/engine.py",
         'self.recent = [list(pair) for pair in progress.get("recent", [])]',
         "self.recent = []",
         (SPIKE,),

@@ -16,7 +16,7 @@ import pytest
 from zero_tp.checkpoint import run as runs
 from zero_tp.checkpoint.run import Lease
 from zero_tp.errors import UserError
-from zero_tp.files import arrives, is_local, started
+from zero_tp.machine import arrives, is_local, started
 
 BEAT = 0.05
 

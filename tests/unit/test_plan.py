@@ -21,7 +21,6 @@ from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
 from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.files import read_json
 from zero_tp.models import flops
 from zero_tp.papers.formulas import bert_parameters, gpt_parameters, model_flops
 from zero_tp.planning import page, report
@@ -30,6 +29,7 @@ from zero_tp.planning.memory import model_of
 from zero_tp.planning.plan import device, plan
 from zero_tp.planning.search import NEAREST, Choice, Search, changed, write
 from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.strict_json import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    *("constants", "errors", "validation", "files", "shipped", "page", "devices", "topology"),
+    *("constants", "errors", "validation", "machine", "files", "strict_json"),
+    *("shipped", "page", "devices", "topology"),
     *("parallel", "tensors", "architectures", "weights", "models", "activations", "wrapper"),
     *("config", "zero", "checkpoint", "data", "process", "training"),
 )

@@ -30,17 +30,9 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import (
-    InvalidJson,
-    arrives,
-    lock,
-    parse_json,
-    parse_object,
-    read_regular,
-    remove,
-    sync,
-    write_atomically,
-)
+from zero_tp.files import lock, read_regular, remove, sync, write_atomically
+from zero_tp.machine import arrives
+from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:
     from zero_tp.tensors.files import Written

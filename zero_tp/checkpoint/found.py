@@ -18,7 +18,7 @@ from zero_tp.checkpoint.directory import Damaged, read_manifest
 from zero_tp.checkpoint.manifest import Manifest, check_same_run
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
-from zero_tp.files import VIEW_SECONDS, arrives, is_local
+from zero_tp.machine import VIEW_SECONDS, arrives, is_local
 from zero_tp.parallel.agreement import by_the_first, from_all, require_alike
 
 LOOK_SECONDS = 5.0

@@ -16,7 +16,7 @@ from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown
 from zero_tp.models.architectures.configs import TOKEN_IDS, fields_of
 from zero_tp.models.architectures.rotary import ROPE
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -25,9 +25,9 @@ from zero_tp.checkpoint.manifest import (
     states_file,
 )
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import parse_json
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init
+from zero_tp.strict_json import parse_json
 from zero_tp.tensors import files
 from zero_tp.tensors.files import Destination, read_header
 from zero_tp.topology import Topology

@@ -27,7 +27,7 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import from_all
 from zero_tp.tensors.files import Destination, read_hashed
 from zero_tp.topology import Topology
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
 
 

@@ -23,18 +23,9 @@ from typing import Any
 from zero_tp.checkpoint.directory import checkpoints_of, complete_steps, find_checkpoint, read_manifest, step_directory
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.errors import UserError
-from zero_tp.files import (
-    VIEW_SECONDS,
-    InvalidJson,
-    is_local,
-    lock,
-    parse_json,
-    read_object,
-    started,
-    sync,
-    this_machine,
-    write_atomically,
-)
+from zero_tp.files import lock, sync, write_atomically
+from zero_tp.machine import VIEW_SECONDS, is_local, started, this_machine
+from zero_tp.strict_json import InvalidJson, parse_json, read_object
 
 CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
 BEAT_SECONDS = 10.0

@@ -26,7 +26,7 @@ from zero_tp.checkpoint.reader import RANDOM, STARTS, Described, tensor_name
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.tensors.files import Entry, Written, write_tensors
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
 
 POLL_SECONDS = 0.02

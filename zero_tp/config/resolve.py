@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zero_tp.errors import ConfigError, shown
-from zero_tp.files import InvalidJson, parse_json
+from zero_tp.strict_json import InvalidJson, parse_json
 
 LARGEST = 2**53
 BATCH_FIELDS = {

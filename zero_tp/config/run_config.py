@@ -26,7 +26,7 @@ from zero_tp.config.resolve import (
 from zero_tp.config.schema import ZeroTP
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
-from zero_tp.files import read_json
+from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import validate
 from zero_tp.weights.files import as_begun, is_cached, is_name, pinned

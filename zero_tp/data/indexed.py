@@ -37,7 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, read_object, write_atomically
+from zero_tp.files import write_atomically
+from zero_tp.strict_json import InvalidJson, read_object
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zero_tp.errors import UserError, did_you_mean, one_line
-from zero_tp.files import MOST_BYTES, InvalidJson, parse_json
+from zero_tp.files import MOST_BYTES
+from zero_tp.strict_json import InvalidJson, parse_json
 
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
 """Fields in which a text is looked for, where none is named."""

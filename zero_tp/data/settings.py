@@ -18,10 +18,7 @@ from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
 from zero_tp.data.streams import needed
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
-from zero_tp.files import (
-    InvalidJson,
-    read_object,
-)
+from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.validation import Block as Record
 from zero_tp.validation import Count, Positive, validate
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from zero_tp.data.documents import read_objects
 from zero_tp.errors import UserError, first_line
-from zero_tp.files import InvalidJson, open_regular, parse_json
+from zero_tp.files import open_regular
+from zero_tp.strict_json import InvalidJson, parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

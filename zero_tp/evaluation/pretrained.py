@@ -19,10 +19,10 @@ from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.data.tokenizer import missing_for_masking, open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import EncoderScorer, HuggingFaceScorer, ParallelScorer, Scorer, Subject
-from zero_tp.files import InvalidJson, read_object
 from zero_tp.models.architectures import ARCHITECTURES, architecture_of
 from zero_tp.models.architectures.configs import pretrained_config
 from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.topology import Topology
 from zero_tp.training.metrics_file import METRICS_FILE
 from zero_tp.weights.files import find_weights, resolve

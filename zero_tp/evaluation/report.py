@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
-from zero_tp.files import read_json, write_atomically
+from zero_tp.files import write_atomically
+from zero_tp.strict_json import read_json
 
 
 def _figure(value: float | None) -> str:

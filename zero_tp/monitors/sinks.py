@@ -21,7 +21,8 @@ from typing import Any, Protocol
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import leaves
 from zero_tp.errors import ConfigError
-from zero_tp.files import read_object, write_atomically
+from zero_tp.files import write_atomically
+from zero_tp.strict_json import read_object
 
 IDENTITIES = "monitors.json"
 """In a run's directory: by which name each service knows the run, to go on in it when the run is resumed."""

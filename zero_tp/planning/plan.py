@@ -11,13 +11,13 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import Device, named_device
 from zero_tp.errors import UserError
-from zero_tp.files import read_json
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, rank_memory
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import workload_of
+from zero_tp.strict_json import read_json
 from zero_tp.validation import validate
 
 

@@ -22,7 +22,7 @@ from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.files import read_json, write_atomically
+from zero_tp.files import write_atomically
 from zero_tp.parallel.loss import adds_up, block_positions
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
@@ -33,6 +33,7 @@ from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import Workload, workload_of
 from zero_tp.planning.zero import ZeroMemory
 from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.strict_json import read_json
 
 NEAREST = 8
 """Settings that by formulas do not fit, the nearest, that are run dry before it is said that none fits."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.errors import UserError
-from zero_tp.files import this_machine
+from zero_tp.machine import this_machine
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed

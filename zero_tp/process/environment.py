@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from zero_tp.errors import UserError
-from zero_tp.files import stat_fields
+from zero_tp.machine import stat_fields
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")

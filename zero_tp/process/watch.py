@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from zero_tp.files import parse_json
+from zero_tp.strict_json import parse_json
 from zero_tp.topology import name_ranks
 
 SAMPLE_SECONDS = 0.05

@@ -10,7 +10,8 @@ from typing import Any
 from zero_tp.checkpoint.run import CONFIG
 from zero_tp.config.resolve import leaves
 from zero_tp.errors import UserError
-from zero_tp.files import InvalidJson, open_regular, read_object
+from zero_tp.files import open_regular
+from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.training.metrics_file import METRICS_FILE, read_line
 
 VALIDATION = "validation_"

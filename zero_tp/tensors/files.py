@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from zero_tp.files import MOST_BYTES, parse_json
+from zero_tp.files import MOST_BYTES
+from zero_tp.strict_json import parse_json
 
 PART = 8 * 2**20
 BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache

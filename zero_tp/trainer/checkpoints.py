@@ -20,7 +20,7 @@ from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
 from zero_tp.parallel.agreement import by_the_first, from_all
 from zero_tp.tensors.files import Written, write_tensors
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 
 T = TypeVar("T")
 

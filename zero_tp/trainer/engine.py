@@ -29,7 +29,8 @@ from zero_tp.errors import UserError, shown
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
-from zero_tp.zero.stages import ZeroEngine, zero_engine
+from zero_tp.zero.engine import ZeroEngine
+from zero_tp.zero.stages import zero_engine
 
 ELEMENTWISE = {*OPTIMIZERS, "FusedAdam", "FusedLion", *(f"DeepSpeedCPU{name}" for name in ("Adam", "Adagrad", "Lion"))}
 """Classes of optimizers that do on a shard what they do on the whole tensor."""

@@ -26,7 +26,7 @@ from zero_tp.topology import Topology
 from zero_tp.trainer.batches import check_alike, count_labels, padded
 from zero_tp.trainer.checkpoints import resume_states, save_states
 from zero_tp.trainer.engine import prepare_by_zero, see_data_parallel_ranks
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 
 REFUSED = {
     "label_smoothing_factor": "the loss is formed without whole logits",

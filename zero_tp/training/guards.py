@@ -24,7 +24,7 @@ from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.topology import Topology, name_ranks
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.states import partition_of
 
 # On an accelerator, kernels that add in no fixed order may round one rank's gradient otherwise than another's. This is

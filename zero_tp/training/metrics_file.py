@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
-from zero_tp.files import InvalidJson, open_regular, parse_json, write_atomically
+from zero_tp.files import open_regular, write_atomically
+from zero_tp.strict_json import InvalidJson, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -16,7 +16,7 @@ from zero_tp.config import RunConfig
 from zero_tp.models.model import ParallelModel
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.report import Monitors
-from zero_tp.zero.stages import ZeroEngine
+from zero_tp.zero.engine import ZeroEngine
 
 
 class Forecast(Protocol):

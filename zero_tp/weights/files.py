@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.errors import ConfigError, UserError, first_line, shown
-from zero_tp.files import InvalidJson, read_object
+from zero_tp.strict_json import InvalidJson, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor

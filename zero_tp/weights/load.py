@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from zero_tp.errors import UserError, first_line, shown
-from zero_tp.files import read_json
 from zero_tp.models.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -31,6 +30,7 @@ from zero_tp.models.architectures import (
 from zero_tp.models.architectures.configs import CONFIG, MOST_LAYERS, read_config_json
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Drawn, Init
+from zero_tp.strict_json import read_json
 from zero_tp.tensors.files import DTYPE_NAMES
 from zero_tp.topology import Topology
 from zero_tp.weights.files import is_finite, is_regular, open_weights

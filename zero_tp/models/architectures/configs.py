@@ -17,10 +17,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.files import read_json
 from zero_tp.models import architectures
 from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_A_HEAD, OF_EVERY_CONFIG, Fields
 from zero_tp.models.architectures.rotary import ROPE, check_rope_names
+from zero_tp.strict_json import read_json
 from zero_tp.validation import Block, validate
 
 CONFIG = "config.json"

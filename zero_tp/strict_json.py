@@ -1,0 +1,118 @@
+"""Read JSON strictly: every key and number means one thing, and what does not is said with its place."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from zero_tp.errors import ConfigError, shown
+from zero_tp.files import read_regular
+
+_MOST_DIGITS, _MOST_LEVELS = 100, 100
+
+
+class InvalidJson(ValueError):
+    """An InvalidJson says what is wrong with a text that should be JSON, and where in it."""
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text: strict UTF-8 JSON, whose every key and number means one thing.
+
+    Raises:
+        InvalidJson: it is not JSON (with line and column), holds a key twice, NaN or Infinity, an integer of more than
+            100 digits, an unpaired surrogate, or more than 100 levels.
+    """
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
+        return found
+
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            raise InvalidJson(f"{number[:60]} is not a finite number")
+        return float(number)
+
+    def bounded(number: str) -> int:
+        if len(number) > _MOST_DIGITS:
+            raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
+        return int(number)
+
+    try:
+        decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(
+            decoded, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite, parse_int=bounded
+        )
+    except json.JSONDecodeError as error:
+        raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise InvalidJson("not valid JSON: nested too deeply") from None
+    _check_parts(value)
+    return value
+
+
+def _check_parts(value: Any) -> None:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        for part in level:
+            if isinstance(part, str) and not part.isascii():
+                try:
+                    part.encode("utf-8")
+                except UnicodeEncodeError as error:
+                    raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
+        objects = (part for part in level if isinstance(part, dict))
+        lists = (part for part in level if isinstance(part, list))
+        level = [inner for part in objects for pair in part.items() for inner in pair] + [
+            inner for part in lists for inner in part
+        ]
+        if not level:
+            return
+    raise InvalidJson("not valid JSON: nested too deeply")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        OSError: see `read_regular`.
+        InvalidJson: see `parse_object`.
+    """
+    return parse_object(read_regular(path))
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Return the object that a JSON text is.
+
+    Raises:
+        InvalidJson: see `parse_json`; or it is not an object.
+    """
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise InvalidJson(f"holds {shown(value)}, not an object")
+    return value
+
+
+def read_json(path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs") -> dict[str, Any]:
+    """Return the object in a JSON file that a person has named.
+
+    Args:
+        remedy: what to do where there is no such file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not an object in strict JSON (see `parse_json`).
+    """
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        raise ConfigError(str(path), "no such file", remedy) from None
+    except OSError as error:
+        raise ConfigError(str(path), f"can't be read ({error.strerror or error})", remedy) from None
+    except InvalidJson as error:
+        raise ConfigError(str(path), str(error), "mend the file") from None
