@@ -14,6 +14,7 @@ from zero_tp.devices import named_device
 from zero_tp.papers import published
 from zero_tp.planning.plan import plan
 from zero_tp.planning.rates import FAR_HOP, NEAR_HOP, START, TILE, Rates
+from zero_tp.planning.zero_settings import ZeroSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
@@ -105,8 +106,14 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     assert wide[0] - narrow[0] == pytest.approx(2 * 2 * ring), "DeepSpeed all-reduces"
     assert wide[1] > narrow[1]
     owners = "zero_optimization.use_multi_rank_bucket_allreduce=false"
-    assert seconds(owners, *wider)[0] - seconds(owners)[0] == pytest.approx(2 * ring)
+    assert seconds(owners)[0] < narrow[0]
     assert seconds(owners, "zero_optimization.reduce_scatter=false") == narrow
+    beside = "zero_optimization.overlap_comm=true"
+    assert seconds(owners, beside, *wider) == wide, "BF16_Optimizer all-reduces after backward"
+    from_3 = {"stage": 3, "use_multi_rank_bucket_allreduce": False}
+    assert ZeroSettings.of({"zero_optimization": from_3}, 64, cpu=False).at_stage(1).to_owners, "as a search changes it"
+    second = ("zero_optimization.stage=2", "gradient_accumulation_steps=1", "train_batch_size=auto", owners)
+    assert seconds(*second, *wider)[0] - seconds(*second)[0] == pytest.approx(2 * ring)
 
 
 @THOROUGH

@@ -178,7 +178,7 @@ class Timing:
         owners (`to_owners`); these gather the updated parameters."""
         zero, micro, e = self.zero, self.zero.accumulation, self.at.element
         ring = self.rates.collective
-        bucket = ALLREDUCE_BUCKET if zero.stage == 0 else zero.reduce_bucket
+        bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
         pieces = max(1, -(-self._own // bucket))
         if zero.stage == 3:
             calls = self.spec.layers / self.pipeline  # each layer's collectives begin somewhere
@@ -190,7 +190,7 @@ class Timing:
             return self._beside(reduce, backward if self.program.hides_data else 0.0)
         times = micro if zero.stage == 2 else 1
         gather = ring(e * self._own, zero.data, self.at.tensor)
-        return gather + self._beside(times * reduce, times * backward if zero.overlap else 0.0)
+        return gather + self._beside(times * reduce, times * backward if zero.overlap and zero.in_buckets else 0.0)
 
     def _beside(self, communicating: float, computing: float) -> float:
         hidden = min(communicating, computing)

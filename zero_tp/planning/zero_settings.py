@@ -24,8 +24,7 @@ class ZeroSettings:
         bf16: the run's dtype, which has an optimizer of its own at stage 1; see `sums_apart`.
         clips: gradients are clipped.
         moments_at_once: torch's Adagrad makes its states as it is made, others at their first step.
-        to_owners: stages 1 and 2 reduce each part of a gradient to its owner, as the paper has it. By default DeepSpeed
-            all-reduces, which sends twice as much.
+        owners: the config asks for what `to_owners` says.
     """
 
     stage: int
@@ -50,7 +49,7 @@ class ZeroSettings:
     reduced: int = 2
     clips: bool = False
     moments_at_once: bool = False
-    to_owners: bool = False
+    owners: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
@@ -95,7 +94,7 @@ class ZeroSettings:
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
             moments_at_once=str(block.get("type")).lower() == "adagrad",
-            to_owners=stage in (1, 2) and not all_reduces,
+            owners=not all_reduces,
             torch_optimizer=_makes_temporaries(block),
             copies=copies_gradients(dict(config)),
             **given,
@@ -115,6 +114,19 @@ class ZeroSettings:
     def sums_apart(self) -> bool:
         """Tell whether DeepSpeed's BF16_Optimizer runs: all gradients are added up in a tensor that is always there."""
         return self.stage == 1 and self.bf16 and self.wide and not self.offload_optimizer
+
+    @property
+    def in_buckets(self) -> bool:
+        """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may be beside backward."""
+        return self.stage > 0 and not self.sums_apart
+
+    @property
+    def to_owners(self) -> bool:
+        """Tell whether stages 1 and 2 reduce each part of a gradient to its owner, as the paper has it.
+
+        By default DeepSpeed all-reduces, which sends twice as much; its BF16_Optimizer always does.
+        """
+        return self.owners and self.stage in (1, 2) and self.in_buckets
 
     def at_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.
