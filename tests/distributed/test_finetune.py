@@ -11,8 +11,9 @@ import pytest
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForPreTraining
 
 from tests.launched import ROOT, script
+from tests.tiny_models import speeches, tiny_gpt2
 from zero_tp.data.documents import read_documents
-from zero_tp.data.tokenizer_training import train_wordpiece
+from zero_tp.data.tokenizer_training import EOS, train_wordpiece
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -72,3 +73,16 @@ def test_a_mistake_is_one_line(workplace: Path) -> None:
     (lone / "pytorch_model.bin").touch()
     done = script("launch/finetune.py", workplace, "--model", "pickled", *given[2:], "--task", "classification")
     assert done.returncode == 2 and "its weights are pickled" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.thorough
+def test_a_decoder_with_a_padding_token_is_fine_tuned(workplace: Path) -> None:
+    model = tiny_gpt2(workplace / "decoder", speeches(1, 20_000))
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": EOS}))
+    done = script(
+        "launch/finetune.py", workplace, "--model", "decoder", "--task", "classification", "--train", "train.jsonl",
+        "--validation", "validation.jsonl", "--epochs", "1", "--lr", "3e-3", "--length", "32", "--ranks", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-2].split()[1].rstrip("%")) > 75, "its first word says which it is"

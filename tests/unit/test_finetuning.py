@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.tiers import THOROUGH
+from tests.tiny_models import tiny_gpt2
 from zero_tp.commands import finetune
-from zero_tp.data.tokenizer_training import train_wordpiece
+from zero_tp.data.tokenizer_training import EOS, train_wordpiece
 from zero_tp.errors import UserError
 from zero_tp.evaluation.finetuning import TASKS, judged_answer, read_task
 
@@ -218,3 +220,36 @@ def test_a_number_that_cannot_be_is_one_line(option: str, value: float) -> None:
     setattr(options, option, value)
     with pytest.raises(UserError, match=f"^--{option.replace('_', '-')} {value}: "):
         finetune.check(options)
+
+
+def changed(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@THOROUGH
+def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is asked whether code that comes with it may run."""
+    monkeypatch.setattr(finetune, "launched", None)
+    monkeypatch.setattr("builtins.input", None)
+    model = tiny_gpt2(tmp_path / "model", ["the cat sat on the mat and looked at the moon"] * 20)
+    (tmp_path / "rows.jsonl").write_text('{"first": "the cat", "label": "a"}\n')
+    parser = argparse.ArgumentParser()
+    finetune.add_arguments(parser)
+    rows = ["--train", str(tmp_path / "rows.jsonl"), "--validation", str(tmp_path / "rows.jsonl"), "--length", "16"]
+    options = parser.parse_args(["--model", str(model), "--task", "classification", *rows])
+
+    def refuses(told: str) -> None:
+        with pytest.raises(UserError, match=told):
+            finetune.main(options)
+
+    refuses(r"its tokenizer has no padding token.* name one of its tokens as \"pad_token\"")
+    config, weights = model / "config.json", model / "model.safetensors"
+    changed(model / "tokenizer_config.json", pad_token=EOS)
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4])
+    refuses(r"model\.safetensors: not a readable safetensors file")
+    weights.write_bytes(whole)
+    changed(config, model_type="mine", auto_map={"AutoConfig": "code.Config"})
+    refuses('model_type "mine": transformers has no class of its own for it, and code .* is never run')
+    config.unlink()
+    refuses(r"no config\.json in it")

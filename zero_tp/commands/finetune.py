@@ -85,6 +85,8 @@ def rank(options: argparse.Namespace) -> None:
     set_seed(options.seed)
     named: dict[str, Any] = {"label2id": labels, "id2label": {i: name for name, i in labels.items()}} if labels else {}
     config = AutoConfig.from_pretrained(options.model, **named)
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id  # by which a decoder finds a row's last token
     auto = getattr(transformers, task.kind.auto_class)
     pretrained = options.variant == "pretrained"
     model = auto.from_pretrained(options.model, config=config) if pretrained else auto.from_config(config)
@@ -154,16 +156,21 @@ def main(options: argparse.Namespace) -> None:
     from zero_tp.checkpoint.convert import as_huggingface
     from zero_tp.data.tokenizer import open_tokenizer
     from zero_tp.evaluation.finetuning import TASKS, read_task
-    from zero_tp.weights.files import find_weights
+    from zero_tp.weights.files import open_weights
+    from zero_tp.weights.load import open_any_config
 
     with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
-        tokenizer, task = open_tokenizer(model), TASKS[options.task]
-        find_weights(model)
-        config = transformers.AutoConfig.from_pretrained(model)
+        config, tokenizer, task = open_any_config(model), open_tokenizer(model), TASKS[options.task]
+        open_weights(model)
         if type(config) not in getattr(transformers, task.kind.auto_class)._model_mapping:
             raise UserError(f"--task {options.task}: transformers has no {config.model_type} for it; use another model")
-        positions = getattr(config, "max_position_embeddings", options.length)
-        if options.length > positions:
+        if tokenizer.pad_token_id is None:
+            raise UserError(
+                f"--model {options.model}: its tokenizer has no padding token, which rows of several lengths need: "
+                'name one of its tokens as "pad_token" in tokenizer_config.json, that of an export where it is a run'
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and options.length > positions:
             raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
         # Read here, so that a mistake is one line.
         read_task(task, options.train, options.validation, tokenizer, options.length)

@@ -204,8 +204,8 @@ def generation_config(directory: Path) -> GenerationConfig | None:
         raise UserError(f"{path}: {' '.join(str(error).split())}; mend or remove it") from error
 
 
-def open_config(directory: Path) -> PretrainedConfig:
-    """Open the config of a Hugging Face directory of any causal language model that transformers has a class for.
+def open_any_config(directory: Path) -> PretrainedConfig:
+    """Open the config of a Hugging Face directory of any model that transformers has a class for.
 
     Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
 
@@ -225,6 +225,16 @@ def open_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
+    return config
+
+
+def open_config(directory: Path) -> PretrainedConfig:
+    """Open the config of a Hugging Face directory of any causal language model that transformers has a class for.
+
+    Raises:
+        UserError: see `open_any_config`; it is none.
+    """
+    config = open_any_config(directory)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{directory}: {config.model_type} is not a causal language model")
     return config
