@@ -126,10 +126,13 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
 
 
 def test_samples_are_files_beside_the_report(tmp_path: Path) -> None:
-    report: dict[str, Any] = {"tasks": {"mine": {"samples": {"../mine/a": [{"acc": 1}, {"acc": 0}]}}, "perplexity": {}}}
-    (file,) = write_samples(tmp_path / "results.json", report)
-    assert file == tmp_path / "results_samples_.._mine_a.jsonl"
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"acc": 1}, {"acc": 0}]
+    """One for each task, also where two names are one as a file's."""
+    samples = {"../mine/a": [{"acc": 1}, {"acc": 0}], "../mine a": [{"acc": 2}], "../mine:a": [{"acc": 3}]}
+    report: dict[str, Any] = {"tasks": {"mine": {"samples": dict(samples)}, "perplexity": {}}}
+    files = write_samples(tmp_path / "results.json", report)
+    assert [file.name for file in files] == [f"results_samples_.._mine_a{end}.jsonl" for end in ("", "_2", "_3")]
+    for file, told in zip(files, samples.values(), strict=True):
+        assert file.parent == tmp_path and [json.loads(line) for line in file.read_text().splitlines()] == told
     assert report == {"tasks": {"mine": {}, "perplexity": {}}}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,14 +104,16 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
 
     UserError when one can't be written.
     """
-    written = []
+    written: dict[Path, str] = {}
     for result in report["tasks"].values():
         for task, samples in result.pop("samples", {}).items():
-            name = re.sub(r"[^\w.-]", "_", task)  # a task file may call it anything
-            file = path.with_name(f"{path.stem}_samples_{name}.jsonl")
+            stem = f"{path.stem}_samples_" + re.sub(r"[^\w.-]", "_", task)  # a task file may call it anything
+            names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+            files = (path.with_name(f"{name}.jsonl") for name in names)
+            file = next(file for file in files if written.get(file, task) == task)
             _write(file, "".join(json.dumps(sample) + "\n" for sample in samples))
-            written.append(file)
-    return written
+            written[file] = task
+    return list(written)
 
 
 def read_report(path: Path) -> dict[str, Any]:
