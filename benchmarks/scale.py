@@ -25,7 +25,13 @@ START = ("config", "corpora, model config", "groups", "agreement", "engine", "ma
 """The parts of a start from nothing. They have no collective's time, and one on a file system's has no network's."""
 RESUMED = (*START, "resume: config", "resume: what there is", "resume: states")
 MOVED = (*START, "resume: config", "resume, moved: what there is", "resume, moved: states")
-SUMS = {"a start": START, "a start that resumes": RESUMED, "a start that resumes on twice the replicas": MOVED}
+OTHER = (*START, "resume: config", "resume, other TP: what there is", "resume, other TP: states")
+SUMS = {
+    "a start": START,
+    "a start that resumes": RESUMED,
+    "a start that resumes on twice the replicas": MOVED,
+    "a start that resumes what was saved without TP": OTHER,
+}
 CASES: dict[str, tuple[dict[str, int], bool]] = {
     "tp8-zero1": ({"tensor": 8, "stage": 1}, True),
     "tp8-zero3": ({"tensor": 8, "stage": 3}, False),

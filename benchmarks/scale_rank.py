@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import shutil
 import statistics
 import sys
 from dataclasses import asdict, dataclass
@@ -18,10 +20,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
 from benchmarks.fake_world import Clocks, CountedStore, fake_world
@@ -102,10 +101,11 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         with clocks.part("resume: config"):
             RunConfig.load(file, (), world.ranks, *saved_start(run, None))
         go_on(clocks, "resume", run, config, engine, prepared)
-        if world.data > 1:
-            moved = folder / "moved"
-            write_moved(world, moved, saver)
-            go_on(clocks, "resume, moved", moved, config, engine, prepared)
+        for name, sizes in moves(world).items():
+            moved = folder / name
+            write_moved(moved, saver, *sizes)
+            go_on(clocks, f"resume, {name}", moved, config, engine, prepared)
+            shutil.rmtree(moved)
         return {**asdict(world), "parts": {name: asdict(part) for name, part in clocks.parts.items()}, **found}
 
 
@@ -234,37 +234,52 @@ def go_on(
         resume(engine.zero, found.checkpoint, 1)
 
 
-def written(file: Path, tensors: dict[str, Tensor], starts: dict[str, int]) -> Written:
-    """Write a file of states, sooner than a save does, which keeps buffers for large ones."""
-    save_file(tensors, file, {STARTS: json.dumps(starts)})
-    whole = file.read_bytes()
+def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> Written:
+    """Write a file of states that are zero, sooner than a save does, which makes a tensor of each."""
+    header: dict[str, Any] = {"__metadata__": {STARTS: json.dumps(starts)}}
+    at = 0
+    for name, length in lengths.items():
+        header[name] = {"dtype": "F32", "shape": [length], "data_offsets": [at, at + 4 * length]}
+        at += 4 * length
+    encoded = json.dumps(header).encode()
+    whole = len(encoded).to_bytes(8, "little") + encoded + bytes(at)
+    file.write_bytes(whole)
     return Written.of(len(whole), [hashlib.sha256(whole[at : at + PART]).digest() for at in range(0, len(whole), PART)])
 
 
-def write_moved(world: World, run: Path, saver: Saver) -> None:
-    """Write what half as many replicas have saved: the files of this TP rank, and small ones in place of the others."""
-    model, data = saver.zero.model, world.data // 2
-    described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
+def moves(world: World) -> dict[str, tuple[int, int]]:
+    """Return the TP size and the replicas that have saved what the world resumes: half as many, and all without TP."""
+    found = {}
+    if world.data > 1:
+        found["moved"] = (world.tensor, world.data // 2)
+    if world.tensor > 1:
+        found["other TP"] = (1, world.ranks)
+    return found
+
+
+def write_moved(run: Path, saver: Saver, tensor: int, data: int) -> None:
+    """Write what `tensor` × `data` ranks have saved: the files of this TP rank, and small ones for the others."""
+    described = {name: Described.of(parameter) for name, parameter in saver.zero.model.named_parameters()}
     temporary, files = directory.begin(run), dict[str, Written]()
-    tensor_rank = saver.topology.tensor_rank
+    numels = {name: math.prod(one.layout.local_shape(one.shape, tensor)) for name, one in described.items()}
+    kinds, own = saver.zero.states().kinds(), saver.topology.tensor_rank % tensor
     for data_rank in range(data):
-        tensors, starts = dict[str, Tensor](), dict[str, int]()
-        for name, one in described.items():
-            numel = torch.Size(one.layout.local_shape(one.shape, world.tensor)).numel()
+        lengths, starts = dict[str, int](), dict[str, int]()
+        for name, numel in numels.items():
             share = -(-numel // data)
             start, stop = min(numel, data_rank * share), min(numel, (data_rank + 1) * share)
             if start < stop:
                 starts[name] = start
-                tensors |= {tensor_name(name, kind): torch.zeros(stop - start) for kind in saver.zero.states().kinds()}
-        file = states_file(tensor_rank, data_rank)
-        files[file] = written(temporary / file, tensors, starts)
-    small = written(temporary / "small", {"x": torch.zeros(1000)}, {})
-    for tensor in range(world.tensor):
-        for data_rank in range(data) if tensor != tensor_rank else ():
-            os.link(temporary / "small", temporary / states_file(tensor, data_rank))
-            files[states_file(tensor, data_rank)] = small
+                lengths |= {tensor_name(name, kind): stop - start for kind in kinds}
+        file = states_file(own, data_rank)
+        files[file] = written(temporary / file, lengths, starts)
+    small = written(temporary / "small", {"x": 1000}, {})
+    for tensor_rank in set(range(tensor)) - {own}:
+        for data_rank in range(data):
+            os.link(temporary / "small", temporary / states_file(tensor_rank, data_rank))
+            files[states_file(tensor_rank, data_rank)] = small
     (temporary / "small").unlink()
-    manifest = saver._manifest() | {"data": data}
+    manifest = saver._manifest() | {"tensor": tensor, "data": data}
     directory.commit(run, temporary, 1, manifest, files)
     assert isinstance(directory.read_manifest(directory.step_directory(run, 1)), Manifest)
 

@@ -7,8 +7,12 @@ read of a file is compared with its hash as it is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,8 @@ def destinations_of(
 class StatesFile:
     """A rank's file of a checkpoint is read; each part of 8 MiB that is read is compared with its hash first, once.
 
+    Of a thousand files a rank reads tensors of a few: the others are closed again once `starts` is read.
+
     Attributes:
         starts: the first element of each parameter's fragment in the TP shard.
 
@@ -119,13 +125,20 @@ class StatesFile:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             self._compare(0, 8 + length)
-            self._header, self._base = read_header(path)
-            self._file = safe_open(path, framework="pt")
-            self.starts: dict[str, int] = parse_json(self._file.metadata()[STARTS])
+            starts = parse_json(read_header(path)[0]["__metadata__"][STARTS])
+            self.starts: dict[str, int] = {sys.intern(name): first for name, first in starts.items()}
         except Damaged:
             raise
-        except Exception as error:  # safetensors' own type derives from nothing narrower; what is damaged is anything
+        except Exception as error:  # what is damaged is anything
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
+
+    @cached_property
+    def _opened(self) -> tuple[Any, dict[str, Any], int]:
+        """Return (the file as safetensors reads it, its header, the byte from which the header's offsets count)."""
+        try:
+            return safe_open(self.path, framework="pt"), *read_header(self.path)
+        except Exception as error:  # safetensors' own type derives from nothing narrower
+            raise Damaged(self.path, f"cannot be read ({first_line(error)})") from error
 
     def _compare(self, start: int, stop: int) -> None:
         """Compare the parts that hold the bytes [start, stop) with their hashes."""
@@ -144,21 +157,24 @@ class StatesFile:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each tensor."""
-        offsets = {name: entry["data_offsets"] for name, entry in self._header.items() if name != "__metadata__"}
+        _, header, _ = self._opened
+        offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
         return {name: stop - start for name, (start, stop) in offsets.items()}
 
     def length(self, name: str) -> int:
         """Return the elements of a tensor of one dimension."""
-        if name not in self._header:
+        _, header, _ = self._opened
+        if name not in header:
             raise Damaged(self.path, f"holds no {name}")
-        length: int = self._header[name]["shape"][0]
+        length: int = header[name]["shape"][0]
         return length
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; it is mapped into memory, so what is used of it is read once more then, from the cache."""
-        first, last = self._header[name]["data_offsets"]
-        self._compare(self._base + first, self._base + last)
-        tensor: Tensor = self._file.get_tensor(name)
+        file, header, base = self._opened
+        first, last = header[name]["data_offsets"]
+        self._compare(base + first, base + last)
+        tensor: Tensor = file.get_tensor(name)
         return tensor
 
 
@@ -191,16 +207,21 @@ class CheckpointReader:
                 raise Damaged(directory / MANIFEST, f"parameters.{name}: {error}") from error
         # Memory that was never touched costs more to get than to fill.
         self._scratch = [torch.empty(0) for _ in range(self.tensor)]
-        self._opened: dict[int, list[StatesFile]] = {}
+        self._holders: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
 
-    def _files(self, tensor_rank: int) -> list[StatesFile]:
-        """Return the files of a TP rank's data-parallel ranks. At a thousand ranks a rank can't open those of all."""
-        if tensor_rank not in self._opened:
-            names = [states_file(tensor_rank, data_rank) for data_rank in range(self.data)]
-            self._opened[tensor_rank] = [
-                StatesFile(self.directory / name, self._manifested[name] if self._compared else None) for name in names
-            ]
-        return self._opened[tensor_rank]
+    def _holders_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
+        """Return (first element, file) of each fragment of a TP rank's shard, in order. It reads all its headers."""
+        if tensor_rank not in self._holders:
+            holders: dict[str, list[tuple[int, StatesFile]]] = {}
+            for file_name in (states_file(tensor_rank, data_rank) for data_rank in range(self.data)):
+                manifested = self._manifested[file_name] if self._compared else None
+                file = StatesFile(self.directory / file_name, manifested)
+                for parameter, first in file.starts.items():
+                    holders.setdefault(parameter, []).append((first, file))
+            for fragments in holders.values():
+                fragments.sort(key=itemgetter(0))
+            self._holders[tensor_rank] = holders
+        return self._holders[tensor_rank].get(name, [])
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -234,8 +255,32 @@ class CheckpointReader:
         saved = self.parameters[name]
         if saved.same_split(wanted) and (size == self.tensor or isinstance(saved.layout, Replicated)):
             return self._elements(name, kind, rank if size == self.tensor else 0, start, numel)
-        shard = wanted.layout.shard(self.whole(name, kind), rank, size)
-        return shard.flatten()[start : start + numel]
+        # As [outer, rows, inner], where the layouts split the rows.
+        dim = saved.layout.dim if isinstance(saved.layout, Sharded) else wanted.layout.dim
+        shape = wanted.layout.local_shape(wanted.shape, size)
+        rows, inner = shape[dim], math.prod(shape[dim + 1 :])
+        outer = range(start // (rows * inner), -(-(start + numel) // (rows * inner)))
+        at = outer.start * rows * inner
+        near = (0, rows) if len(outer) > 1 else ((start - at) // inner, -(-(start + numel - at) // inner))
+        block = torch.zeros(len(outer), near[1] - near[0], inner)  # what is padding stays so
+        for holder in range(1 if isinstance(saved.layout, Replicated) else self.tensor):
+            for first, last, place in _held(saved, dim, holder, self.tensor):
+                for begin, end, here in _held(wanted, dim, rank, size):
+                    low, high = max(first, begin, begin + near[0] - here), min(last, end, begin + near[1] - here)
+                    if low < high:
+                        target = block[:, low - begin + here - near[0] : high - begin + here - near[0]]
+                        target.copy_(self._rows(name, kind, holder, dim, outer, place + low - first, high - low))
+        return block.flatten()[start - at - near[0] * inner :][:numel]
+
+    def _rows(self, name: str, kind: str, holder: int, dim: int, outer: range, first: int, count: int) -> Tensor:
+        """Return `count` rows from `first` on of a saved shard [all outer, rows, inner] → [outer, count, inner]."""
+        saved = self.parameters[name]
+        shape = saved.layout.local_shape(saved.shape, self.tensor)
+        inner = math.prod(shape[dim + 1 :])
+        step, length = shape[dim] * inner, count * inner
+        start = outer.start * step + first * inner
+        held = self._elements(name, kind, holder, start, (len(outer) - 1) * step + length)
+        return held.as_strided((len(outer), count, inner), (step, inner, 1))
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """Return the whole parameter's master or state, without padding, fp32."""
@@ -258,18 +303,31 @@ class CheckpointReader:
         Pieces are joined in `scratch`, which grows, so that what is returned lasts until the next call with it; by
         default in new memory.
         """
+        tensor, holders = tensor_name(name, kind), self._holders_of(name, tensor_rank) if numel else []
         pieces, stop, at = [], start + numel, start
-        holders = [(file.starts[name], file) for file in self._files(tensor_rank) if name in file.starts]
-        for first, file in sorted(holders, key=lambda holder: holder[0]):
-            last = first + file.length(tensor_name(name, kind))
-            if first <= at < min(last, stop):
-                held = file.tensor(tensor_name(name, kind))
-                pieces.append(held[at - first : stop - first])
-                at = min(last, stop)
-        if at != stop:
-            raise Damaged(self.directory / MANIFEST, f"{name} ({kind}) ends in the files at element {at}, not {stop}")
+        while at < stop:
+            before = reversed(holders[: bisect_right(holders, at, key=itemgetter(0))])
+            found = next((each for each in before if at < each[0] + each[1].length(tensor)), None)
+            if found is None:
+                problem = f"{name} ({kind}) ends in the files at element {at}, not {stop}"
+                raise Damaged(self.directory / MANIFEST, problem)
+            first, file = found
+            pieces.append(file.tensor(tensor)[at - first : stop - first])
+            at += len(pieces[-1])
         if len(pieces) == 1:
             return pieces[0]
         if scratch is None or not pieces:
             return torch.cat(pieces) if pieces else torch.empty(0)
         return torch.cat(pieces, out=scratch.resize_(numel))
+
+
+def _held(parameter: Described, dim: int, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, place): rows of the whole along `dim` that one of `size` TP ranks holds, and where in its
+    shard."""
+    if isinstance(parameter.layout, Replicated):
+        yield 0, parameter.shape[dim], 0
+        return
+    place = 0
+    for start, stop, padding in parameter.layout.ranges(rank, size):
+        yield start, stop, place
+        place += stop - start + padding
