@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def test_a_page_a_picture_and_a_record(tmp_path: Path, capsys: pytest.CaptureFix
     assert (row["label"], row["published"], row["measured"]) == ("full recomputation", 1.42, None)
     assert "<svg" in (tmp_path / f"{name}.html").read_text()
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_could_not_be_written_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_tp.commands.papers.reproduction", None)
+    (tmp_path / "file").touch()
+    assert command("zero-volume", "--output", str(tmp_path / "file" / "out")) == BAD_INPUT
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'out'}: Not a directory\n"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert command("zero-volume", "--output", str(tmp_path / "out")) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("error: pictures need matplotlib")
 
 
 @THOROUGH

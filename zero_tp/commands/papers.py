@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 from zero_tp.errors import UserError
+from zero_tp.page import new_figure
 from zero_tp.papers.catalogue import PAPERS, names, reproduction
 
 
@@ -30,6 +31,9 @@ def main(options: argparse.Namespace) -> None:
             raise UserError("NAME: say which result; zero-tp papers lists them")
         print("\n".join(listed()))
         return
+    if options.output:  # what is measured for minutes can be written then
+        new_figure(1, 1)
+        options.output.mkdir(parents=True, exist_ok=True)
     made = reproduction(options.name)(measured=not options.plan_only)
     print(made.text())
     if options.output:
