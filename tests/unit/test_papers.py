@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,6 +48,32 @@ def test_plans_are_near_what_is_published_and_stand_in_the_documents(name: str) 
         if row.formula is not None and (other := row.published or row.planned) is not None:
             near_formula = 0.005 if row.published else FORMULA.get(name, 0.07)
             assert row.formula == pytest.approx(other, rel=near_formula), row.label
+
+
+@THOROUGH
+@pytest.mark.parametrize(
+    ("name", "section", "shown"),
+    [
+        ("zero-model-states", "ZeRO", r"^ZeRO-|N_d (4|64|1024),.* 128 B"),
+        ("zero-largest-model", "ZeRO", "× 64,"),
+        ("zero-residual", "ZeRO", "checkpoints whole|P_a|B parameters"),
+        ("megatron-sizes", "Megatron-LM", "MP|BERT"),
+        ("megatron-scaling", "Megatron-LM", "MP [248]|DP 64|devices|heads"),
+    ],
+)
+def test_plans_stand_in_the_documents_tables(name: str, section: str, shown: str) -> None:
+    """Each as some figure of its section, rounded as it is there."""
+    (text,) = re.findall(
+        rf"^## {section}\n(.*?)^## ", (ROOT / "docs" / "papers.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    figures = [each.replace(",", "") for each in re.findall(r"\d[\d,]*\.?\d*", text)]
+    rounded = {(float(each), len(each.partition(".")[2])) for each in figures}
+    tables = reproduction(name)(measured=False).tables
+    rows = [row for heading, rows in tables.items() for row in rows if re.search(shown, f"{row.label} {heading}")]
+    compared = [row for row in rows if row.planned is not None]
+    assert compared
+    for row in compared:
+        assert any(round(row.planned, digits) == figure for figure, digits in rounded), (row.label, row.planned)
 
 
 def test_every_name_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
