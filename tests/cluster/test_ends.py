@@ -16,7 +16,7 @@ import pytest
 
 from tests.cluster.nodes import SHARED, Node, Rack
 from tests.cluster.slurm import VARIABLES
-from tests.cluster.starts import STARTS, Ended, Launch, sbatch, srun
+from tests.cluster.starts import STARTS, Ended, Launch, sbatch, srun, torchrun
 from tests.launched import metrics_of
 from tests.waits import wait_until
 from zero_tp.checkpoint.directory import complete_steps
@@ -68,10 +68,14 @@ def process_of(rank: int, node: Node) -> psutil.Process:
 
 def kill_all(node: Node, *more: str) -> None:
     """End a node's launcher and ranks, as where its power goes; `more`: and these of its processes, by name."""
-    for process in node.processes():
-        with contextlib.suppress(psutil.Error):  # it has ended
-            if any(word.endswith("launch/pretrain.py") for word in process.cmdline()) or process.name() in more:
-                process.kill()
+    found = True
+    while found:  # a launcher may have started one meanwhile
+        found = False
+        for process in node.processes():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                if any(word.endswith("launch/pretrain.py") for word in process.cmdline()) or process.name() in more:
+                    process.kill()
+                    found = True
 
 
 def say_once(ended: Ended, text: str) -> None:
@@ -99,6 +103,32 @@ def test_a_corpus_that_one_machine_lacks_is_told_with_its_name(
     assert 0 not in ended.statuses
     say_once(ended, ": error: ")
     say_once(ended, f"{slurm.nodes[1 - there].name}: error: /tmp/data/train")
+
+
+@pytest.mark.parametrize("there", [0, 1])
+@pytest.mark.parametrize("how", ["named", "beside the corpus"])
+def test_a_tokenizer_that_one_machine_lacks_is_told_with_its_name(
+    how: str, there: int, slurm: Rack, workplace: Path
+) -> None:
+    for node in slurm.nodes:
+        data = node.seen(Path("/tmp/data"))
+        shutil.rmtree(data, ignore_errors=True)
+        shutil.copytree(workplace / "data", data)
+        if node is not slurm.nodes[there]:
+            shutil.rmtree(data / "tokenizer")
+    words = ["--set", "zero_tp.data.train=/tmp/data/train"] if how != "named" else []
+    words += ["--set", "zero_tp.tokenizer=/tmp/data/tokenizer"] if how == "named" else []
+    ended = torchrun(slurm, *LONG, *words).ended()
+    assert 0 not in ended.statuses
+    say_once(ended, ": error: ")
+    if how == "named":
+        lacks = slurm.nodes[1 - there].name
+        say_once(ended, f"{lacks}: error: zero_tp.tokenizer: no directory /tmp/data/tokenizer; put there")
+    else:
+        held = ["ranks 0 and 1 (node1)", "ranks 2 and 3 (node2)"]
+        found = [f"/tmp/data/tokenizer on {held[there]}", f"nothing on {held[1 - there]}"]
+        told = "; ".join(found if there == 0 else reversed(found))
+        say_once(ended, f"the ranks do not read the same tokenizer: {told}; put it on storage that all nodes share")
 
 
 @pytest.mark.parametrize("name", ENDED)

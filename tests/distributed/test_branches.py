@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests.checkpoints import rewritten
 from tests.distributed.test_checkpoint import SEQUENCE, VOCABULARY, build, steps_of, straight, write_config
@@ -226,6 +229,13 @@ def test_ranks_agree_on_what_they_read(ranks: Pools, copied: tuple[Path, Path], 
     for said in ranks(2).run(reading, *words):
         assert said.startswith("the ranks do not read the same corpus nowhere/train: SHA-256 "), said
         assert "… on rank 0 (" in said and "… on rank 1 (" in said
+    tokenizer = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
+        folders[0] / "nowhere" / "tokenizer"
+    )
+    for said in ranks(2).run(reading, *words):
+        assert said.startswith("the ranks do not read the same tokenizer: nowhere/tokenizer on rank 0 ("), said
+        assert "; nothing on rank 1 (" in said
 
 
 def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> None:

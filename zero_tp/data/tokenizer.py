@@ -234,7 +234,9 @@ def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
     if given is not None:
         directory = resolve(given, "zero_tp.tokenizer", weights=False).directory
         if not directory.is_dir():
-            raise UserError(f"zero_tp.tokenizer: no directory {given}")
+            raise UserError(
+                f"zero_tp.tokenizer: no directory {given}; put there the tokenizer that the corpus was prepared with"
+            )
         return directory
     beside = Path(prefix).parent / "tokenizer"
     return beside if beside.is_dir() else None

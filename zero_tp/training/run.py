@@ -88,7 +88,9 @@ class PreparedRun:
         # `content` is what one rank of a node has read.
         known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
         keys = {f"config: {key}": shown(value) for key, value in leaves(read["config"])}  # names the key at first
-        return keys | {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
+        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before the model, whose tokens come from it
+        content = {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
+        return keys | tokenizer | content
 
     def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
         """Return what this rank trains on up to the step `last`, as lists of a batch for each micro-batch."""
