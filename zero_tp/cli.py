@@ -7,7 +7,9 @@ import os
 import select
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,6 +30,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help explains the arguments)")
+
+
+def check_writable(directory: Path) -> None:
+    """Make a directory, and check that it takes files, before the long work whose results go there.
+
+    Raises:
+        UserError: it can't be made, or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(f"{directory}: can't be written ({error.strerror}); give another path") from error
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

@@ -249,6 +249,8 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
     weights.write_bytes(whole[:-4])
     refuses(r"model\.safetensors: not a readable safetensors file")
     weights.write_bytes(whole)
+    options.save = tmp_path / "rows.jsonl"
+    refuses(r"rows\.jsonl: can't be written \(File exists\)")
     changed(config, model_type="mine", auto_map={"AutoConfig": "code.Config"})
     refuses('model_type "mine": transformers has no class of its own for it, and code .* is never run')
     config.unlink()

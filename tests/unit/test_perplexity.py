@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.tiers import THOROUGH
+from zero_tp.commands import start
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.tokenizer_training import train_bpe
-from zero_tp.errors import UserError
+from zero_tp.errors import BAD_INPUT, UserError
 from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
 from zero_tp.evaluation.registry import parse_data, parse_tasks
 from zero_tp.evaluation.report import table, write_report
@@ -233,3 +234,19 @@ def test_a_mistake_of_the_command_is_one_line(text_file: Path, tmp_path: Path) -
     wrong = command(tmp_path, "--model", tmp_path / "none", "--data", f"perplexity={text_file}")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == f"error: --model {tmp_path / 'none'}: no such directory\n"
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_tp.evaluation.zero_shot.evaluate", None)
+    (tmp_path / "file").touch()
+    for output, told in (
+        (tmp_path, f"--output {tmp_path}: not a file"),
+        (tmp_path / "file" / "r.json", "(File exists)"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            start("evaluate", ["--model", "m", "--tasks", "perplexity", "--output", str(output)])
+        assert ended.value.code == BAD_INPUT
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1

@@ -112,6 +112,10 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     if options.compare:
         print(report.comparison(*options.compare))
         return
+    if options.output is not None and environment.rank == 0:
+        if options.output.exists() and not options.output.is_file():
+            raise UserError(f"--output {options.output}: not a file; give the name of one")
+        cli.check_writable(options.output.parent)
 
     from zero_tp.evaluation.registry import parse_data, parse_tasks
     from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from zero_tp.cli import check_writable
 from zero_tp.errors import UserError
 
 EPILOG = """\
@@ -174,6 +175,8 @@ def main(options: argparse.Namespace) -> None:
             raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
         # Read here, so that a mistake is one line.
         read_task(task, options.train, options.validation, tokenizer, options.length)
+        if options.save is not None:
+            check_writable(options.save)
         found = {
             name: launched(options, model, name, Path(folder) / f"{name}.json") for name in ("pretrained", "random")
         }

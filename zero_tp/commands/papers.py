@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero_tp.cli import check_writable
 from zero_tp.errors import UserError
 from zero_tp.page import new_figure
 from zero_tp.papers.catalogue import PAPERS, names, reproduction
@@ -33,7 +34,7 @@ def main(options: argparse.Namespace) -> None:
         return
     if options.output:  # what is measured for minutes can be written then
         new_figure(1, 1)
-        options.output.mkdir(parents=True, exist_ok=True)
+        check_writable(options.output)
     made = reproduction(options.name)(measured=not options.plan_only)
     print(made.text())
     if options.output:
