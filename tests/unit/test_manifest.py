@@ -120,6 +120,16 @@ def test_a_manifest_that_is_read_again_is_checked_again_only_where_it_changed(ch
         read_manifest(checkpoint)
 
 
+def test_a_model_that_is_made_of_a_manifest_changes_nothing_of_it(checkpoint: Path) -> None:
+    """transformers completes and keeps the dicts that it is given; a manifest that is read again is the same one."""
+    with rewritten(checkpoint) as manifest:
+        manifest["model"] = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}}
+    found = read_manifest(checkpoint)
+    before = found.model_dump()
+    config_of(checkpoint, found).rope_parameters["factor"] = 2
+    assert read_manifest(checkpoint).model_dump() == before
+
+
 def test_a_checkpoint_under_another_step_s_name_is_named(checkpoint: Path) -> None:
     other = checkpoint.rename(checkpoint.with_name("step_00000007"))
     with pytest.raises(

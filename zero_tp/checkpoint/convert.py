@@ -5,6 +5,7 @@ It needs one process, no DeepSpeed, and memory for one parameter at a time.
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -66,7 +67,7 @@ def config_of(checkpoint: Path, manifest: Manifest) -> PretrainedConfig:
         Damaged: an unhashed manifest has none that can be used.
     """
     with taken_as_it_stands(checkpoint, manifest):
-        fields = dict(manifest.model)
+        fields = copy.deepcopy(manifest.model)  # of which transformers takes and changes parts
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 

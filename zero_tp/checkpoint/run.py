@@ -9,6 +9,7 @@ the directory asks for a number that is taken.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import json
 import os
@@ -46,7 +47,7 @@ def saved_start(run: Path, given: Path | None = None) -> tuple[dict[str, Any] | 
         UserError: the file can't be read, or is not a JSON object.
     """
     manifest = _newest_manifest(run, given)
-    model = None if manifest is None else manifest.model
+    model = None if manifest is None else copy.deepcopy(manifest.model)
     if manifest is not None and manifest.config is not None:
         return manifest.config, model
     path = run / CONFIG
