@@ -233,9 +233,16 @@ def test_ranks_agree_on_what_they_read(ranks: Pools, copied: tuple[Path, Path], 
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
         folders[0] / "nowhere" / "tokenizer"
     )
+    different = "the ranks do not read the same tokenizer"
     for said in ranks(2).run(reading, *words):
-        assert said.startswith("the ranks do not read the same tokenizer: nowhere/tokenizer on rank 0 ("), said
+        assert said.startswith(f"{different}: nowhere/tokenizer on rank 0 ("), said
         assert "; nothing on rank 1 (" in said
+    shutil.copytree(folders[0] / "nowhere" / "tokenizer", folders[1] / "nowhere" / "tokenizer")
+    data.write_bytes(data.read_bytes()[::-1])
+    assert ranks(2).run(reading, *words) == ["", ""]
+    (folders[1] / "nowhere" / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    for said in ranks(2).run(reading, *words):
+        assert said.startswith(f"{different} nowhere/tokenizer: SHA-256 ") and "… on rank 1 (" in said, said
 
 
 def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.errors import UserError, first_line, shown
+from zero_tp.files import read_regular
 from zero_tp.strict_json import read_json, read_object
 from zero_tp.weights.files import TOKENIZER_FILES, is_regular, resolve
 
@@ -240,6 +241,15 @@ def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
         return directory
     beside = Path(prefix).parent / "tokenizer"
     return beside if beside.is_dir() else None
+
+
+def files_sha256(directory: Path) -> str:
+    """Return the SHA-256 of a tokenizer's files, in hexadecimal: the same for copies."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        if is_regular(directory / name):
+            digest.update(f"{name} {hashlib.sha256(read_regular(directory / name)).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:

@@ -20,6 +20,7 @@ from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, V
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,
+    files_sha256,
     load_tokenizer,
     special_tokens,
     tokenizer_beside,
@@ -89,6 +90,8 @@ class PreparedRun:
         known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
         keys = {f"config: {key}": shown(value) for key, value in leaves(read["config"])}  # names the key at first
         tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before the model, whose tokens come from it
+        if self.tokenizer is not None:
+            tokenizer[f"tokenizer {self.recorded_tokenizer}"] = f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
         content = {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
         return keys | tokenizer | content
 
