@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from tests.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.commands import start
 from zero_tp.errors import BAD_INPUT
 from zero_tp.papers.catalogue import PAPERS, names, reproduction
+from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction, aligned
 
 TIMES = {"ms", "s", "×"}
@@ -135,3 +139,17 @@ def test_the_plan_follows_a_real_run_over_time() -> None:
         first = {row.label: row.measured for row in rows if row.label.startswith("first step")}
         before, after = (first[f"first step: optimizer states {when}"] for when in ("before the update", "after it"))
         assert before is not None and after == pytest.approx(3 * before, rel=0.001), "the moments came with the update"
+
+
+def half_a_result() -> None:
+    """A rank's function in which it dies while it sends what it has found: four bytes say how much follows."""
+    writer = sys._getframe(1).f_locals["writers"][0]
+    os.write(writer.fileno(), (100).to_bytes(4))
+    time.sleep(0.5)
+    os._exit(3)
+
+
+@THOROUGH
+def test_a_rank_that_dies_while_it_sends_ends_the_reading() -> None:
+    with pytest.raises(ProcessExitedException, match="exit code 3"):
+        on_ranks(half_a_result, 1)

@@ -46,12 +46,16 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
         context = multiprocessing.start_processes(
             _rank, (function, arguments, writers, _meeting(ranks)), nprocs=ranks, join=False, start_method="forkserver"
         )
+        for writer in writers:
+            writer.close()  # then the end of a rank that is sending ends the reading
         found: dict[Connection, T] = {}
         with _ended(context.processes):
             deadline = time.monotonic() + seconds
             while not context.join(POLL_SECONDS, grace_period=GRACE_SECONDS):
                 # A rank goes on when its result is read.
-                found |= {each: each.recv() for each in readers if each not in found and each.poll()}
+                for reader in (each for each in readers if each not in found and each.poll()):
+                    with contextlib.suppress(EOFError):  # it has failed, as `join` says next
+                        found[reader] = reader.recv()
                 if time.monotonic() >= deadline:
                     raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
         return [found[reader] if reader in found else reader.recv() for reader in readers]
@@ -85,6 +89,9 @@ def _rank(
     meeting: dict[str, str],
 ) -> None:
     os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+    for other, writer in enumerate(writers):
+        if other != rank:
+            writer.close()
     import deepspeed
 
     dist.init_process_group("gloo")
