@@ -243,6 +243,15 @@ def test_ranks_agree_on_what_they_read(ranks: Pools, copied: tuple[Path, Path], 
     (folders[1] / "nowhere" / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
     for said in ranks(2).run(reading, *words):
         assert said.startswith(f"{different} nowhere/tokenizer: SHA-256 ") and "… on rank 1 (" in said, said
+    shutil.rmtree(folders[1] / "nowhere" / "tokenizer")
+    shutil.copytree(folders[0] / "nowhere" / "tokenizer", folders[1] / "nowhere" / "tokenizer")
+    raw = json.loads(copied[0].read_text())
+    raw["zero_tp"]["evaluation"] = {"tasks": ["perplexity"], "task_data": {"perplexity": "nowhere/a.txt"}}
+    copied[0].write_text(json.dumps(raw))
+    for folder in folders:
+        (folder / "nowhere" / "a.txt").write_text(folder.name)
+    for said in ranks(2).run(reading, *words):
+        assert said.startswith("the ranks do not read the same file of the task perplexity: SHA-256 "), said
 
 
 def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> None:

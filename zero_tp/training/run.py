@@ -17,6 +17,7 @@ from zero_tp.config.schema import MaskedObjective
 from zero_tp.data.masked import MaskedSamples, MaskedValidation, Masking, SegmentPairs
 from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
+from zero_tp.data.sources import file_sha256
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,
@@ -93,7 +94,11 @@ class PreparedRun:
         if self.tokenizer is not None:
             tokenizer[f"tokenizer {self.recorded_tokenizer}"] = f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
         content = {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
-        return keys | tokenizer | content
+        tasks = {
+            f"file of the task {task}": f"SHA-256 {file_sha256(Path(file))[:12]}…"
+            for task, file in self.config.zero_tp.evaluation.task_data.items()
+        }
+        return keys | tokenizer | content | tasks
 
     def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
         """Return what this rank trains on up to the step `last`, as lists of a batch for each micro-batch."""
