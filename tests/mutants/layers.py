@@ -29,7 +29,14 @@ MUTANTS: dict[str, Mutant] = {
         "zero_tp/models/flash.py",
         "            share[:, :, begin:].tril_()\n",
         "            share[:, :, begin:].tril_(1)\n",
-        ("tests/unit/test_attention_cores.py::test_a_model_learns_the_same_from_the_backward_by_products",),
+        ("tests/unit/test_attention_cores.py::test_a_model_learns_the_same_from_attention_by_products",),
+    ),
+    "scores-that-follow": Mutant(
+        "Causal attention by products gives a query the key after it.",
+        "zero_tp/models/flash.py",
+        "dtype=torch.float32).triu_(1)",
+        "dtype=torch.float32).triu_(2)",
+        ("tests/unit/test_attention_cores.py::test_attention_by_products_is_that_of_torch",),
     ),
     "final-norm-forgotten": Mutant(
         "One norm, outside the layers, is not told that its input is a sequence shard.",

@@ -90,15 +90,15 @@ def test_a_run_says_what_computes_its_attention(monkeypatch: pytest.MonkeyPatch)
         return described(spec_of(**fields), 2, 3, 1024, torch.bfloat16, torch.device("cpu"), documents=documents)
 
     plain = {"use_sliding_window": False}
-    assert said(**plain) == "SDPA, the flash kernel, backward by products"
+    assert said(**plain) == "flash attention by matrix products"
     assert said(**plain, attention_dropout=0.1) == "SDPA, the maths path, which keeps the scores"
     why = "(varlen_attn needs CUDA of capability 8.0)"
     assert said(True, **plain) == f"SDPA, the flash kernel, a mask of 6.0 MiB for documents {why}"
     assert said() == (
-        "in 1 of 4 layers SDPA, the flash kernel, backward by products; "
+        "in 1 of 4 layers flash attention by matrix products; "
         f"in 3 of 4 layers SDPA, the flash kernel, a mask of 2.0 MiB for a window of 256 {why}"
     )
-    assert said(sliding_window=1024) == "SDPA, the flash kernel, backward by products"
+    assert said(sliding_window=1024) == "flash attention by matrix products"
     monkeypatch.setattr(devices, "multiplies_bf16", lambda: False)
     assert said(**plain) == "SDPA, the flash kernel"
     with packed_kernels():

@@ -84,7 +84,7 @@ class SDPACore(AttentionCore):
     and windows `varlen_attn`, where that can compute them (see `why_masked`).
 
     It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward. Where
-    nothing is masked, a CPU's bf16 has a backward of its own (zero_tp/models/flash.py).
+    nothing is masked, a CPU's bf16 has a kernel of matrix products (zero_tp/models/flash.py).
     """
 
     @staticmethod
@@ -103,7 +103,7 @@ class SDPACore(AttentionCore):
         dropped = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
             key, value = for_each_head(key, value, query.shape[1])  # beside a mask CUDA's fused kernels take no groups
-        if mask is None and not dropped and flash.has_backward(query.dtype, query.device, query.shape[2], key.shape[2]):
+        if mask is None and not dropped and flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
             return flash.flash_attention(query, *for_each_head(key, value, query.shape[1]), causal)
         grouped = key.shape[1] != query.shape[1]
         with self.streams.use(PER_RANK) if dropped else nullcontext():
@@ -235,9 +235,9 @@ def _way(
     if spec.attention == "eager":
         return f"eager, {taken}"
     if mask.is_plain:
-        by_products = not spec.dropouts.attention and flash.has_backward(dtype, device, mask.queries, mask.keys)
-        backward = ", backward by products" if by_products else ""
-        return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}{backward}"
+        if not spec.dropouts.attention and flash.is_faster(dtype, device, mask.queries, mask.keys):
+            return "flash attention by matrix products"
+        return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}"
     if why := why_masked(mask, spec, dtype, device):
         return f"SDPA, {_back_end(spec, tensor, rows, mask, dtype, device)}, {taken} ({why})"
     return f"varlen_attn, the flash kernel for {seen}, without a mask"

@@ -1,10 +1,12 @@
-"""Flash attention on a CPU has a backward by matrix products, whose rate torch's own kernel does not come near.
+"""Attention on a CPU is made of matrix products, whose rate torch's own flash kernel does not come near.
 
-b batch, a heads, s sequence, d head size.
+Both ways keep what a flash kernel keeps: Q, K, V, the output and the logarithm of each softmax's sum. b batch, a heads,
+s sequence, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from zero_tp import devices
 
 BLOCK = 256
-"""Queries of a block: a causal one has no keys after its last. Shorter sequences have torch's own backward."""
+"""Queries of a block: a causal one has no keys after its last. Shorter sequences have torch's own kernel."""
 BLOCK_ELEMENTS = 2**20
 """Of the probabilities that exist at a time, which have to stay in a core's cache."""
 
@@ -22,8 +24,11 @@ BLOCK_ELEMENTS = 2**20
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        mixed: Tensor
-        mixed, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        batch, heads, length, size = query.shape
+        mixed = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
+        logarithms = query.new_empty(batch, heads, length, dtype=torch.float32)
+        for own in _blocks(query):
+            _mix(query[own], key[own], value[own], mixed[own], logarithms[own], causal=causal)
         ctx.save_for_backward(query, key, value, mixed, logarithms)
         ctx.causal = causal
         return mixed
@@ -32,16 +37,44 @@ class _Flash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, mixed, logarithms = ctx.saved_tensors
-        batch, heads, length, _ = query.shape
         gradients = [torch.empty_like(each) for each in (query, key, value)]
-        together = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
-        for row in range(batch):
-            for first in range(0, heads, together):
-                own = (row, slice(first, first + together))
-                parts = (each[own] for each in (query, key, value, mixed, logarithms, gradient))
-                for whole, part in zip(gradients, _gradients(*parts, causal=ctx.causal), strict=True):
-                    whole[own] = part
+        for own in _blocks(query):
+            parts = (each[own] for each in (query, key, value, mixed, logarithms, gradient))
+            for whole, part in zip(gradients, _gradients(*parts, causal=ctx.causal), strict=True):
+                whole[own] = part
         return gradients[0], gradients[1], gradients[2], None
+
+
+def _blocks(query: Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield a row and those of its heads that are computed together."""
+    batch, heads, length, _ = query.shape
+    together = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
+    for row in range(batch):
+        for first in range(0, heads, together):
+            yield row, slice(first, first + together)
+
+
+def _mix(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, *, causal: bool) -> None:
+    """Write softmax(QKᵀ/√d)V, [heads, s, d], and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], where they belong.
+
+    The scores are two 16-bit products, the second of which is what the first has rounded off, added in fp32. A block
+    has half the queries of one of the backward: fp32 takes twice the cache.
+    """
+    scale = query.shape[-1] ** -0.5
+    nothing = query.new_empty(())
+    length, step = query.shape[1], BLOCK // 2
+    hidden = query.new_full((step, step), -torch.inf, dtype=torch.float32).triu_(1)
+    for begin in range(0, length, step):
+        end = min(begin + step, length)
+        own, seen = slice(begin, end), slice(end if causal else length)
+        score = torch.baddbmm(nothing, query[:, own], key[:, seen].mT, beta=0, alpha=scale)
+        rest = torch.baddbmm(score, query[:, own], key[:, seen].mT, beta=-1, alpha=scale)
+        exact = score.float().add_(rest)
+        if causal:
+            exact[:, :, begin:].add_(hidden[: end - begin, : end - begin])
+        share = exact.softmax(-1)
+        logarithms[:, own] = exact.amax(-1) - share.amax(-1).log()
+        mixed[:, own] = torch.bmm(share.to(query.dtype), value[:, seen])
 
 
 def _gradients(
@@ -87,8 +120,8 @@ def _in_two(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack((high, (numbers - high).to(dtype)), -1)
 
 
-def has_backward(dtype: torch.dtype, device: torch.device, queries: int, keys: int) -> bool:
-    """Return whether the backward here is the faster one."""
+def is_faster(dtype: torch.dtype, device: torch.device, queries: int, keys: int) -> bool:
+    """Return whether attention here is faster than torch's kernel."""
     return device.type == "cpu" and dtype == torch.bfloat16 and queries == keys >= BLOCK and devices.multiplies_bf16()
 
 
