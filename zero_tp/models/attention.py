@@ -84,7 +84,7 @@ class SDPACore(AttentionCore):
     and windows `varlen_attn`, where that can compute them (see `why_masked`).
 
     It would take a boolean mask too, but turn it into one like ours in every layer, and keep that for backward. Where
-    nothing is masked, a CPU's bf16 has a kernel of matrix products (zero_tp/models/flash.py).
+    nothing is masked, a CPU has a kernel of matrix products (zero_tp/models/flash.py).
     """
 
     @staticmethod

@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from zero_tp import devices
 
-BLOCK = 256
-"""Queries of a block: a causal one has no keys after its last. Shorter sequences have torch's own kernel."""
+BLOCK = 128
+"""Queries of a block: a causal one has no keys after its last. Sequences of less than two have torch's own kernel."""
 BLOCK_ELEMENTS = 2**20
-"""Of the probabilities that exist at a time, which have to stay in a core's cache."""
+"""Of the scores that exist at a time, which have to stay in a core's cache."""
 
 
 class _Flash(torch.autograd.Function):
@@ -55,21 +55,16 @@ def _blocks(query: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, *, causal: bool) -> None:
-    """Write softmax(QKᵀ/√d)V, [heads, s, d], and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], where they belong.
-
-    The scores are two 16-bit products, the second of which is what the first has rounded off, added in fp32. A block
-    has half the queries of one of the backward: fp32 takes twice the cache.
-    """
+    """Write softmax(QKᵀ/√d)V, [heads, s, d], and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], where they belong."""
     scale = query.shape[-1] ** -0.5
-    nothing = query.new_empty(())
-    length, step = query.shape[1], BLOCK // 2
-    hidden = query.new_full((step, step), -torch.inf, dtype=torch.float32).triu_(1)
-    for begin in range(0, length, step):
-        end = min(begin + step, length)
+    query, key, value = (each.contiguous() for each in (query, key, value))  # or each block copies its own
+    length = query.shape[1]
+    hidden = query.new_full((BLOCK, BLOCK), -torch.inf, dtype=torch.float32).triu_(1)
+    for begin in range(0, length, BLOCK):
+        end = min(begin + BLOCK, length)
         own, seen = slice(begin, end), slice(end if causal else length)
-        score = torch.baddbmm(nothing, query[:, own], key[:, seen].mT, beta=0, alpha=scale)
-        rest = torch.baddbmm(score, query[:, own], key[:, seen].mT, beta=-1, alpha=scale)
-        exact = score.float().add_(rest)
+        score, rest = _product(query[:, own], key[:, seen], scale)
+        exact = score if rest is None else score.float().add_(rest)
         if causal:
             exact[:, :, begin:].add_(hidden[: end - begin, : end - begin])
         share = exact.softmax(-1)
@@ -84,45 +79,59 @@ def _gradients(
 
     With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO ("FlashAttention-2",
     arXiv 2307.08691, algorithm 2). What is subtracted is the product's last two columns, 16-bit numbers whose sum it
-    is, so that what a product rounds is what is left of the scores. P's own exponent is computed twice, where the
-    second product is what the first has rounded off.
+    is, so that what a product rounds is what is left of the scores. (In fp32 they are one number and a zero.)
 
     Args:
         logarithms: L, of the sums of the scores' exponentials, fp32 [heads, s].
     """
     scale = query.shape[-1] ** -0.5
+    query, key, gradient = (each.contiguous() for each in (query, key, gradient))
     ones = query.new_ones(*key.shape[:2], 2)
     queries = torch.cat((query, _in_two(-logarithms / scale, query.dtype)), -1)
     outputs = torch.cat((gradient, _in_two(-(gradient.float() * mixed).sum(-1), query.dtype)), -1)
     keys, values = torch.cat((key, ones), -1), torch.cat((value, ones), -1)
-    nothing = query.new_empty(())
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     of_key, of_value = (query.new_zeros(query.shape) for _ in range(2))
     length = query.shape[1]
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
         own, seen = slice(begin, end), slice(end if causal else length)
-        share = torch.baddbmm(nothing, queries[:, own], keys[:, seen].mT, beta=0, alpha=scale)
-        rest = torch.baddbmm(share, queries[:, own], keys[:, seen].mT, beta=-1, alpha=scale)
-        share.exp_().addcmul_(share, rest)
+        share, rest = _product(queries[:, own], keys[:, seen], scale)
+        share.exp_()
+        if rest is not None:
+            share.addcmul_(share, rest)
         if causal:
             share[:, :, begin:].tril_()
         of_value[:, seen].baddbmm_(share.mT, gradient[:, own])
         score = torch.bmm(outputs[:, own], values[:, seen].mT).mul_(share)
-        of_query[:, own] = torch.baddbmm(nothing, score, key[:, seen], beta=0, alpha=scale)
+        of_query[:, own] = _scaled(score, key[:, seen], scale)
         of_key[:, seen].baddbmm_(score.mT, query[:, own], alpha=scale)
     return of_query, of_key, of_value
 
 
+def _product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Return scaled scores, [heads, queries, keys], and of 16-bit ones what they have rounded off: the product again,
+    less them."""
+    score = _scaled(left, right.mT, scale)
+    if left.dtype == torch.float32:
+        return score, None
+    return score, torch.baddbmm(score, left, right.mT, beta=-1, alpha=scale)
+
+
+def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
+
+
 def _in_two(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 numbers as two columns of a 16-bit dtype, whose sum they are."""
+    """Return fp32 numbers as two columns of a dtype, whose sum they are."""
     high = numbers.to(dtype)
     return torch.stack((high, (numbers - high).to(dtype)), -1)
 
 
 def is_faster(dtype: torch.dtype, device: torch.device, queries: int, keys: int) -> bool:
     """Return whether attention here is faster than torch's kernel."""
-    return device.type == "cpu" and dtype == torch.bfloat16 and queries == keys >= BLOCK and devices.multiplies_bf16()
+    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and devices.multiplies_bf16())
+    return device.type == "cpu" and fast and queries == keys >= 2 * BLOCK
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
