@@ -20,6 +20,8 @@ from zero_tp.errors import UserError
 from zero_tp.process.lifecycle import run_rank
 
 def main():
+    if sys.argv[2] == "refused before the last listens" and os.environ["RANK"] == "3":
+        time.sleep(4)
     import torch, torch.distributed as dist
     if sys.argv[2] in ("connected", "headless"):
         dist.init_process_group("gloo")
@@ -35,7 +37,7 @@ def main():
             return 0
     if os.environ["RANK"] not in sys.argv[1]:
         dist.all_reduce(number) if sys.argv[2] == "connected" else time.sleep(600)
-    if sys.argv[2] == "refused":
+    if sys.argv[2].startswith("refused"):
         raise UserError("data/train.bin: no such file")
     raise ValueError("wrong")
 
@@ -43,14 +45,14 @@ run_rank(main, False)
 """
 
 
-def start(rank: int, port: int, failing: str, how: str) -> subprocess.Popen[str]:
-    """A rank below a launcher of its own, as on a machine of its own."""
+def start(rank: int, port: int, failing: str, how: str, beside: int = 1) -> subprocess.Popen[str]:
+    """A rank below a launcher of its own, as on one of two machines of `beside` ranks each."""
     names: dict[str, int | str] = {
         "RANK": rank,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 2,
-        "LOCAL_WORLD_SIZE": 1,
-        "GROUP_RANK": rank,
+        "LOCAL_RANK": rank % beside,
+        "WORLD_SIZE": 2 * beside,
+        "LOCAL_WORLD_SIZE": beside,
+        "GROUP_RANK": rank // beside,
     }
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return subprocess.Popen(
@@ -90,6 +92,15 @@ def test_one_machine_says_why_and_all_end(failing: str, how: str) -> None:
         assert told.count("rank ") == told.count(f"rank {failing}")
         assert told.splitlines()[-1] == f"rank {failing} ({host}) failed: ValueError: wrong"
         assert [rank.returncode for rank in ranks] == [1, 1]
+
+
+@THOROUGH
+def test_the_first_machine_stays_until_every_rank_of_the_other_has_heard() -> None:
+    port = free_port()
+    ranks = [start(rank, port, "01", "refused before the last listens", beside=2) for rank in range(4)]
+    told = "".join(rank.communicate(timeout=patience(40))[1] for rank in ranks)
+    assert told == f"{os.uname().nodename}: error: data/train.bin: no such file\n"
+    assert [rank.returncode for rank in ranks] == [2] * 4
 
 
 @THOROUGH

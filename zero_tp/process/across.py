@@ -45,7 +45,7 @@ class Across:
         self._serves = environment.rank == 0 and os.environ.get(AGENT_STORE) != "True"
         self._key = f"zero_tp/end/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store: Any = None
-        self._lock = threading.Lock()
+        self._lock, self._acknowledged = threading.Lock(), False
         self._pause = max(POLL_SECONDS, environment.world / ASKED_PER_SECOND)
         self.ended = False
         self._deadline: float | None = None
@@ -118,8 +118,7 @@ class Across:
             while not store.check([self._key]):
                 time.sleep(self._pause)
             status, _, name = store.get(self._key).decode().partition(" ")
-            if name != self._name:
-                self._acknowledge(store)
+            self._acknowledge(store)
             self.ended = True
         except (RuntimeError, OSError):
             time.sleep(LOST_SECONDS)
@@ -129,7 +128,10 @@ class Across:
             ended(int(status))
 
     def _acknowledge(self, store: Any) -> None:
-        if not self._serves:
+        """Tell rank 0, once, that this rank of another machine has heard: either thread may be the one that does."""
+        with self._lock:
+            told, self._acknowledged = self._acknowledged, True
+        if not (self._first or told):
             store.add(f"{self._key}/heard", 1)
 
     def _open(self, seconds: float | None) -> Any:
