@@ -9,6 +9,7 @@ adds to the FLOPs of the layer's products. `zero-tp papers recomputation-table-4
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 from pathlib import Path
@@ -17,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dated import write_result
+from zero_tp.config import RunConfig
 from zero_tp.papers import layers
+from zero_tp.papers.engines import of_layers
+from zero_tp.papers.published import TECHNIQUES, technique
 from zero_tp.planning.formulas import Layer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 
 
 def arguments() -> argparse.Namespace:
@@ -60,6 +64,18 @@ def report(options: argparse.Namespace, layer: Layer, times: layers.Times, devic
         write_result(options.output, f"recompute-{device.split(',')[0]}", result)
 
 
+def runs(layer: Layer, options: argparse.Namespace) -> dict[str, RunConfig]:
+    """Return a run of each technique, with TP over all ranks; one rank has no SP."""
+    world = dist.get_world_size()
+    dropout = (f"zero_tp.model.{name}={options.dropout}" for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
+    changes = ("zero_tp.model.n_layer=1", f"bf16.enabled={json.dumps(options.dtype == 'bf16')}", *dropout)
+    return {
+        name: of_layers(layer, world, *changes, *technique(name))
+        for name, (sequence, _) in TECHNIQUES.items()
+        if world > 1 or sequence == "false"
+    }
+
+
 def main() -> None:
     options = arguments()
     cuda = torch.cuda.is_available()
@@ -71,7 +87,7 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         layer = Layer(options.sequence, options.batch, options.hidden, options.heads)
-        times = layers.measure(layer, DTYPES[options.dtype], device, options.rounds, options.dropout)
+        times = layers.measure(runs(layer, options), options.rounds, device)
         if dist.get_rank() == 0:
             report(options, layer, times, f"cuda, {torch.cuda.get_device_name()}" if cuda else "cpu, gloo")
     finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-GIB = 2**30
-"""Bytes of one GiB."""
+MIB, GIB = 2**20, 2**30
+"""Bytes of one MiB and of one GiB."""
 
 IGNORE_INDEX = -100
 """A label that is not scored, as in torch's cross entropy and in Hugging Face's models."""

@@ -105,3 +105,8 @@ def dressed(axes: Any, title: str) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
     return axes
+
+
+def legend(axes: Any, *, reverse: bool = False) -> None:
+    """Name what is drawn, on the right of the axes."""
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=reverse)

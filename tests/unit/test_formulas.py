@@ -7,17 +7,17 @@ import random
 import pytest
 import torch
 
+from tests.berts import bert_parameters
 from zero_tp.devices import peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.papers.formulas import (
-    bert_parameters,
+    DERIVED,
+    MODEL,
+    SELECTIVE,
     fused_buffer_bytes,
     gpt2_activation_bytes,
     gpt_parameters,
-    hardware_flops_full,
-    hardware_flops_selective,
-    hardware_flops_selective_derived,
-    model_flops,
+    iteration_flops,
 )
 from zero_tp.planning.formulas import (
     Layer,
@@ -125,11 +125,13 @@ def test_the_papers_utilisations_on_a100(
     peak = peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16)
     _, hidden, layers = shape
     sizes = (batch, 2048, layers, hidden, 51200)
-    assert 100 * (utilisation(model_flops(*sizes), seconds, devices, peak) or 0) == pytest.approx(model, abs=0.2)
-    printed = utilisation(hardware_flops_selective(*sizes), seconds, devices, peak) or 0
+    found, printed, derived = (
+        utilisation(iteration_flops(*sizes, cores), seconds, devices, peak) or 0
+        for cores in (MODEL, SELECTIVE, DERIVED)
+    )
+    assert 100 * found == pytest.approx(model, abs=0.2)
     assert 100 * printed == pytest.approx(hardware, abs=0.2)
     # The derivation gives less; only the printed form reproduces the figure of the smaller model.
-    derived = utilisation(hardware_flops_selective_derived(*sizes), seconds, devices, peak) or 0
     assert derived < printed and (shape is MODEL_530B or 100 * derived < hardware - 0.2)
 
 
@@ -138,9 +140,8 @@ def test_flops_count_every_product(seed: int) -> None:
     b, s, n, h, v = (draw.randint(1, 300) for _ in range(5))
     layer = 24 * b * s * h**2 + 4 * b * s**2 * h  # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add
     logits = 2 * b * s * h * v
-    assert model_flops(b, s, n, h, v) == pytest.approx(3 * (n * layer + logits))
-    assert hardware_flops_full(b, s, n, h, v) == pytest.approx(4 * n * layer + 3 * logits)
-    again = hardware_flops_selective_derived(b, s, n, h, v) - model_flops(b, s, n, h, v)
+    assert iteration_flops(b, s, n, h, v) == pytest.approx(3 * (n * layer + logits))
+    again = iteration_flops(b, s, n, h, v, DERIVED) - iteration_flops(b, s, n, h, v)
     assert again == pytest.approx(n * 4 * b * s**2 * h, rel=1e-6)
 
 

@@ -16,6 +16,15 @@ def test_transformers_counts_the_same_parameters() -> None:
     assert len(rows) == 8 and all(row.measured == row.planned for row in rows)
 
 
+def test_efficiencies_are_near_those_published() -> None:
+    """Within 5 points, and the FLOP/s and the speed-up of 1.2 B within 7 %."""
+    rows = [row for table in megatron.scaling(measured=False).tables.values() for row in table if row.published]
+    assert len(rows) == 6
+    for row in rows:
+        near = {"abs": 5} if row.unit == "%" else {"rel": 0.07}
+        assert row.planned == pytest.approx(row.published, **near), row.label
+
+
 @THOROUGH
 def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_training, "STEPS", 24)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.berts import bert_parameters
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
@@ -22,7 +23,7 @@ from zero_tp.constants import GIB
 from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.models import flops
-from zero_tp.papers.formulas import bert_parameters, gpt_parameters, model_flops
+from zero_tp.papers.formulas import gpt_parameters, iteration_flops
 from zero_tp.planning import page, report
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.planning.memory import model_of
@@ -41,7 +42,7 @@ def test_parameters_are_those_of_the_closed_formula() -> None:
     config = RunConfig.load(GPT2, (), 8)
     for tensor in (1, 2, 4):
         spec, parameters, whole = model_of(config.hf_config(), tensor, tensor > 1)
-        assert flops.model_flops(spec, 512, 1024) == pytest.approx(model_flops(512, 1024, 24, 1024, 50257))
+        assert flops.model_flops(spec, 512, 1024) == pytest.approx(iteration_flops(512, 1024, 24, 1024, 50257))
         assert whole == gpt_parameters(24, 1024, 50257, 1024)
         assert whole / tensor <= parameters.total < whole / tensor * (1 + 0.02 * tensor)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.berts import bert_parameters
 from tests.native import our_class
 from zero_tp.errors import UserError
 from zero_tp.models.architectures.configs import pretrained_config
-from zero_tp.papers.formulas import bert_parameters
 
 PYTHIA = {
     "architectures": ["GPTNeoXForCausalLM"],

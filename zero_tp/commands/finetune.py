@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from typing import Any
 
 from zero_tp.cli import check_writable
 from zero_tp.errors import UserError
+from zero_tp.process.environment import free_port
 
 EPILOG = """\
 examples:
@@ -133,9 +133,7 @@ def rank(options: argparse.Namespace) -> None:
 
 def launched(options: argparse.Namespace, model: Path, variant: str, result: Path) -> dict[str, Any]:
     """Start the ranks of one variant → what the first wrote."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    words = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.ranks), "--master_port", port]
+    words = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.ranks), "--master_port", str(free_port())]
     given = {**vars(options), "model": model, "variant": variant, "result": result}
     words += ["-m", "zero_tp", "finetune"]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]

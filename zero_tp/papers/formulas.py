@@ -11,16 +11,6 @@ def gpt_parameters(layers: int, h: int, v: int, positions: int = 0) -> int:
     return h * v + layers * (12 * h**2 + 13 * h) + 2 * h + positions * h
 
 
-def bert_parameters(layers: int, h: int, v: int, positions: int = 512) -> int:
-    """Count Megatron's BERT: pre-norm body, two token types, pooler, MLM transform and sentence head (1909.08053, 5.3).
-
-    To `gpt_parameters` come 2h token types, pooler h² + h, transform h² + h with its norm 2h and v biases, and the
-    sentence head 2h + 2.
-    """
-    heads = (h**2 + h) + (h**2 + h + 2 * h + v) + (2 * h + 2)
-    return gpt_parameters(layers, h, v, positions) + 2 * h + heads
-
-
 def fused_buffer_bytes(parameters: float) -> float:
     """Return 4Ψ: one fp32 buffer of all gradients, which C_B does away with (1910.02054, section 3.2)."""
     return 4 * parameters
@@ -33,37 +23,12 @@ def gpt2_activation_bytes(s: int, b: int, h: int, layers: int) -> float:
 
 # ---- FLOPs of one iteration (arXiv 2205.05198, appendix A) -----------------------------------------------------------
 
-
-def model_flops(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Return the FLOPs that one iteration of a GPT-2-like model needs by its mathematics, forward and backward.
-
-    72·B·L·s·h²·(1 + s/(6h) + v/(12hL)), equation 7. Recomputation doesn't count, so it depends on no setting of
-    parallelism or memory.
-    """
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + s / (6 * h) + v / (12 * h * n))
+MODEL, SELECTIVE, DERIVED = 1 / 6, 1 / 3, 2 / 9
+"""The attention cores' share of an iteration's FLOPs, in s/h: of the model by its mathematics (equation 7); with
+selective recomputation as printed (equation 8), which reproduces the published HFU; and by the paper's own derivation,
+4Bs²h more a layer."""
 
 
-def hardware_flops_selective(
-    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
-) -> float:
-    """Return the FLOPs of one iteration with selective recomputation, as printed: 72·B·L·s·h²·(1 + s/(3h) + v/(12hL)).
-
-    Equation 8, which is what reproduces the published hardware FLOPs utilisation.
-    """
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + s / (3 * h) + v / (12 * h * n))
-
-
-def hardware_flops_selective_derived(
-    global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int
-) -> float:
-    """Return the same from the paper's own derivation, 4Bs²h more a layer: 2s/(9h) in place of s/(3h)."""
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (1 + 2 * s / (9 * h) + v / (12 * h * n))
-
-
-def hardware_flops_full(global_batch: int, sequence_length: int, layers: int, hidden: int, vocabulary: int) -> float:
-    """Return the FLOPs under full recomputation, one more forward of layers: 96·B·L·s·h²·(1 + s/(6h)), and logits."""
-    b, s, n, h, v = global_batch, sequence_length, layers, hidden, vocabulary
-    return 72.0 * b * n * s * h**2 * (4 / 3 * (1 + s / (6 * h)) + v / (12 * h * n))
+def iteration_flops(b: int, s: int, layers: int, h: int, v: int, cores: float = MODEL) -> float:
+    """Return the FLOPs of one iteration of a GPT-2-like model: 72·B·L·s·h²·(1 + cores·s/h + v/(12hL))."""
+    return 72.0 * b * layers * s * h**2 * (1 + cores * s / h + v / (12 * h * layers))

@@ -4,104 +4,49 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import GPT2Config
 
-from zero_tp.activations.memory import ActivationMemory
-from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.config import RunConfig
+from zero_tp.papers.engines import CPU, built, topology_of
 from zero_tp.papers.kept import kept_by_layer
 from zero_tp.papers.published import TECHNIQUES
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.workload import Workload
-from zero_tp.topology import Topology
 
 Times = dict[str, list[tuple[float, float]]]
 """Seconds of forward and of backward in each round, by technique."""
 WARM_UP = 2
-ALONE = "no parallelism"
-SMALL, LAYERS = Layer(s=512, b=2, h=512, a=8), 4
-"""Of what is measured in small: a layer, and how many a dry run has."""
-MICRO_BATCHES = 4
-
-
-def gpt2(layer: Layer, layers: int = 1, dropout: float = 0.1) -> GPT2Config:
-    """Return a GPT-2 of such layers, as the paper's: dropout everywhere, attention not fused."""
-    config = GPT2Config(
-        n_layer=layers,
-        n_embd=layer.h,
-        n_head=layer.a,
-        n_positions=layer.s,
-        vocab_size=128,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_pdrop=dropout,
-        embd_pdrop=dropout,
-        resid_pdrop=dropout,
-    )
-    config._attn_implementation = "eager"
-    return config
-
-
-def small_workloads(tensor: int) -> dict[str, Workload]:
-    """Return the rows of table 2, in small."""
-    rows = {ALONE: (1, "false", "none")} | {name: (tensor, *each) for name, each in TECHNIQUES.items()}
-    return {
-        name: Workload(SMALL.s, SMALL.b, size, sequence == "true", cpu=True, policy=policy_of(mode))
-        for name, (size, sequence, mode) in rows.items()
-    }
-
-
-def policy_of(mode: str, kept: int = 0) -> RecomputePolicy:
-    return RecomputePolicy.model_validate({"mode": mode, "keep_micro_batches": kept})
+PASSES = ("forward", "backward")
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def small_model(workload: Workload) -> tuple[ZeroTPForCausalLM, ActivationMemory]:
-    topology = Topology(workload.tensor, workload.sequence)
-    model = ZeroTPForCausalLM(gpt2(SMALL), topology, dtype=torch.bfloat16).train()
-    return model, ActivationMemory(model, workload.policy, {}, torch.device("cpu"))
+def kept_bytes(configs: Mapping[str, RunConfig]) -> dict[str, int]:
+    """Return the bytes of all that one layer of each run keeps on this rank. Collective."""
+    return {name: kept_by_micro_batch(config)[0] for name, config in configs.items()}
 
 
-def kept_bytes() -> dict[str, int]:
-    """Return the bytes of all that one layer keeps on this rank, by row of table 2. Collective."""
-    found = {}
-    for name, workload in small_workloads(dist.get_world_size()).items():
-        model, _ = small_model(workload)
-        found[name] = sum(storage.bytes for storage in kept_by_layer(model, 0, workload.length, workload.batch))
-    return found
-
-
-def kept_by_micro_batch(kept: int) -> list[int]:
-    """Return the bytes that one layer keeps of each micro-batch, the first ones whole. Collective."""
-    at = small_workloads(dist.get_world_size())["TP, SP, selective"]
-    model, activations = small_model(replace(at, policy=policy_of("selective", kept)))
+def kept_by_micro_batch(config: RunConfig) -> list[int]:
+    """Return the bytes that one layer keeps of each micro-batch of a step. Collective."""
+    model, activations = built(config, topology_of(config))
     found = []
-    for index in range(MICRO_BATCHES):
+    for index in range(config.accumulation):
         activations.begin_micro_batch(index)
-        found.append(sum(storage.bytes for storage in kept_by_layer(model, 0, at.length, at.batch)))
+        kept = kept_by_layer(model, 0, config.zero_tp.data.sequence_length, config.micro_batch)
+        found.append(sum(storage.bytes for storage in kept))
     return found
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def measure(layer: Layer, dtype: torch.dtype, device: torch.device, rounds: int, dropout: float = 0.1) -> Times:
-    """Time the layer under every technique in turns, with TP over all ranks. Collective."""
-    world = dist.get_world_size()
-    topologies = {name: Topology(world, name == "true") for name in ("false", "true")}
-    runs = {
-        name: _run(layer, topologies[sequence], mode, dtype, device, dropout)
-        for name, (sequence, mode) in TECHNIQUES.items()
-        if world > 1 or sequence == "false"
-    }
+def measure(configs: Mapping[str, RunConfig], rounds: int, device: torch.device = CPU) -> Times:
+    """Time the first layer of each run in turns. Collective."""
+    runs = {name: _run(config, device) for name, config in configs.items()}
     found: Times = {name: [] for name in runs}
     for turn in range(WARM_UP + rounds):
         for name, once in runs.items():
@@ -111,16 +56,14 @@ def measure(layer: Layer, dtype: torch.dtype, device: torch.device, rounds: int,
     return found
 
 
-def _run(
-    layer: Layer, topology: Topology, mode: str, dtype: torch.dtype, device: torch.device, dropout: float
-) -> Callable[[], tuple[float, float]]:
+def _run(config: RunConfig, device: torch.device) -> Callable[[], tuple[float, float]]:
     """Return a function that runs the layer forward and backward once, and returns the seconds of each."""
-    model = ZeroTPForCausalLM(gpt2(layer, dropout=dropout), topology, dtype=dtype, device=device).train()
-    ActivationMemory(model, policy_of(mode), {}, device)
-    shape = (layer.s // (topology.tensor if topology.sequence else 1), layer.b, layer.h)
+    model, _ = built(config, topology_of(config), device)
+    topology, length, dtype = model.topology, config.zero_tp.data.sequence_length, model.dtype
+    shape = (length // (topology.tensor if topology.sequence else 1), config.micro_batch, model.spec.hidden)
     stream = torch.randn(shape, dtype=dtype, device=device).requires_grad_()
     gradient = torch.randn(shape, dtype=dtype, device=device)
-    context = model.transformer.context(layer.s, stream, sequence=topology.sequence)
+    context = model.transformer.context(length, stream, sequence=topology.sequence)
 
     def now() -> float:
         if device.type != "cpu":

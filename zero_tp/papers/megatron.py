@@ -12,13 +12,14 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.models.architectures import native_class_of
 from zero_tp.papers import formulas, published
-from zero_tp.papers.engines import ONE_MICRO_BATCH, model_in, seconds_of_a_step, small_config
+from zero_tp.papers.engines import ONE_MICRO_BATCH, model_in, small_config
 from zero_tp.papers.megatron_norms import norm_order
 from zero_tp.papers.megatron_training import learning, same_model
 from zero_tp.papers.published import B8_3, scaled
 from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
-from zero_tp.papers.rows import Row, Table
+from zero_tp.papers.rows import Row, Table, rows
+from zero_tp.papers.steps import step_seconds
 from zero_tp.planning.plan import plan
 from zero_tp.shipped import CONFIGS, shipped
 
@@ -38,10 +39,10 @@ TRAINED = {
     "BERT, 3.9 B": ("bert_3.9b", 3900),
 }
 """File, and millions of parameters, rounded."""
-# Percent of the FLOP/s of the 1.2 B model on one device (section 5.1); by MP, by MP with DP 64, by heads (appendix D).
-WEAK, WEAK_DP, HEADS = {8: 77}, {8: 74}, {16: 82, 32: 77}
-SPEED_UP = {2: 1.64}
-"""Of the 1.2 B model on so many devices (appendix D)."""
+# Percent of the FLOP/s of the 1.2 B model on one device (section 5.1; by heads appendix D), and its speed-up there.
+WEAK, HEADS = {"8.3 B, MP 8": 77, "8.3 B, MP 8 × DP 64": 74}, {"16 heads": 82, "32 heads": 77}
+SPEED_UP = {"2 devices": 1.64}
+ALONE_TFLOPS = 39
 
 
 # ---- table 1: sizes --------------------------------------------------------------------------------------------------
@@ -85,35 +86,22 @@ TWICE = "zero_tp.model.n_embd=480"
 
 def scaling(*, measured: bool) -> Reproduction:
     """Weak scaling, strong scaling and attention heads: the planner's time, and two ranks of this machine."""
-    alone = published.B1_2
-    tables: dict[str, Table] = {}
-    if measured:
-        tables["in small: 1 and 2 ranks of this machine"] = scaled_in_small()
-    tables["weak scaling (figure 5): FLOP/s of a device"] = [
-        *(
-            Row(f"{name}, MP {tensor}", "%", None, share(file, tensor, 1, heads), None, WEAK.get(tensor))
-            for name, (file, tensor, heads, _) in SCALED.items()
-        ),
-        *(
-            Row(f"{name}, MP {tensor} × DP 64", "%", None, share(file, tensor, 64, heads), None, WEAK_DP.get(tensor))
-            for name, (file, tensor, heads, _) in SCALED.items()
-        ),
-    ]
     one = SCALED["1.2 B"][0]
-    tables["strong scaling of 1.2 B, the same batch (appendix D)"] = [
-        Row(
-            f"{tensor} devices",
-            "×",
-            None,
-            alone.time.total / scaled(one, tensor).time.total,
-            None,
-            SPEED_UP.get(tensor),
-        )
-        for tensor in (2, 4, 8)
-    ]
-    tables["heads of 8.3 B, MP 8 (appendix D): FLOP/s of a device"] = [
-        Row(f"{heads} heads", "%", None, share(B8_3, 8, 1, heads), None, HEADS.get(heads)) for heads in (16, 24, 32)
-    ]
+    weak = {
+        f"{name}, MP {tensor}{beside}": share(file, tensor, data, heads)
+        for data, beside in ((1, ""), (64, " × DP 64"))
+        for name, (file, tensor, heads, _) in SCALED.items()
+    }
+    strong = {f"{tensor} devices": published.B1_2.time.total / scaled(one, tensor).time.total for tensor in (2, 4, 8)}
+    by_heads = {f"{heads} heads": share(B8_3, 8, 1, heads) for heads in (16, 24, 32)}
+    alone = published.B1_2.speed / 1e12
+    tables: dict[str, Table] = {"in small: 1 and 2 ranks of this machine": scaled_in_small()} if measured else {}
+    tables |= {
+        "1.2 B on one V100 (section 5.1)": [Row("the model's FLOPs", "TFLOP/s", None, alone, None, ALONE_TFLOPS)],
+        "weak scaling (figure 5): FLOP/s of a device": rows("%", {"planned": weak, "published": WEAK}),
+        "strong scaling of 1.2 B, the same batch (appendix D)": rows("×", {"planned": strong, "published": SPEED_UP}),
+        "heads of 8.3 B, MP 8 (appendix D): FLOP/s of a device": rows("%", {"planned": by_heads, "published": HEADS}),
+    }
     notes = (
         "100 %: the 1.2 B model on one V100, in small the smaller model on one rank. Planned with the paper's machine",
         "and what its program does otherwise (docs/planning.md). In small the plan knows little of a CPU's rates.",
@@ -139,9 +127,8 @@ def scaled_in_small() -> list[Row]:
     device = named_device("cpu", 2)
 
     def both(ranks: int, *changes: str) -> Step:
-        given = (*BATCH, f"zero_tp.parallel.tensor={ranks}", *changes)
-        config = small_config(ranks, *given)
-        seconds = max(on_ranks(seconds_of_a_step, ranks, *given))
+        config = small_config(ranks, *BATCH, f"zero_tp.parallel.tensor={ranks}", *changes)
+        seconds = max(on_ranks(step_seconds, ranks, config))
         planned = plan(config, device)
         return Step(seconds, planned.time.total, planned.model_flops / ranks)
 

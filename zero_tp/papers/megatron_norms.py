@@ -11,10 +11,10 @@ from pathlib import Path
 from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.papers.engines import ONE_MICRO_BATCH, model_in
-from zero_tp.papers.pictures import curves
+from zero_tp.papers.pictures import losses
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table
-from zero_tp.papers.runs import metrics_of, trained
+from zero_tp.papers.runs import changes_of, metrics_of, trained
 from zero_tp.shipped import CONFIGS, shipped
 
 ORDERS = {"original": "bert", "rearranged": "megatron-bert"}
@@ -35,7 +35,7 @@ def norm_order(*, measured: bool) -> Reproduction:
         for order, type_ in ORDERS.items()
     }
     rows: dict[str, Table] = {}
-    losses: dict[str, dict[str, Sequence[float]]] = {}
+    learning: dict[str, dict[str, Sequence[float]]] = {}
     if measured:
         with tempfile.TemporaryDirectory() as folder:
             corpus, unigram = corpus_in(Path(folder))
@@ -43,7 +43,7 @@ def norm_order(*, measured: bool) -> Reproduction:
             for depth, order in product(DEPTHS, ORDERS):
                 found, lines = learnt(order, depth, corpus, Path(folder) / f"{order}-{depth}")
                 small += found
-                losses.setdefault(f"{order} ({ORDERS[order]})", {})[f"{depth} layers"] = lines
+                learning.setdefault(f"{order} ({ORDERS[order]})", {})[f"{depth} layers"] = lines
         rows["in small, all else alike"] = small
     rows["parameters of BERT-large in both orders"] = [
         Row(order, "M", None, model_in(config).whole / 1e6, None, 336) for order, config in large.items()
@@ -52,8 +52,7 @@ def norm_order(*, measured: bool) -> Reproduction:
         f"In small: hidden {HIDDEN}, {STEPS} steps of {BATCH} rows of 16 tokens, no dropout, one seed. The paper finds",
         "that models beyond BERT-large train stably in the rearranged order alone; its curves have no numbers.",
     )
-    draw = (lambda: {"": curves(losses, "step", "nats a masked token")}) if losses else None
-    return Reproduction("BERT's order of layer norms (figure 7)", rows, draw, notes)
+    return Reproduction("BERT's order of layer norms (figure 7)", rows, losses(learning, "masked token"), notes)
 
 
 def corpus_in(folder: Path) -> tuple[Path, float]:
@@ -79,22 +78,16 @@ def learnt(order: str, depth: int, corpus: Path, directory: Path) -> tuple[list[
         "attention_probs_dropout_prob": 0.0,
     }
     changes = [
-        f"zero_tp.model={json.dumps(model)}",
-        f"zero_tp.data.train={corpus / 'train'}",
-        f"zero_tp.data.validation={corpus / 'validation'}",
+        *changes_of(model, corpus, STEPS, STEPS // 16),
         "zero_tp.parallel.tensor=1",
         "zero_tp.parallel.sequence=false",
         f"train_micro_batch_size_per_gpu={BATCH // 2}",
-        f"zero_tp.training.steps={STEPS}",
-        f"scheduler.params.warmup_num_steps={STEPS // 16}",
-        f"zero_tp.checkpoint.interval={STEPS}",
-        "zero_tp.evaluation.interval=null",
         "zero_tp.evaluation.batches=20",
     ]
     _, lines = trained(shipped(CONFIGS) / "bert_small.json", changes, 2, directory)
-    losses = [line["loss"] for line in lines]
+    each = [line["loss"] for line in lines]
     last = metrics_of(directory)[-1]
     return [
         Row(f"{depth} layers, {order}: held-out loss", "nats", last["validation_loss"]),
         Row(f"{depth} layers, {order}: masked tokens", "% right", 100 * last["validation_masked_accuracy"]),
-    ], [sum(window) / len(window) for at in range(len(losses)) if (window := losses[max(0, at - SMOOTHED) : at + 1])]
+    ], [sum(window) / len(window) for at in range(len(each)) if (window := each[max(0, at - SMOOTHED) : at + 1])]

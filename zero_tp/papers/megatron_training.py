@@ -16,16 +16,16 @@ from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
-from zero_tp.papers import published
+from zero_tp.papers import pictures, published
 from zero_tp.papers.engines import model_in
-from zero_tp.papers.pictures import curves
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table
-from zero_tp.papers.runs import plainly_trained, trained
+from zero_tp.papers.runs import changes_of, plainly_trained, trained
 from zero_tp.shipped import CONFIGS, shipped
 
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}
-"""Perplexity of WikiText-103, and percent of LAMBADA (section 5.3)."""
+TASKS = {"WikiText-103": "perplexity", "LAMBADA": "% right"}
+"""What is published of each (section 5.3)."""
 LARGE, BILLIONS = "papers/gpt2_1.2b.json", 1.213
 """A model of the scaling study, and its parameters (table 1)."""
 SIZES = {"small": (2, 48, 4), "medium": (3, 96, 4), "large": (4, 192, 4)}
@@ -62,24 +62,18 @@ def texts_in(folder: Path) -> Texts:
     return Texts(corpus, text, passages)
 
 
-def changes_of(size: str, texts: Texts, tensor: int, **model: Any) -> list[str]:
+def changes(size: str, texts: Texts, tensor: int, **model: Any) -> list[str]:
     """Return the changes to ds_configs/quickstart.json, whose models have no dropout."""
     layers, hidden, heads = SIZES[size]
     shape = {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": LENGTH}
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return [
-        f"zero_tp.model={json.dumps(model or {**shape, **none, 'vocab_size': VOCABULARY})}",
-        f"zero_tp.data.train={texts.corpus / 'train'}",
-        f"zero_tp.data.validation={texts.corpus / 'validation'}",
+        *changes_of(model or {**shape, **none, "vocab_size": VOCABULARY}, texts.corpus, STEPS, STEPS // 10),
         f"zero_tp.data.sequence_length={LENGTH}",
         f"zero_tp.parallel.tensor={tensor}",
         f"train_micro_batch_size_per_gpu={BATCH}",
-        f"zero_tp.training.steps={STEPS}",
-        f"scheduler.params.warmup_num_steps={STEPS // 10}",
         "optimizer.params.lr=0.002",
         "zero_optimization.stage=2",
-        f"zero_tp.checkpoint.interval={STEPS}",
-        "zero_tp.evaluation.interval=null",
     ]
 
 
@@ -103,34 +97,26 @@ def learning(*, measured: bool) -> Reproduction:
                 losses[found[0].label.split(",")[0]] = lines
         tables[f"three sizes, {STEPS} steps of {BATCH} × {LENGTH} tokens on 2 ranks, TP 2"] = rows
     tables["WikiText-103 and LAMBADA, zero-shot (section 5.3)"] = [
-        row
-        for name, (perplexity, percent) in ZERO_SHOT.items()
-        for row in (
-            Row(f"{name}, WikiText-103", "perplexity", published=perplexity),
-            Row(f"{name}, LAMBADA", "% right", published=percent),
-        )
+        Row(f"{name}, {task}", unit, published=figure)
+        for name, figures in ZERO_SHOT.items()
+        for (task, unit), figure in zip(TASKS.items(), figures, strict=True)
     ]
     notes = (
         "Measured as the paper measures: perplexity by original tokens (T_o), and the last word of passages; both of",
         "held-out speeches of the shipped corpus. After a millionth of the paper's tokens the last words are chance. A",
         "single step's jump is the learning rate's, at its highest; transformers in one process has it too.",
     )
-    draw = partial_of(losses)
+    draw = pictures.losses({"Training loss by size": losses}, "token")
     return Reproduction("What larger models learn (section 5.3)", tables, draw, notes)
-
-
-def partial_of(losses: dict[str, Sequence[float]]) -> Any:
-    """Return what draws the losses, or None where nothing was measured."""
-    return (lambda: {"": curves({"Training loss by size": losses}, "step", "nats a token")}) if losses else None
 
 
 def learnt(size: str, texts: Texts, directory: Path) -> tuple[list[Row], list[float]]:
     """Train a model of a size on two ranks; return what it knows, and its losses."""
-    changes = changes_of(size, texts, 2)
-    _, lines = trained(QUICKSTART, changes, 2, directory)
+    given = changes(size, texts, 2)
+    _, lines = trained(QUICKSTART, given, 2, directory)
     data = {"wikitext103": texts.text, "lambada": texts.passages}
     tasks = evaluate(directory, list(data), data, EvaluationSettings())["tasks"]
-    name = f"{model_in(RunConfig.load(QUICKSTART, changes, 2)).whole / 1e6:.2f} M parameters"
+    name = f"{model_in(RunConfig.load(QUICKSTART, given, 2)).whole / 1e6:.2f} M parameters"
     losses = [line["loss"] for line in lines]
     return [
         Row(f"{name}, loss of the last 20 steps", "nats", sum(losses[-20:]) / 20),
@@ -160,20 +146,20 @@ def same_model(*, measured: bool) -> Reproduction:
         for tensor in (1, 2, 4, 8)
     ]
     notes = ("No dropout, fp32. All begin with the weights that transformers draws and see the same rows.",)
-    draw = (lambda: {"": curves({"Training loss": losses}, "step", "nats a token")}) if losses else None
+    draw = pictures.losses({"Training loss": losses}, "token")
     return Reproduction("The same model on TP 1, 2 and 4", tables, draw, notes)
 
 
 def losses_by_tensor(folder: Path) -> dict[str, Sequence[float]]:
     """Train the same weights on TP 1, 2 and 4, and by transformers; return each one's losses."""
     texts, model = texts_in(folder), folder / "model"
-    alone = RunConfig.load(QUICKSTART, changes_of("medium", texts, 1), 1)
+    alone = RunConfig.load(QUICKSTART, changes("medium", texts, 1), 1)
     torch.manual_seed(alone.zero_tp.training.seed)
     AutoModelForCausalLM.from_config(alone.hf_config(), dtype=torch.float32).save_pretrained(model)
     found: dict[str, Sequence[float]] = {}
     for tensor in (1, 2, 4):
-        changes = changes_of("medium", texts, tensor, from_pretrained=str(model))
-        _, lines = trained(QUICKSTART, changes, tensor, folder / f"tp{tensor}")
+        given = changes("medium", texts, tensor, from_pretrained=str(model))
+        _, lines = trained(QUICKSTART, given, tensor, folder / f"tp{tensor}")
         found[f"TP {tensor}"] = [line["loss"] for line in lines]
     found["transformers, one process"] = plainly_trained(alone, model, [line["learning_rate"] for line in lines])
     return found

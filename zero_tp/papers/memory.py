@@ -6,27 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zero_tp.activations.memory import ActivationMemory
 from zero_tp.config import RunConfig
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.constants import MIB
 from zero_tp.papers import pictures
-from zero_tp.papers.engines import drawn, model_in
+from zero_tp.papers.engines import built, drawn, kept_by_formula, left_by_forward, model_in, view_of
 from zero_tp.papers.kept import kept_by_backward
 from zero_tp.papers.reproduction import Reproduction
-from zero_tp.papers.rows import Row, Table
-from zero_tp.papers.steps import Steps, measured_steps, planned_steps
-from zero_tp.papers.studied import CORES, GPT2, MODELS, Model
+from zero_tp.papers.rows import Columns, Row, Table, rows
+from zero_tp.papers.steps import Steps
+from zero_tp.papers.studied import CORES, GPT2, Case, cases
 from zero_tp.planning import pictures as planning
-from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Point
-from zero_tp.planning.papers import PaperView
-from zero_tp.planning.workload import workload_of
 from zero_tp.topology import Topology
 
-MIB = 2**20
 STATES = ("parameters", "gradients", "optimizer")
 RECOMPUTED = ("none", "selective", "full")
 DTYPES: dict[str, tuple[tuple[str, ...], float]] = {
@@ -38,50 +32,6 @@ DTYPES: dict[str, tuple[tuple[str, ...], float]] = {
     ),
 }
 """Changes of the config, and the study's bytes a parameter."""
-
-
-# ---- over time -------------------------------------------------------------------------------------------------------
-
-
-def over_time(*, measured: bool) -> Reproduction:
-    """Memory over the first and later steps, by category."""
-    tables: dict[str, Table] = {}
-    shown: dict[str, tuple[str, Steps]] = {}
-    for key, model in MODELS.items():
-        if measured:
-            config = model.in_small()
-            real, plan = measured_steps(config), planned_steps(config, cpu=True)
-            heading = f"a small {model.kind} on one CPU rank, bf16"
-            tables[heading] = step_rows(plan, real)
-            shown[f"{key}_measured"], shown[f"{key}_planned"] = (
-                (f"{heading}, measured", real),
-                (f"{heading}, planned", plan),
-            )
-        full = planned_steps(model.at_full_size(), cpu=False)
-        tables[model.on] = step_rows(full)
-        shown[key] = f"{model.on}, planned", full
-    notes = (
-        "The optimizer makes its moments in the first update: until then a new run has its masters alone. A later",
-        "update peaks before, where gradients are there as they were made, flat and in fp32 beside the moments.",
-    )
-
-    def draw() -> dict[str, Any]:
-        return {
-            name: planning.over_time(title, steps, None, "the first and a later step")
-            for name, (title, steps) in shown.items()
-        }
-
-    return Reproduction("Memory over time, by category", tables, draw, notes)
-
-
-def step_rows(planned: Steps, measured: Steps | None = None) -> list[Row]:
-    """Return what each step has at some of its moments."""
-    real = list((measured or {}).values())
-    return [
-        Row(f"{name}: {label}", "MiB", moment(real[number]) / MIB if real else None, moment(plan) / MIB)
-        for number, (name, plan) in enumerate(planned.items())
-        for label, moment in MOMENTS.items()
-    ]
 
 
 def states(found: Sequence[Point]) -> dict[str, float]:
@@ -111,6 +61,50 @@ MOMENTS: dict[str, Callable[[Sequence[Point]], float]] = {
     "peak of forward and backward": lambda found: peak(before_update(found)).total,
     "peak of the update": lambda found: peak([point for point in found if point.phase == "step"]).total,
 }
+MOST = {"activations at their most": most_activations, "peak": lambda found: peak(found).total}
+
+
+def taken(
+    figures: Mapping[str, Callable[[Sequence[Point]], float]], of: str, found: Mapping[str, Sequence[Point]]
+) -> list[Row]:
+    """Return the rows of figures that are taken of what each column has found of a step."""
+    columns = {
+        column: {f"{of}: {label}": figure(points) for label, figure in figures.items()}
+        for column, points in found.items()
+    }
+    return rows("MiB", columns, MIB)
+
+
+# ---- over time -------------------------------------------------------------------------------------------------------
+
+
+def over_time(*, measured: bool) -> Reproduction:
+    """Memory over the first and later steps, by category."""
+    tables: dict[str, Table] = {}
+    shown: dict[str, tuple[str, Steps]] = {}
+    for case in cases(measured):
+        found = case.steps()
+        heading = f"{case.heading}, bf16" if case.small else case.heading
+        tables[heading] = [
+            row
+            for number, name in enumerate(found["planned"])
+            for row in taken(MOMENTS, name, {column: list(steps.values())[number] for column, steps in found.items()})
+        ]
+        for column, steps in found.items():
+            file = f"{case.model.key}_{column}" if case.small else case.model.key
+            shown[file] = f"{heading}, {column}", steps
+    notes = (
+        "The optimizer makes its moments in the first update: until then a new run has its masters alone. A later",
+        "update peaks before, where gradients are there as they were made, flat and in fp32 beside the moments.",
+    )
+
+    def draw() -> dict[str, Any]:
+        return {
+            name: planning.over_time(title, steps, None, "the first and a later step")
+            for name, (title, steps) in shown.items()
+        }
+
+    return Reproduction("Memory over time, by category", tables, draw, notes)
 
 
 # ---- by length and batch ---------------------------------------------------------------------------------------------
@@ -123,51 +117,40 @@ def by_length(*, measured: bool) -> Reproduction:
     """Activations that the forward of a whole model leaves, against sequence length and batch."""
     tables: dict[str, Table] = {}
     for core, model, changes in CORES if measured else ():
-        lengths = [activation_row(model.in_small(*changes, *model.at(s, 1)), True, f"s {s}, b 1") for s in LENGTHS]
-        batches = [activation_row(model.in_small(*changes, *model.at(256, b)), True, f"s 256, b {b}") for b in BATCHES]
-        tables[f"a small {model.kind}, {core}, bf16"] = [*lengths, *batches]
+        case = Case(model, True)
+        lengths = activation_rows(case, changes, {f"s {s}, b 1": (s, 1) for s in LENGTHS})
+        batches = activation_rows(case, changes, {f"s 256, b {b}": (256, b) for b in BATCHES})
+        tables[f"{case.where}, {core}, bf16"] = [*lengths, *batches]
     for core, model, changes in CORES:
-        rows = [activation_row(model.at_full_size(*changes, *model.at(s, 1)), False, f"s {s}, b 1") for s in LONG]
-        tables[f"{model.on}, {core}"] = [*rows, crossing(model, changes)]
+        case = Case(model, False)
+        long = activation_rows(case, changes, {f"s {s}, b 1": (s, 1) for s in LONG})
+        tables[f"{case.heading}, {core}"] = [*long, crossing(case, changes)]
     notes = (
         "The eager core keeps as²b scores a layer; a fused one makes them again, and the rest grows as sb. Counted is",
         "all that exists after forward for backward. The formula has the logits whole, which our loss never keeps, and",
         "of a gated MLP one tensor more than ours. The study puts the length from which activations outgrow the model",
         "states at about 4,000 tokens; it depends on the model, the batch and ZeRO.",
     )
-
-    def draw() -> dict[str, Any]:
-        return {"": pictures.by_length("Activations against sequence length", tables)}
-
-    return Reproduction("Activations by sequence length and batch", tables, draw, notes)
-
-
-def activation_row(config: RunConfig, measured: bool, label: str) -> Row:
-    """Return what forward leaves: measured in this process, by a dry run, and by formula."""
-    workload = workload_of(config, cpu=measured)
-    forward = [one for one in dry_run(config.hf_config(), workload) if one.phase == "forward"]
-    return Row(
-        label,
-        "MiB",
-        left_by_forward(config) / MIB if measured else None,
-        forward[-1].activations / MIB,
-        by_formula(config) / MIB,
+    title = "Activations by sequence length and batch"
+    return Reproduction(
+        title, tables, lambda: {"": pictures.by_length("Activations against sequence length", tables)}, notes
     )
 
 
-def by_formula(config: RunConfig) -> float:
-    view = view_of(config)
-    return view.layers_bytes() + view.outside_bytes()
+def activation_rows(case: Case, changes: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> list[Row]:
+    """Return what forward leaves at each (s, b): measured in this process, by a dry run, and by formula."""
+    runs = {label: case.config(*changes, *case.model.at(*shape)) for label, shape in shapes.items()}
+    columns: Columns = {
+        "measured": {label: kept_by_model(config) for label, config in runs.items() if case.small},
+        "planned": {label: left_by_forward(config, cpu=case.small) for label, config in runs.items()},
+        "formula": {label: kept_by_formula(config) for label, config in runs.items()},
+    }
+    return rows("MiB", columns, MIB)
 
 
-def view_of(config: RunConfig) -> PaperView:
-    return PaperView(model_in(config), workload_of(config, cpu=False), config.zero_stage, config.data_parallel)
-
-
-def left_by_forward(config: RunConfig) -> int:
+def kept_by_model(config: RunConfig) -> int:
     """Return the bytes of all storages that a model's forward leaves for its backward."""
-    model = ZeroTPForCausalLM(config.hf_config(), Topology(world=1), dtype=torch.bfloat16).train()
-    ActivationMemory(model, config.zero_tp.recompute_policy, {}, torch.device("cpu"))
+    model, _ = built(config, Topology(world=1))
 
     def loss(tokens: Tensor) -> Tensor:
         found: Tensor = model(tokens, labels=tokens).loss
@@ -176,12 +159,11 @@ def left_by_forward(config: RunConfig) -> int:
     return sum(one.bytes for one in kept_by_backward(loss, drawn(config)[0].input_ids))
 
 
-def crossing(model: Model, changes: Sequence[str]) -> Row:
+def crossing(case: Case, changes: Sequence[str]) -> Row:
     """Return from how many tokens on activations of one sequence outgrow the model states, by formula."""
-    view = view_of(model.at_full_size(*changes, *model.at(LONG[0], 1)))
+    view = view_of(case.config(*changes, *case.model.at(LONG[0], 1)))
     for length in range(256, 2**20, 256):
-        longer = replace(view, workload=replace(view.workload, length=length))
-        sizes = longer.bytes()
+        sizes = replace(view, workload=replace(view.workload, length=length)).bytes()
         if sizes["activations"] + sizes["outside layers"] > sum(sizes[name] for name in STATES):
             return Row("activations outgrow model states at s", "tokens", formula=length)
     raise AssertionError("no length is long enough")
@@ -192,21 +174,11 @@ def crossing(model: Model, changes: Sequence[str]) -> Row:
 
 def by_dtype(*, measured: bool) -> Reproduction:
     """Bytes of model states a parameter, after backward, in each dtype."""
-    tables: dict[str, list[Row]] = {}
-    for model in MODELS.values() if measured else ():
-        rows = tables[f"a small {model.kind} on one CPU rank"] = []
-        for name, (changes, formula) in DTYPES.items():
-            config = model.in_small(*changes)
-            real, plan = measured_steps(config)["second step"], planned_steps(config, cpu=True)["later steps"]
-            rows += dtype_rows(name, formula, view_of(config).model.whole, plan, real)
-    whole = view_of(GPT2.at_full_size()).model.whole
-    tables[GPT2.on] = [
-        row
-        for name, (changes, formula) in DTYPES.items()
-        for row in dtype_rows(
-            name, formula, whole, planned_steps(GPT2.at_full_size(*changes), cpu=False)["later steps"]
-        )
-    ]
+    tables: dict[str, Table] = {
+        case.heading: [row for name in DTYPES for row in dtype_rows(case, name)]
+        for case in cases(measured)
+        if case.small or case.model is GPT2
+    }
     notes = (
         "fp32: 4 + 4 + 8. 16 bits: 2 + 2 + 4 of masters + 8 of moments; 4 more where gradients are added up in fp32,",
         "which are a buffer of DeepSpeed's.",
@@ -214,18 +186,16 @@ def by_dtype(*, measured: bool) -> Reproduction:
     return Reproduction("Model states by dtype, AdamW", tables, notes=notes)
 
 
-def dtype_rows(
-    name: str, formula: float, whole: int, planned: Sequence[Point], measured: Sequence[Point] | None = None
-) -> list[Row]:
-    real, plan = states(measured) if measured else {}, states(planned)
-    unit = "bytes a parameter"
-    parts = [
-        Row(f"{name}: {kind}", unit, real[kind] / whole if real else None, plan[kind] / whole)
-        for kind in plan
-        if plan[kind]
-    ]
-    total = sum(real.values()) / whole if real else None
-    return [*parts, Row(f"{name}: together", unit, total, sum(plan.values()) / whole, formula)]
+def dtype_rows(case: Case, name: str) -> list[Row]:
+    changes, formula = DTYPES[name]
+    whole = model_in(case.config(*changes)).whole
+    columns = {}
+    for column, points in case.later(*changes).items():
+        sizes = states(points)
+        sizes["together"] = sum(sizes.values())
+        columns[column] = {f"{name}: {kind}": size / whole for kind, size in sizes.items()}
+    columns["formula"] = {f"{name}: together": formula}
+    return [row for row in rows("bytes a parameter", columns) if row.planned]
 
 
 # ---- by recomputation ------------------------------------------------------------------------------------------------
@@ -235,21 +205,11 @@ def by_recomputation(*, measured: bool) -> Reproduction:
     """Activations at their most and the peak of a later step, by what is recomputed."""
     tables: dict[str, Table] = {}
     stacks: dict[str, dict[str, Mapping[str, float]]] = {}
-    for model in MODELS.values():
-        if measured:
-            heading = f"a small {model.kind} on one CPU rank, {model.core}"
-            configs = {mode: model.in_small(f"zero_tp.recompute={mode}") for mode in RECOMPUTED}
-            real = {mode: measured_steps(config)["second step"] for mode, config in configs.items()}
-            plans = {mode: planned_steps(config, cpu=True)["later steps"] for mode, config in configs.items()}
-            tables[heading] = [row for mode in RECOMPUTED for row in recomputed_rows(mode, plans[mode], real[mode])]
-            stacks[f"{heading}, measured"] = {mode: peak(found).bytes for mode, found in real.items()}
-        full = {
-            mode: planned_steps(model.at_full_size(f"zero_tp.recompute={mode}"), cpu=False)["later steps"]
-            for mode in RECOMPUTED
-        }
-        heading = f"{model.on}, {model.core}"
-        tables[heading] = [row for mode in RECOMPUTED for row in recomputed_rows(mode, full[mode])]
-        stacks[f"{heading}, planned"] = {mode: peak(found).bytes for mode, found in full.items()}
+    for case in cases(measured):
+        found = {mode: case.later(f"zero_tp.recompute={mode}") for mode in RECOMPUTED}
+        heading, drawn = f"{case.heading}, {case.model.core}", "measured" if case.small else "planned"
+        tables[heading] = [row for mode, points in found.items() for row in taken(MOST, mode, points)]
+        stacks[f"{heading}, {drawn}"] = {mode: peak(points[drawn]).bytes for mode, points in found.items()}
     notes = ("Selective recomputation takes what an eager core keeps; a fused core keeps next to nothing by itself.",)
 
     def draw() -> dict[str, Any]:
@@ -259,11 +219,3 @@ def by_recomputation(*, measured: bool) -> Reproduction:
         }
 
     return Reproduction("Memory by recomputation", tables, draw, notes)
-
-
-def recomputed_rows(mode: str, planned: Sequence[Point], measured: Sequence[Point] | None = None) -> list[Row]:
-    figures = {"activations at their most": most_activations, "peak": lambda found: peak(found).total}
-    return [
-        Row(f"{mode}: {label}", "MiB", figure(measured) / MIB if measured else None, figure(planned) / MIB)
-        for label, figure in figures.items()
-    ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zero_tp.page import dressed, new_figure
+from zero_tp.page import dressed, legend, new_figure
 from zero_tp.papers.rows import Table
 from zero_tp.planning.pictures import COLOURS as KINDS
 from zero_tp.planning.report import TITLES
@@ -52,7 +52,7 @@ def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
     axes.set_xticks(range(len(tables)), [heading.split(":")[0].replace(", ", "\n") for heading in tables])
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel(label, fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend(axes)
     return figure
 
 
@@ -113,7 +113,7 @@ def _panel(axes: Any, rows: Table) -> None:
     values = [value for row in rows for value in row.figures.values()]
     axes.set_xlim(1.12 * min(0, *values), 1.12 * max(values))
     axes.set_ylim(at - 0.6, -0.9)
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend(axes)
 
 
 def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
@@ -132,21 +132,30 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
             axes.text(end, number, f" {end:,.4g} {unit}", va="center", fontsize=8)
         axes.set_xlim(0, 1.15 * max(ends.values()))
         axes.invert_yaxis()
-    every[0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
+    legend(every[0], reverse=True)
     return {"": figure}
 
 
-def curves(panels: Mapping[str, Mapping[str, Sequence[float]]], along: str, what: str) -> Any:
-    """Draw the values of each panel over their numbers from 1 on; later lines are thinner, so that equal ones show."""
-    figure = new_figure(8.4, 3.8)
-    every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, (heading, lines) in zip(every, panels.items(), strict=True):
-        dressed(axes, heading)
-        for number, (name, values) in enumerate(lines.items()):
-            width = 1.2 + 1.6 * (len(lines) - 1 - number)
-            colour = LINES[number % len(LINES)]
-            axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=width, label=name)
-        axes.set_xlabel(along, fontsize=9)
-        axes.set_ylabel(what, fontsize=9)
-        axes.legend(fontsize=8, frameon=False)
-    return figure
+def losses(panels: Mapping[str, Mapping[str, Sequence[float]]], of: str) -> Callable[[], dict[str, Any]] | None:
+    """Return what draws the losses of steps, each panel's in axes of its own, or None where there are none.
+
+    Later lines are thinner, so that equal ones show.
+    """
+    if not any(panels.values()):
+        return None
+
+    def draw() -> dict[str, Any]:
+        figure = new_figure(8.4, 3.8)
+        every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, (heading, lines) in zip(every, panels.items(), strict=True):
+            dressed(axes, heading)
+            for number, (name, values) in enumerate(lines.items()):
+                width = 1.2 + 1.6 * (len(lines) - 1 - number)
+                colour = LINES[number % len(LINES)]
+                axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=width, label=name)
+            axes.set_xlabel("step", fontsize=9)
+            axes.set_ylabel(f"nats a {of}", fontsize=9)
+            axes.legend(fontsize=8, frameon=False)
+        return {"": figure}
+
+    return draw

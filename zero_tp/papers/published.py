@@ -1,4 +1,4 @@
-"""Every time and scaling efficiency that the papers publish, beside the planner's.
+"""The runs that the papers time, as the planner takes them, and what they publish of them.
 
 The planner is given the papers' machines and what their programs do otherwise than this project's (`Program`).
 """
@@ -6,14 +6,14 @@ The planner is given the papers' machines and what their programs do otherwise t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cached_property
 
 from zero_tp.config import RunConfig
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.layer_time import Program
 from zero_tp.planning.memory import Model, model_of
+from zero_tp.planning.papers import PaperView
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import workload_of
 from zero_tp.planning.zero_settings import ZeroSettings
@@ -63,6 +63,10 @@ class Run:
     def changed(self, *changes: str) -> Run:
         return replace(self, changes=(*self.changes, *changes))
 
+    def under(self, name: str) -> Run:
+        """Return the run with another of TECHNIQUES."""
+        return self.changed(*technique(name))
+
     @cached_property
     def config(self) -> RunConfig:
         changes = ("zero_optimization.stage=0", *self.changes)
@@ -96,6 +100,18 @@ class Run:
         length = self.config.zero_tp.data.sequence_length
         return model_flops(self.model.spec, self.config.global_batch, length) / self.time.total / self.devices
 
+    @property
+    def peak(self) -> float:
+        """Return the FLOP/s of one device, on paper."""
+        teraflops = self.device.tflops(self.config.dtype)
+        assert teraflops is not None
+        return 1e12 * teraflops
+
+    @property
+    def view(self) -> PaperView:
+        """Return the papers' account of a device of the first stage."""
+        return PaperView(self.model, workload_of(self.config, cpu=False), 0, 1, self.pipeline, self.interleaving)
+
 
 def scaled(file: str, tensor: int, data: int = 1, heads: int | None = None) -> Run:
     """Return a run of Megatron-LM's scaling study: in fp16, 8 sequences on each replica, everything recomputed."""
@@ -123,6 +139,8 @@ B8_3 = "gpt2_8.3b.json"
 MODELS = {"22 B": B22, "175 B": B175, "530 B": B530, "1 T": T1}
 SECONDS = {"22 B": (1.42, 1.10), "175 B": (18.13, 13.75), "530 B": (49.05, 37.83), "1 T": (94.42, 71.49)}
 """Of an iteration with full recomputation, and with SP and selective recomputation (2205.05198, table 5)."""
+SECONDS_DP8 = 39.15
+"""Of the second with DP 8 (section 6.3), where 530 B without DP has 37.83."""
 UTILISATION = {"22 B": (41.5, 43.7), "175 B": (51.4, 52.8), "530 B": (56.0, 57.0), "1 T": (56.3, 57.0)}
 """Per cent of the devices' peak, with SP and selective recomputation: by the model's FLOPs and by those that run
 (2205.05198, table 5)."""
@@ -143,77 +161,16 @@ LAYER_MILLISECONDS = {
 }
 """Forward and backward of one layer of the 22 B model, TP 8 (2205.05198, table 4)."""
 LAYER_MIB = {
-    "22 B": (1264, 844, 624, 204, 96),
-    "175 B": (552, 342, 312, 102, 48),
-    "530 B": (840, 490, 520, 170, 80),
-    "1 T": (1050, 612.5, 650, 212.5, 100),
+    "22 B": (6752, 1264, 844, 624, 204, 96),
+    "175 B": (2736, 552, 342, 312, 102, 48),
+    "530 B": (3920, 840, 490, 520, 170, 80),
+    "1 T": (4900, 1050, 612.5, 650, 212.5, 100),
 }
-"""What one layer keeps, TP 8, in the order of TECHNIQUES: 2205.05198, table 2 with the sizes of table 3."""
-ALONE_MIB = {"22 B": 6752, "175 B": 2736, "530 B": 3920, "1 T": 4900}
-"""What it keeps without parallelism."""
+"""What one layer keeps without parallelism, and on TP 8 in the order of TECHNIQUES (2205.05198, table 2 at the sizes of
+table 3)."""
 
 
-def technique(run: Run, name: str) -> Run:
-    """Return the run with another of TECHNIQUES."""
+def technique(name: str) -> tuple[str, str]:
+    """Return the changes of keys that make one of TECHNIQUES."""
     sequence, recompute = TECHNIQUES[name]
-    return run.changed(f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}")
-
-
-class Compared(NamedTuple):
-    """A Compared has what a paper publishes of one quantity, and what the planner says."""
-
-    name: str
-    published: float
-    planned: float
-
-
-@cache
-def times() -> list[Compared]:
-    """Seconds of an iteration: arXiv 2205.05198, table 5 and section 6.3, and the FLOP/s of 1909.08053 as a time."""
-    found = []
-    for name, run in MODELS.items():
-        before, now = SECONDS[name]
-        full = technique(run, "TP, full")
-        found.append(Compared(f"{name}, full recomputation [s]", before, full.time.total))
-        found.append(Compared(f"{name}, SP and selective [s]", now, run.time.total))
-    found.append(Compared("530 B, DP 8 [s]", 39.15, B530_DP8.time.total))
-    # 39 TFLOP/s; the FLOPs are the model's, as its successor's 62.4 TFLOP/s in 1.128 s are (docs/planning.md).
-    seconds = B1_2.time.total
-    return [*found, Compared("1.2 B on one V100 [s]", seconds * B1_2.speed / 39e12, seconds)]
-
-
-@cache
-def efficiencies() -> list[Compared]:
-    """FLOP/s of a device over those of the smaller run: 1909.08053, section 5.1 and appendix D; 2205.05198, 6.3."""
-    alone = B1_2.speed
-    return [
-        Compared("8.3 B, 32 heads, MP 8", 0.77, scaled(B8_3, 8, heads=32).speed / alone),
-        Compared("8.3 B, 16 heads, MP 8", 0.82, scaled(B8_3, 8, heads=16).speed / alone),
-        Compared("8.3 B, MP 8 × DP 64", 0.74, scaled(B8_3, 8, 64, heads=32).speed / alone),
-        Compared("1.2 B on two V100, the same batch", 1.64 / 2, scaled("papers/gpt2_1.2b.json", 2).speed / alone),
-        Compared("530 B, DP 8 over DP 1", 37.83 / 39.15, B530_DP8.speed / B530.speed),
-    ]
-
-
-@cache
-def layer_times() -> list[Compared]:
-    """Milliseconds of one layer of the 22 B model: 2205.05198, table 4."""
-    found = []
-    for name, (forward, backward) in LAYER_MILLISECONDS.items():
-        layer = technique(B22, name).time.layer.as_json()
-        found.append(Compared(f"layer of 22 B, {name}, forward [ms]", forward, 1e3 * layer["forward"]))
-        found.append(Compared(f"layer of 22 B, {name}, backward [ms]", backward, 1e3 * layer["backward"]))
-    return found
-
-
-def table() -> str:
-    """Return a table in Markdown."""
-    lines = ["| | published | planned | error |", "| --- | --- | --- | --- |"]
-    for one in (*times(), *layer_times()):
-        lines.append(
-            f"| {one.name} | {one.published:.4g} | {one.planned:.4g} | {one.planned / one.published - 1:+.1%} |"
-        )
-    for one in efficiencies():
-        points = 100 * (one.planned - one.published)
-        lines.append(f"| {one.name} | {one.published:.1%} | {one.planned:.1%} | {points:+.1f} points |")
-    return "\n".join(lines)
+    return f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from zero_tp.errors import UserError
+from zero_tp.process.environment import free_port
 from zero_tp.process.quiet import hushed
 from zero_tp.zero.ops import without_shared_memory_collectives
 
@@ -63,9 +63,7 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
 
 def _meeting(ranks: int) -> dict[str, str]:
     """Return what a launcher would set."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return {name: str(value) for name, value in given.items()}
 
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from zero_tp.config import RunConfig
+from zero_tp.constants import GIB, MIB
 from zero_tp.papers import formulas, layers, pictures, published
-from zero_tp.papers.engines import small_config
-from zero_tp.papers.layers import ALONE, LAYERS, SMALL, gpt2
+from zero_tp.papers.engines import of_layers, small_config, view_of
 from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
-from zero_tp.papers.rows import Row, Table
-from zero_tp.papers.steps import measured_steps, planned_steps, step_seconds
+from zero_tp.papers.rows import Columns, Row, Table, rows
+from zero_tp.papers.steps import after_forward, measured_steps, planned_steps, step_seconds
 from zero_tp.planning import pictures as planning
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import model_of
-from zero_tp.planning.papers import PaperView
-from zero_tp.planning.workload import Workload, workload_of
+from zero_tp.planning.workload import workload_of
 
-MIB = 2**20
 RANKS = 2
-GIB = 2**30
 TIMED = Layer(s=512, b=2, h=768, a=12)
 ROUNDS = 10
 
@@ -34,7 +27,6 @@ ROUNDS = 10
 # ---- figure 1: memory of one device ----------------------------------------------------------------------------------
 
 BEFORE_AND_NOW = ("TP", "TP, SP, selective")
-TRAINED = ("zero_tp.attention=eager", f"zero_tp.parallel.tensor={RANKS}", "train_micro_batch_size_per_gpu=4")
 
 
 def figure_1(*, measured: bool) -> Reproduction:
@@ -43,50 +35,48 @@ def figure_1(*, measured: bool) -> Reproduction:
     stacks: dict[str, Mapping[str, float]] = {}
     if measured:
         heading = f"a small GPT-2 after forward: TP {RANKS} on CPU ranks, bf16"
-        tables[heading] = [row for technique in BEFORE_AND_NOW for row in trained_rows(technique)]
+        configs = {name: trained(name) for name in BEFORE_AND_NOW}
+        real = {name: after_forward(measured_steps(each)["first step"]) for name, each in configs.items()}
+        plan = {name: after_forward(planned_steps(each, cpu=True)["first step"]) for name, each in configs.items()}
+        tables[heading] = rows("MiB", {"measured": by_kind(real), "planned": by_kind(plan)}, MIB)
     for name, run in published.MODELS.items():
-        sizes = {technique: device_bytes(published.technique(run, technique)) for technique in BEFORE_AND_NOW}
+        sizes = {technique: device_bytes(run.under(technique)) for technique in BEFORE_AND_NOW}
         stacks |= {f"{name}, {technique}": each for technique, each in sizes.items()}
-        tables[f"{name} on {run.devices} A100"] = [
-            Row(f"{technique}: {kind}", "GiB", formula=size / GIB)
-            for technique, each in sizes.items()
-            for kind, size in states_and_activations(each).items()
-        ]
+        tables[f"{name} on {run.devices} A100"] = rows("GiB", {"formula": by_kind(sizes)}, GIB)
     title = "Memory of one device (figure 1)"
     notes = ("By the paper's formulas, 16 bytes a parameter. Nothing published stands beside it.",)
     return Reproduction(title, tables, lambda: {"": planning.bars(title, stacks, published.A100.memory_gib)}, notes)
 
 
-def trained_rows(technique: str) -> list[Row]:
-    """Return what a rank holds after its first forward, in a real run beside the plan."""
-    config = trained(technique)
-    real, plan = (
-        states_and_activations([point for point in steps["first step"] if point.phase == "forward"][-1].bytes)
-        for steps in (measured_steps(config), planned_steps(config, cpu=True))
-    )
-    return [Row(f"{technique}: {kind}", "MiB", real[kind] / MIB, plan[kind] / MIB) for kind in real]
-
-
-def states_and_activations(sizes: Mapping[str, float]) -> dict[str, float]:
-    states = sum(sizes[kind] for kind in ("parameters", "gradients", "optimizer"))
-    return {"model states": states, "activations": sizes["activations"]}
+def by_kind(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return model states and activations of each technique's bytes by category."""
+    states = ("parameters", "gradients", "optimizer")
+    kinds = {
+        name: {"model states": sum(sizes[kind] for kind in states), "activations": sizes["activations"]}
+        for name, sizes in found.items()
+    }
+    return {f"{name}: {kind}": size for name, sizes in kinds.items() for kind, size in sizes.items()}
 
 
 def trained(technique: str) -> RunConfig:
     """Return a run of two CPU ranks under a technique."""
-    sequence, recompute = published.TECHNIQUES[technique]
-    return small_config(RANKS, *TRAINED, f"zero_tp.parallel.sequence={sequence}", f"zero_tp.recompute={recompute}")
+    tensor = f"zero_tp.parallel.tensor={RANKS}"
+    changes = ("zero_tp.attention=eager", tensor, "train_micro_batch_size_per_gpu=4")
+    return small_config(RANKS, *changes, *published.technique(technique))
 
 
 def device_bytes(run: published.Run) -> dict[str, float]:
     """Return the bytes of a first stage's device by category."""
-    view = PaperView(run.model, workload_of(run.config, cpu=False), 0, 1, run.pipeline, run.interleaving)
-    found = view.bytes()
+    found = run.view.bytes()
     outside = found.pop("outside layers")
     return {**found, "activations": found["activations"] + outside}
 
 
 # ---- table 2: bytes of one layer -------------------------------------------------------------------------------------
+
+ALONE = "no parallelism"
+SMALL = Layer(s=512, b=2, h=512, a=8)
+"""The layer that is measured in small."""
 
 
 def table_2(*, measured: bool) -> Reproduction:
@@ -107,47 +97,32 @@ def layer_tables(measured: bool, dry: Sequence[str] = ()) -> dict[str, Table]:
     """
     tables: dict[str, Table] = {}
     if measured:
-        found = on_ranks(layers.kept_bytes, RANKS)[0]
+        configs = {ALONE: of_layers(SMALL, RANKS, *published.technique("TP"), "zero_tp.parallel.tensor=1")}
+        configs |= {name: of_layers(SMALL, RANKS, *published.technique(name)) for name in published.TECHNIQUES}
         heading = f"one layer in small: s {SMALL.s}, b {SMALL.b}, h {SMALL.h}, a {SMALL.a}, TP {RANKS}, bf16"
-        tables[heading] = [
-            layer_row(name, gpt2(SMALL, LAYERS), workload, measured=found[name] / MIB)
-            for name, workload in layers.small_workloads(RANKS).items()
-        ]
+        columns: Columns = {
+            "measured": on_ranks(layers.kept_bytes, RANKS, configs)[0],
+            "planned": {name: layer_in_dry_run(config, cpu=True) for name, config in configs.items()},
+            "formula": {name: view_of(config).layer_bytes(recomputes=True) for name, config in configs.items()},
+        }
+        tables[heading] = rows("MiB", columns, MIB)
     for name, run in published.MODELS.items():
-        mebibytes = (published.ALONE_MIB[name], *published.LAYER_MIB[name])
-        tables[f"one layer of {name}, TP 8"] = [
-            layer_row(technique, config.hf_config(), workload_of(config, cpu=False), published=each, dry=name in dry)
-            for (technique, config), each in zip(layers_of(run).items(), mebibytes, strict=True)
-        ]
+        alone = replace(run.under("TP"), devices=run.pipeline).changed("zero_tp.parallel.tensor=1")
+        runs = {ALONE: alone} | {technique: run.under(technique) for technique in published.TECHNIQUES}
+        columns = {
+            "planned": {label: layer_in_dry_run(each.config, cpu=False) for label, each in runs.items() if name in dry},
+            "formula": {label: each.view.layer_bytes(recomputes=True) for label, each in runs.items()},
+            "published": dict(zip(runs, published.LAYER_MIB[name], strict=True)),
+        }
+        tables[f"one layer of {name}, TP 8"] = rows("MiB", columns, MIB)
     return tables
 
 
-def layer_row(
-    label: str,
-    config: Any,
-    workload: Workload,
-    *,
-    measured: float | None = None,
-    published: float | None = None,
-    dry: bool = True,
-) -> Row:
-    """Return what one layer of a model keeps by the formula, and by a dry run."""
-    view = PaperView(model_of(config, workload.tensor, workload.sequence), workload, stage=0, data=1)
-    planned = layer_in_dry_run(config, workload) / MIB if dry else None
-    return Row(label, "MiB", measured, planned, view.layer_bytes(recomputes=True) / MIB, published)
-
-
-def layer_in_dry_run(config: Any, workload: Workload) -> float:
+def layer_in_dry_run(config: RunConfig, *, cpu: bool) -> float:
     """Return what one layer keeps in a dry run: how much more there is when the third begins than at the second."""
-    moments = dry_run(config, workload)
+    moments = dry_run(config.hf_config(), workload_of(config, cpu=cpu))
     second, third = (next(one.activations for one in moments if one.layer == number) for number in (1, 2))
     return third - second
-
-
-def layers_of(run: published.Run) -> dict[str, RunConfig]:
-    """Return the rows of table 2 of a run."""
-    alone = replace(published.technique(run, "TP"), devices=run.pipeline).changed("zero_tp.parallel.tensor=1")
-    return {ALONE: alone.config} | {name: published.technique(run, name).config for name in published.TECHNIQUES}
 
 
 # ---- figure 7: share of TP's memory ----------------------------------------------------------------------------------
@@ -161,12 +136,12 @@ def figure_7(*, measured: bool) -> Reproduction:
     return Reproduction(title, tables, lambda: {"": pictures.columns(title, tables, "% of TP alone")}, notes)
 
 
-def shares(rows: Table) -> list[Row]:
+def shares(table: Table) -> list[Row]:
     """Return each row's figures in per cent of those under TP alone."""
-    whole = next(row for row in rows if row.label == "TP").figures
+    whole = next(row for row in table if row.label == "TP").figures
     return [
         Row(row.label, "%").having({name: 100 * value / whole[name] for name, value in row.figures.items()})
-        for row in rows
+        for row in table
         if row.label != ALONE
     ]
 
@@ -177,29 +152,24 @@ def shares(rows: Table) -> list[Row]:
 def table_4(*, measured: bool) -> Reproduction:
     """Forward and backward of one layer, by technique."""
     tables: dict[str, Table] = {}
-    times = on_ranks(measured_times, RANKS)[0] if measured else {}
     small = f"s {TIMED.s}, b {TIMED.b}, h {TIMED.h}, a {TIMED.a}, TP {RANKS} on CPU ranks, fp32"
     if measured:
-        tables[f"one layer in small: {small}"] = [
-            Row(f"{name}, {phase}", "ms", measured=1e3 * seconds)
-            for name, each in times.items()
-            for phase, seconds in zip(("forward", "backward"), layers.medians(each), strict=True)
-        ]
-        tables["its overhead, and what the technique adds to the FLOPs of products"] = [
-            Row(name, "%", measured=100 * statistics.median(each), formula=100 * layers.added_flops(TIMED, name))
-            for name, each in layers.overheads(times).items()
-        ]
-    planned = {name: published.technique(published.B22, name).time.layer.as_json() for name in published.TECHNIQUES}
-    pairs = {name: (each["forward"], each["backward"]) for name, each in planned.items()}
-    tables["one layer of 22 B on 8 A100"] = [
-        Row(f"{name}, {phase}", "ms", planned=1e3 * seconds, published=there)
-        for name, theirs in published.LAYER_MILLISECONDS.items()
-        for phase, seconds, there in zip(("forward", "backward"), pairs[name], theirs, strict=True)
-    ]
-    tables["overhead on 8 A100"] = [
-        Row(name, "%", planned=overhead(pairs, name), published=overhead(published.LAYER_MILLISECONDS, name))
-        for name in published.TECHNIQUES
-    ]
+        once = ("zero_tp.model.n_layer=1", "bf16.enabled=false")
+        configs = {name: of_layers(TIMED, RANKS, *once, *published.technique(name)) for name in published.TECHNIQUES}
+        times = on_ranks(layers.measure, RANKS, configs, ROUNDS)[0]
+        tables[f"one layer in small: {small}"] = rows("ms", {"measured": passes(times)}, 1e-3)
+        added = {name: layers.added_flops(TIMED, name) for name in times}
+        tables["its overhead, and what the technique adds to the FLOPs of products"] = rows(
+            "%", {"measured": overheads(times), "formula": added}, 0.01
+        )
+    planned: layers.Times = {}
+    for name in published.TECHNIQUES:
+        layer = published.B22.under(name).time.layer.as_json()
+        planned[name] = [(1e3 * layer["forward"], 1e3 * layer["backward"])]
+    theirs = {name: [milliseconds] for name, milliseconds in published.LAYER_MILLISECONDS.items()}
+    tables["one layer of 22 B on 8 A100"] = rows("ms", {"published": passes(theirs), "planned": passes(planned)})
+    shown = {name: 100 * share for name, share in overheads(theirs).items()}
+    tables["overhead on 8 A100"] = rows("%", {"planned": overheads(planned), "published": shown}, 0.01)
     notes = (
         "Overhead: both passes together against TP alone; measured, the median over rounds in turns.",
         "The planner knows accelerators, not CPU ranks, where SP's collectives cost what they save elsewhere.",
@@ -207,26 +177,40 @@ def table_4(*, measured: bool) -> Reproduction:
     return Reproduction("Time of one layer, by technique (table 4)", tables, notes=notes)
 
 
-def measured_times() -> layers.Times:
-    """On each rank: seconds of a layer's passes."""
-    return layers.measure(TIMED, torch.float32, torch.device("cpu"), ROUNDS)
+def passes(times: layers.Times) -> dict[str, float]:
+    """Return the median times of each pass."""
+    pairs = {name: layers.medians(each) for name, each in times.items()}
+    return {f"{name}, {phase}": pair[at] for name, pair in pairs.items() for at, phase in enumerate(layers.PASSES)}
 
 
-def overhead(times: Mapping[str, tuple[float, float]], technique: str) -> float:
-    """Return how much longer both passes together take than under TP alone [%]."""
-    return 100 * (sum(times[technique]) / sum(times["TP"]) - 1)
+def overheads(times: layers.Times) -> dict[str, float]:
+    """Return how much longer both passes together take than under TP alone, the median over rounds."""
+    return {name: statistics.median(each) for name, each in layers.overheads(times).items()}
 
 
 # ---- table 5: time of an iteration -----------------------------------------------------------------------------------
+
+NOW = "SP and selective recomputation"
+UNDER = {"full recomputation": "TP, full", NOW: "TP, SP, selective"}
+"""What is timed, and its technique."""
 
 
 def table_5(*, measured: bool) -> Reproduction:
     """Seconds of an iteration, MFU and HFU."""
     tables: dict[str, Table] = {}
     if measured:
-        tables[f"a small GPT-2, TP {RANKS} on CPU ranks, bf16"] = measured_iterations()
+        times = {label: on_ranks(step_seconds, RANKS, trained(name))[0] for label, name in UNDER.items()}
+        tables[f"a small GPT-2, TP {RANKS} on CPU ranks, bf16"] = iterations({"measured": times})
     for name, run in published.MODELS.items():
-        tables[f"{name} on {run.devices} A100"] = [*iteration_times(name, run), *utilisations(name, run)]
+        seconds = {
+            "planned": {label: run.under(technique).time.total for label, technique in UNDER.items()},
+            "published": dict(zip(UNDER, published.SECONDS[name], strict=True)),
+        }
+        tables[f"{name} on {run.devices} A100"] = [*iterations(seconds), *utilisations(name, run)]
+    more = published.B530_DP8
+    tables[f"530 B on {more.devices:,} A100, DP 8 (section 6.3)"] = [
+        Row(NOW, "s", planned=more.time.total, published=published.SECONDS_DP8)
+    ]
     notes = (
         "MFU and HFU are those of SP and selective recomputation; by formula, at the published time. The paper prints",
         "s/(3h) for the attention cores that run again (equation 8), and derives 4Bs²h a layer, which is 2s/(9h).",
@@ -234,68 +218,47 @@ def table_5(*, measured: bool) -> Reproduction:
     return Reproduction("Time of an iteration, MFU and HFU (table 5)", tables, notes=notes)
 
 
-def measured_iterations() -> list[Row]:
-    full, selective = (on_ranks(step_seconds, RANKS, trained(name))[0] for name in ("TP, full", "TP, SP, selective"))
-    return [
-        Row("full recomputation", "s", measured=full),
-        Row("SP and selective recomputation", "s", measured=selective),
-        Row("more throughput", "%", measured=100 * (full / selective - 1)),
-    ]
-
-
-def iteration_times(name: str, run: published.Run) -> list[Row]:
-    before, now = published.SECONDS[name]
-    full, selective = published.technique(run, "TP, full").time.total, run.time.total
-    return [
-        Row("full recomputation", "s", planned=full, published=before),
-        Row("SP and selective recomputation", "s", planned=selective, published=now),
-        Row("more throughput", "%", planned=100 * (full / selective - 1), published=100 * (before / now - 1)),
-    ]
+def iterations(columns: Columns) -> list[Row]:
+    """Return the rows of an iteration's seconds, and of what the second technique gains over the first."""
+    more = {}
+    for column, seconds in columns.items():
+        before, now = seconds.values()
+        more[column] = {"more throughput": 100 * (before / now - 1)}
+    return [*rows("s", columns), *rows("%", more)]
 
 
 def utilisations(name: str, run: published.Run) -> list[Row]:
     """Return what share of the devices' peak an iteration reaches, by each count of its FLOPs."""
     spec, length = run.model.spec, run.config.zero_tp.data.sequence_length
-    counts = {
-        "MFU": formulas.model_flops,
-        "HFU, as printed": formulas.hardware_flops_selective,
-        "HFU, as derived": formulas.hardware_flops_selective_derived,
+    sizes = (run.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary)
+    cores = {"MFU": formulas.MODEL, "HFU, as printed": formulas.SELECTIVE, "HFU, as derived": formulas.DERIVED}
+    shares = {label: formulas.iteration_flops(*sizes, share) / run.devices / run.peak for label, share in cores.items()}
+    columns = {
+        "planned": {label: share / run.time.total for label, share in shares.items()},
+        "formula": {label: share / published.SECONDS[name][1] for label, share in shares.items()},
+        "published": dict(zip(shares, published.UTILISATION[name], strict=False)),
     }
-    theirs: tuple[float | None, ...] = (*published.UTILISATION[name], None)
-    rows = []
-    for (label, count), there in zip(counts.items(), theirs, strict=True):
-        flops = count(run.config.global_batch, length, spec.layers, spec.hidden, spec.vocabulary)
-        of_peak = 100 * flops / run.devices / peak(run)
-        seconds = published.SECONDS[name][1]
-        rows.append(Row(label, "%", planned=of_peak / run.time.total, formula=of_peak / seconds, published=there))
-    return rows
-
-
-def peak(run: published.Run) -> float:
-    """Return the FLOP/s of one device, on paper."""
-    teraflops = run.device.tflops(run.config.dtype)
-    assert teraflops is not None
-    return 1e12 * teraflops
+    return rows("%", columns, 0.01)
 
 
 # ---- appendix C: some micro-batches keep everything ------------------------------------------------------------------
 
 
-KEPT = 2
-"""Micro-batches that keep everything, in small."""
+MICRO_BATCHES, KEPT = 4, 2
+"""In small, and how many of them keep everything."""
 
 
 def appendix_c(*, measured: bool) -> Reproduction:
     """Memory and time where some micro-batches keep all their activations, and the others recompute selectively."""
     tables: dict[str, Table] = {}
     if measured:
-        heading = f"one layer of {layers.MICRO_BATCHES} micro-batches in turn, {KEPT} kept whole: TP {RANKS}, SP, bf16"
-        tables[heading] = micro_batches(on_ranks(layers.kept_by_micro_batch, RANKS, KEPT)[0])
+        heading = f"one layer of {MICRO_BATCHES} micro-batches in turn, {KEPT} kept whole: TP {RANKS}, SP, bf16"
+        tables[heading] = micro_batches()
     memory = published.A100.memory_gib
     curves = {}
     for name in ("175 B", "530 B"):
         run = published.MODELS[name]
-        again = run.time.total - published.technique(run, "TP, SP").time.total
+        again = run.time.total - run.under("TP, SP").time.total
         points = [
             (stage_bytes(run, kept) / GIB, run.time.total - kept / run.pipeline * again)
             for kept in range(run.pipeline + 1)
@@ -315,20 +278,25 @@ def appendix_c(*, measured: bool) -> Reproduction:
     return Reproduction(title, tables, lambda: {"": pictures.kept_micro_batches(title, curves, memory)}, notes)
 
 
-def micro_batches(found: Sequence[int]) -> list[Row]:
+def micro_batches() -> list[Row]:
     """Return what was measured of each micro-batch beside dry runs of both kinds."""
-    at = layers.small_workloads(RANKS)
-    planned = [layer_in_dry_run(gpt2(SMALL, LAYERS), at[name]) / MIB for name in ("TP, SP", "TP, SP, selective")]
-    return [
-        Row(f"micro-batch {index + 1}", "MiB", measured=size / MIB, planned=planned[index >= KEPT])
-        for index, size in enumerate(found)
-    ]
+    mixed = f'zero_tp.recompute={{"mode": "selective", "keep_micro_batches": {KEPT}}}'
+    steps = f"gradient_accumulation_steps={MICRO_BATCHES}"
+    found = on_ranks(
+        layers.kept_by_micro_batch, RANKS, of_layers(SMALL, RANKS, "zero_tp.parallel.sequence=true", mixed, steps)
+    )[0]
+    kinds = ["TP, SP"] * KEPT + ["TP, SP, selective"] * (MICRO_BATCHES - KEPT)
+    dry = {kind: layer_in_dry_run(of_layers(SMALL, RANKS, *published.technique(kind)), cpu=True) for kind in kinds}
+    names = [f"micro-batch {number}" for number in range(1, MICRO_BATCHES + 1)]
+    planned = {name: dry[kind] for name, kind in zip(names, kinds, strict=True)}
+    return rows("MiB", {"measured": dict(zip(names, found, strict=True)), "planned": planned}, MIB)
 
 
 def stage_bytes(run: published.Run, kept: int) -> float:
     """Return the bytes of a first stage's device where `kept` micro-batches, of p in flight, keep everything."""
-    at = replace(workload_of(run.config, cpu=False), policy=layers.policy_of("selective", kept))
-    return sum(PaperView(run.model, at, 0, 1, run.pipeline, run.interleaving).bytes().values())
+    at = run.view.workload
+    mixed = replace(at, policy=at.policy.model_copy(update={"keep_micro_batches": kept}))
+    return sum(replace(run.view, workload=mixed).bytes().values())
 
 
 def stage_rows(run: published.Run, kept: int, size: float, seconds: float, note: str) -> list[Row]:
@@ -336,5 +304,5 @@ def stage_rows(run: published.Run, kept: int, size: float, seconds: float, note:
     return [
         Row(f"{label}, memory", "GiB", planned=size, note=note),
         Row(f"{label}, iteration", "s", planned=seconds),
-        Row(f"{label}, MFU", "%", planned=100 * run.speed * run.time.total / seconds / peak(run)),
+        Row(f"{label}, MFU", "%", planned=100 * run.speed * run.time.total / seconds / run.peak),
     ]

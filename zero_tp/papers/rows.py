@@ -49,3 +49,21 @@ class Row:
 
 
 Table = Sequence[Row]
+Columns = Mapping[str, Mapping[str, float]]
+"""Of each of COLUMNS the figures by label, as far as there are any."""
+
+
+def rows(unit: str, columns: Columns, size: float = 1.0, notes: Mapping[str, str] | None = None) -> list[Row]:
+    """Return the rows of a table that is given by its columns: one for each label, in the order in which they come.
+
+    Args:
+        size: of the unit, by which they are divided; those published are in the unit already.
+        notes: by label.
+    """
+    sizes = {name: 1.0 if name == "published" else size for name in columns}
+    return [
+        Row(label, unit, note=(notes or {}).get(label, "")).having(
+            {name: figures[label] / sizes[name] for name, figures in columns.items() if label in figures}
+        )
+        for label in dict.fromkeys(label for figures in columns.values() for label in figures)
+    ]

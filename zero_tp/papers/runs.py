@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from zero_tp.config import RunConfig
 from zero_tp.data.samples import PackedSamples
 from zero_tp.errors import UserError
+from zero_tp.process.environment import free_port
 from zero_tp.training.metrics_file import METRICS_FILE
 
 
@@ -29,9 +29,7 @@ def trained(
     Raises:
         UserError: it failed, or took longer.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", port]
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
     run = ["-m", "zero_tp.pretrain", "--deepspeed_config", str(config), "--output-dir", str(directory)]
     settings = [word for change in changes for word in ("--set", change)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -44,6 +42,19 @@ def trained(
         raise UserError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     told = next(line for line in done.stdout.splitlines() if "parameters" in line)
     return told.split(", in ")[0], [line for line in metrics_of(directory) if "loss" in line]
+
+
+def changes_of(model: Mapping[str, Any], corpus: Path, steps: int, warm_up: int) -> list[str]:
+    """Return the changes that train a model on a prepared corpus, and save and evaluate it at the end alone."""
+    return [
+        f"zero_tp.model={json.dumps(model)}",
+        f"zero_tp.data.train={corpus / 'train'}",
+        f"zero_tp.data.validation={corpus / 'validation'}",
+        f"zero_tp.training.steps={steps}",
+        f"scheduler.params.warmup_num_steps={warm_up}",
+        f"zero_tp.checkpoint.interval={steps}",
+        "zero_tp.evaluation.interval=null",
+    ]
 
 
 def metrics_of(directory: Path) -> list[dict[str, Any]]:

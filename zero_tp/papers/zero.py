@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.multiprocessing.spawn import ProcessException
 
 from zero_tp.config import RunConfig
-from zero_tp.constants import GIB
+from zero_tp.constants import GIB, MIB
 from zero_tp.devices import Device, named_device
 from zero_tp.papers import zero_steps
 from zero_tp.papers.engines import large_config, model_in, small_config
@@ -18,6 +18,7 @@ from zero_tp.papers.pictures import stacked
 from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table
+from zero_tp.papers.steps import followed_steps, most_in_backward
 from zero_tp.papers.zero_residual import residual
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
@@ -46,7 +47,7 @@ VOLUME = {0: 2, 1: 2, 2: 2, 3: 3}
 Stacks = dict[str, Mapping[str, float]]
 """Label → category → size."""
 RANKS = (1, 2, 4)
-BUDGET = 512 * 2**20
+BUDGET = 512 * MIB
 """Bytes of a rank that are filled with layers."""
 WITHIN = (
     *("zero_tp.data.sequence_length=16", "train_micro_batch_size_per_gpu=1"),
@@ -88,8 +89,8 @@ def states_on(ranks: int) -> tuple[list[Row], Stacks]:
     """Return the rows of a small model on so many ranks, each the most of any rank, and the stacks of a picture."""
     rows, stacks = list[Row](), Stacks()
     for stage, name in STAGES.items():
-        found = [one["backward"] for one, _ in on_ranks(zero_steps.bytes_of_a_step, ranks, at_stage(stage))]
         config = small_config(ranks, at_stage(stage))
+        found = [most_in_backward(second.points) for _, second in followed_steps(config)]
         planned, formula = states(config, model_in(config))
         most = {kind: max(one[kind] for one in found) / 1e6 for kind in STATES}
         for kind in STATES:
@@ -133,12 +134,12 @@ def largest_model(*, measured: bool) -> Reproduction:
         for stage, name in STAGES.items():
             planned = most_planned(ranks, stage)
             most = most_built(ranks, stage, planned)
-            built, states = (parameters_of(ranks, layers) for layers in (most, planned))
+            built, states = (model_in(with_layers(ranks, layers)).whole for layers in (most, planned))
             share = sum(formulas.model_states(1.0, stage, ranks).values())
             rows.append(
                 Row(name, "M parameters", built / 1e6, states / 1e6, BUDGET / share / 1e6, note=f"{most} layers")
             )
-        tables[f"{BUDGET // 2**20} MiB on each of {ranks} ranks"] = rows
+        tables[f"{BUDGET // MIB} MiB on each of {ranks} ranks"] = rows
     device = named_device("a100-80gb")
     for devices in (64, 1024):
         shares = {stage: sum(formulas.model_states(1.0, stage, devices).values()) for stage in STAGES}
@@ -154,8 +155,9 @@ def largest_model(*, measured: bool) -> Reproduction:
     return Reproduction("The largest model that fits, by stage", tables, notes=notes)
 
 
-def parameters_of(ranks: int, layers: int) -> int:
-    return model_in(small_config(ranks, *WITHIN, layers_of(layers))).whole
+def with_layers(ranks: int, layers: int, *changes: str) -> RunConfig:
+    """Return a small run of so many layers."""
+    return small_config(ranks, *WITHIN, layers_of(layers), *changes)
 
 
 def layers_of(layers: int) -> str:
@@ -166,8 +168,7 @@ def most_planned(ranks: int, stage: int) -> int:
     """Return the most layers whose planned peak fits the budget."""
 
     def fits(layers: int) -> bool:
-        config = small_config(ranks, *WITHIN, at_stage(stage), layers_of(layers))
-        peak = rank_memory(config, cpu=True).peak
+        peak = rank_memory(with_layers(ranks, layers, at_stage(stage)), cpu=True).peak
         return peak.total + peak.host <= BUDGET
 
     return last(fits, 1)
@@ -191,13 +192,13 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
 
 def most_built(ranks: int, stage: int, guess: int) -> int:
     """Return the most layers that ranks really train in the budget."""
+    least = with_layers(ranks, 1, at_stage(stage))
 
     def fits(layers: int) -> bool:
         with tempfile.TemporaryDirectory() as folder:
-            full = Path(folder, "full")
-            changes = (*WITHIN, at_stage(stage), layers_of(layers))
+            full, config = Path(folder, "full"), with_layers(ranks, layers, at_stage(stage))
             try:
-                on_ranks(zero_steps.train_within, ranks, BUDGET, str(full), *changes, seconds=300)
+                on_ranks(zero_steps.train_within, ranks, BUDGET, str(full), least, config, seconds=300)
             except ProcessException:  # raised, or aborted as its threads could not end
                 if not full.exists():
                     raise
@@ -207,25 +208,14 @@ def most_built(ranks: int, stage: int, guess: int) -> int:
     return last(fits, guess)
 
 
-def last(fits: Any, guess: int) -> int:
+def last(fits: Callable[[int], bool], guess: int) -> int:
     """Return the greatest number that fits: all smaller ones do too. It is looked for from `guess` on."""
-    step = 1
-    low, high = 0, None
-    at = max(1, guess)
-    while high is None or high - low > 1:
-        if fits(at):
-            low = at
-        else:
-            high = at
-        if high is None:
-            at, step = low + step, 2 * step
-        elif low:
-            at = (low + high) // 2
-        else:
-            at, step = max(1, high - step), 2 * step
-        if high == 1:
-            return 0
-    return low
+    at, step = max(1, guess), 1
+    up = fits(at)
+    while (further := at + step if up else at - step) > 0 and fits(further) == up:
+        at, step = further, 2 * step
+    low, high = (at, further) if up else (max(0, further), at)
+    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda number: not fits(number))
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
@@ -233,22 +223,21 @@ def last(fits: Any, guess: int) -> int:
 
 def volume(*, measured: bool) -> Reproduction:
     """What a rank sends in a step, by stage."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, list[Row]] = {}
     owner = "zero_optimization.use_multi_rank_bucket_allreduce=false"
+    sending = {name: [at_stage(stage)] for stage, name in STAGES.items()}
+    sending |= {f"{STAGES[stage]}, reduced to owners": [at_stage(stage), owner] for stage in (1, 2)}
     for ranks in RANKS[1:] if measured else ():
         whole = model_in(small_config(ranks)).whole
-        rows = []
-        for label, stage, changes in (
-            *((name, stage, ()) for stage, name in STAGES.items()),
-            *((f"{STAGES[stage]}, reduced to owners", stage, (owner,)) for stage in (1, 2)),
-        ):
-            sent = on_ranks(zero_steps.elements_sent, ranks, at_stage(stage), *changes)
+        table = tables[f"{whole / 1e6:.1f} M parameters on {ranks} ranks"] = list[Row]()
+        unit = whole * (ranks - 1) / ranks
+        for label, changes in sending.items():
+            config = small_config(ranks, *changes)
+            sent, stage = on_ranks(zero_steps.elements_sent, ranks, config), config.zero_stage
             most = max(sum(one.values()) for one in sent)
             formula = formulas.zero_volume(whole, stage, ranks)
-            unit = whole * (ranks - 1) / ranks
             kinds = ", ".join(f"{name} {each / unit:.2f}" for name, each in sent[0].items() if each > 0.01 * unit)
-            rows.append(Row(label, "Ψ(N-1)/N", most / unit, None, formula / unit, VOLUME[stage], kinds))
-        tables[f"{whole / 1e6:.1f} M parameters on {ranks} ranks"] = rows
+            table.append(Row(label, "Ψ(N-1)/N", most / unit, None, formula / unit, VOLUME[stage], kinds))
     config = large_config("zero_7.5b", 64)
     whole = model_in(config).whole
     tables["7.5 B parameters on 64 devices"] = [

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
-from zero_tp.config import RunConfig
+from zero_tp.constants import MIB
 from zero_tp.papers import formulas as printed
-from zero_tp.papers import zero_steps
 from zero_tp.papers.allocator import Event, least_capacity, replay
-from zero_tp.papers.engines import large_config, model_in, small_config
-from zero_tp.papers.ranks import on_ranks
+from zero_tp.papers.engines import kept_by_formula, large_config, left_by_forward, model_in, small_config
 from zero_tp.papers.reproduction import Reproduction
-from zero_tp.papers.rows import Row, Table
+from zero_tp.papers.rows import Row, Table, rows
+from zero_tp.papers.steps import after_forward, events, followed_steps, most_in_backward
 from zero_tp.planning import formulas
-from zero_tp.planning.dryrun import dry_run, without_numbers
+from zero_tp.planning.dryrun import without_numbers
 from zero_tp.planning.memory import Model, zero_memory
-from zero_tp.planning.papers import PaperView
 from zero_tp.planning.tracking import Allocations
 from zero_tp.planning.workload import workload_of
 from zero_tp.planning.zero_settings import ZeroSettings
 
-MIB, GB = 2**20, 1e9
+GB = 1e9
 # Of 1.5 B parameters, b 32, s 1024 (section 3) [GB].
 STATES, FUSED, ACTIVATIONS = 24, 6, 60
 SHAPE_1_5B = {"layers": 48, "h": 1600, "v": 50257, "positions": 1024}
@@ -50,18 +49,15 @@ def residual(*, measured: bool) -> Reproduction:
         size = f"{model_in(config).whole / 1e6:.1f} M parameters"
         tables[f"activations after forward: {size}, TP 2"] = checkpoints_measured()
         tables["buffers in backward: ZeRO-2 on 2 ranks"] = buffers_measured()
-        found = {on: on_ranks(zero_steps.bytes_of_a_step, 4, *with_m_d(on))[0][1] for on in M_D}
-        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = [
-            row for on in M_D for row in fragmentation(M_D[on], measured=found[on])
-        ]
+        found = {on: followed_steps(small_config(4, *with_m_d(on)))[0][1].events for on in M_D}
+        tables[f"fragmentation: a step of {size}, ZeRO-2, TP 2 × DP 2"] = fragmentation(found, "measured")
     tables["activations after forward: 7.5 B, TP 8, b 8, s 1,024"] = [
         checkpoints_planned(name, "zero_7.5b", block) for name, block in CHECKPOINTS.items()
     ]
     tables["buffers: ZeRO-2 on 64 devices"] = [buffers_planned(name) for name in ("zero_7.5b", "zero_128b", "zero_1t")]
     tables["1.5 B parameters, b 32, s 1,024 (section 3)"] = rows_of_section_3()
-    tables["fragmentation: two micro-batches of 12 layers of 4,096, TP 8"] = [
-        row for on in M_D for row in fragmentation(M_D[on], planned=events_without_numbers(on))
-    ]
+    dry = {on: events_without_numbers(on) for on in M_D}
+    tables["fragmentation: two micro-batches of 12 layers of 4,096, TP 8"] = fragmentation(dry, "planned")
     notes = (
         "Fragmentation: what a step makes and lets go, in its order, given to a model of CUDA's caching allocator",
         "(zero_tp/papers/allocator.py). M_D: checkpoints in one buffer, gradients in DeepSpeed's contiguous ones.",
@@ -81,30 +77,18 @@ def checkpointing(block: dict[str, bool]) -> str:
 
 def checkpoints_measured() -> list[Row]:
     """Return what forward keeps on TP 2, whole and split."""
-    rows = []
+    table = []
     for name in ("checkpoints whole", "P_a"):
-        changes = ("zero_tp.parallel.tensor=2", *FULL, checkpointing(CHECKPOINTS[name]))
-        found = on_ranks(zero_steps.bytes_of_a_step, 2, *changes)
-        most = max(each["forward"]["activations"] for each, _ in found)
-        config = small_config(2, *changes)
-        rows.append(Row(name, "MiB", most / MIB, kept(config, cpu=True) / MIB, by_formula(config, cpu=True) / MIB))
-    return rows
+        config = small_config(2, "zero_tp.parallel.tensor=2", *FULL, checkpointing(CHECKPOINTS[name]))
+        most = max(after_forward(second.points)["activations"] for _, second in followed_steps(config))
+        planned, formula = left_by_forward(config, cpu=True), kept_by_formula(config)
+        table.append(Row(name, "MiB", most / MIB, planned / MIB, formula / MIB))
+    return table
 
 
 def checkpoints_planned(name: str, file: str, block: dict[str, bool]) -> Row:
     config = large_config(file, 8, "zero_tp.parallel.tensor=8", *FULL, checkpointing(block))
-    return Row(name, "GB", None, kept(config, cpu=False) / GB, by_formula(config, cpu=False) / GB)
-
-
-def kept(config: RunConfig, *, cpu: bool) -> float:
-    """Return the bytes of a dry run's activations on the device as forward ends."""
-    moments = dry_run(config.hf_config(), workload_of(config, cpu=cpu))
-    return [moment.activations for moment in moments if moment.phase == "forward"][-1]
-
-
-def by_formula(config: RunConfig, *, cpu: bool) -> float:
-    view = PaperView(model_in(config), workload_of(config, cpu=cpu), config.zero_stage, config.data_parallel)
-    return view.layers_bytes() + view.outside_bytes()
+    return Row(name, "GB", None, left_by_forward(config, cpu=False) / GB, kept_by_formula(config) / GB)
 
 
 # ---- C_B -------------------------------------------------------------------------------------------------------------
@@ -112,16 +96,15 @@ def by_formula(config: RunConfig, *, cpu: bool) -> float:
 
 def buffers_measured() -> list[Row]:
     """Return the buckets of two sizes of models, constant and as large as the model."""
-    rows = []
-    for layers in SIZES:
-        for name, elements in BUCKETS.items():
-            whole = model_in(small_config(2, f"zero_tp.model.n_layer={layers}")).whole
-            bucket = min(elements, whole)
-            changes = (f"zero_tp.model.n_layer={layers}", f"zero_optimization.reduce_bucket_size={bucket}")
-            found = on_ranks(zero_steps.bytes_of_a_step, 2, "zero_optimization.stage=2", *changes)
-            most = max(each["backward"]["buffers"] for each, _ in found)
-            rows.append(Row(f"{whole / 1e6:.1f} M, {name}", "MB", most / 1e6, formula=2 * bucket / 1e6))
-    return rows
+    table = []
+    for layers, (name, elements) in itertools.product(SIZES, BUCKETS.items()):
+        changes = (f"zero_tp.model.n_layer={layers}", "zero_optimization.stage=2")
+        whole = model_in(small_config(2, *changes)).whole
+        bucket = min(elements, whole)
+        config = small_config(2, *changes, f"zero_optimization.reduce_bucket_size={bucket}")
+        most = max(most_in_backward(second.points)["buffers"] for _, second in followed_steps(config))
+        table.append(Row(f"{whole / 1e6:.1f} M, {name}", "MB", most / 1e6, formula=2 * bucket / 1e6))
+    return table
 
 
 def buffers_planned(file: str) -> Row:
@@ -151,29 +134,24 @@ def rows_of_section_3() -> list[Row]:
 
 def with_m_d(on: bool) -> tuple[str, ...]:
     """Return the changes of a run with P_a, with or without M_D."""
-    block = {**CHECKPOINTS["P_a"], "contiguous_memory_optimization": on}
-    return (*FRAGMENTED, checkpointing(block), f"zero_optimization.contiguous_gradients={json.dumps(on)}")
+    return (*FRAGMENTED, defragmented(on), f"zero_optimization.contiguous_gradients={json.dumps(on)}")
 
 
-def fragmentation(
-    name: str, measured: Iterable[Event] | None = None, planned: Iterable[Event] | None = None
-) -> list[Row]:
+def defragmented(on: bool) -> str:
+    return checkpointing({**CHECKPOINTS["P_a"], "contiguous_memory_optimization": on})
+
+
+def fragmentation(found: Mapping[bool, Sequence[Event]], column: str) -> list[Row]:
     """Return what the caching allocator makes of what a real step, or a dry run, makes and lets go."""
-    events = list(measured or planned or ())
-    found, least = replay(events), least_capacity(events)
-
-    def row(what: str, size: int, note: str = "") -> Row:
-        mebibytes = size / MIB
-        if measured is None:
-            return Row(f"{name}: {what}", "MiB", planned=mebibytes, note=note)
-        return Row(f"{name}: {what}", "MiB", measured=mebibytes, note=note)
-
-    return [
-        row("most in tensors", found.tensors),
-        row("most in segments", found.reserved),
-        row("never filled", found.reserved - found.tensors, f"{found.fragmentation:.1%} of the segments"),
-        row("least memory that runs it", least),
-    ]
+    sizes, notes = dict[str, float](), dict[str, str]()
+    for on, name in M_D.items():
+        made = replay(found[on])
+        sizes[f"{name}: most in tensors"] = made.tensors
+        sizes[f"{name}: most in segments"] = made.reserved
+        sizes[f"{name}: never filled"] = made.reserved - made.tensors
+        notes[f"{name}: never filled"] = f"{made.fragmentation:.1%} of the segments"
+        sizes[f"{name}: least memory that runs it"] = least_capacity(found[on])
+    return rows("MiB", {column: sizes}, MIB, notes)
 
 
 def events_without_numbers(on: bool) -> list[Event]:
@@ -181,9 +159,8 @@ def events_without_numbers(on: bool) -> list[Event]:
 
     Without it gradients come into being between what backward lets go; with it they have a buffer from the start.
     """
-    block = {**CHECKPOINTS["P_a"], "contiguous_memory_optimization": on}
     few = ("zero_tp.model.n_layer=12", "zero_tp.parallel.tensor=8", *FULL)
-    config = large_config("zero_7.5b", 8, *few, checkpointing(block))
+    config = large_config("zero_7.5b", 8, *few, defragmented(on))
     workload = workload_of(config, cpu=False)
     with without_numbers(config.hf_config(), workload, whole=True) as (model, batch, _):
         parameters = list(model.parameters())
@@ -195,4 +172,4 @@ def events_without_numbers(on: bool) -> list[Event]:
             for _ in range(2):
                 model(batch.input_ids, **batch.arguments()).loss.backward()
             del buffer
-        return zero_steps.events(allocations)
+        return events(allocations)

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from zero_tp.constants import GIB
-from zero_tp.page import dressed, new_figure
+from zero_tp.page import dressed, legend, new_figure
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import CATEGORIES, Point, RankMemory
 from zero_tp.planning.plan import Plan
@@ -43,10 +43,6 @@ def _present(stacks: Sequence[Mapping[str, float]]) -> list[str]:
     return [name for name in CATEGORIES if max(stack.get(name, 0.0) for stack in stacks) > 0.002 * largest]
 
 
-def _legend(axes: Any) -> None:
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
-
-
 def bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: float | None) -> Any:
     """Draw horizontal stacked bars in GiB: of each label its bytes by category."""
     figure, axes = _axes(title, 1.4 + 0.5 * len(stacks))
@@ -67,7 +63,7 @@ def bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: float | N
     axes.invert_yaxis()
     beyond = f"; the device's {limit:g} GiB are far to the right" if limit is not None and shown is None else ""
     axes.set_xlabel(f"GiB on one device{beyond}", fontsize=9)
-    _legend(axes)
+    legend(axes, reverse=True)
     return figure
 
 
@@ -95,7 +91,7 @@ def areas(
         axes.text(0.005, shown, f"device: {shown:g} GiB", transform=at, fontsize=8, va="bottom", color=LIMIT)
     axes.set_xlabel(label, fontsize=9)
     axes.set_ylabel("GiB on one device", fontsize=9)
-    _legend(axes)
+    legend(axes, reverse=True)
     return figure, axes
 
 

@@ -114,7 +114,7 @@ class RankEnvironment:
         os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
         if self.world == 1:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("MASTER_PORT", str(_free_port()))
+            os.environ.setdefault("MASTER_PORT", str(free_port()))
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(
@@ -140,7 +140,8 @@ def _number(variables: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     return next((int(variables[name]) for name in names if variables.get(name, "").isdecimal()), None)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine on which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
