@@ -40,6 +40,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_named(path: Path, content: str | bytes) -> None:
+    """Write a file that a person has named, whole or not at all, and make its directory.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise UserError(f"{path}: can't be written ({error.strerror or error}); give another path") from None
+
+
 @contextlib.contextmanager
 def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
     """Make an empty hidden directory beside `output`, of this process alone, which is gone at the end of the block.

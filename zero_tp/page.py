@@ -1,15 +1,18 @@
-"""A page is one HTML file in which nothing comes from a network; its pictures are in it, and beside it as PNG."""
+"""A page is one HTML file in which nothing comes from a network; its pictures are in it, and beside it as PNG.
+
+Tables for a terminal are laid out here too.
+"""
 
 from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
-from zero_tp.files import write_atomically
+from zero_tp.files import write_named
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
@@ -48,19 +51,13 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
         + "\n</body></html>\n"
     )
     written = [path]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-        for name, figure in (figures or {}).items():
-            picture = path.with_name(f"{path.stem}_{name}.png" if name else f"{path.stem}.png")
-            drawn = io.BytesIO()
-            figure.savefig(drawn, format="png", dpi=150)
-            write_atomically(picture, drawn.getvalue())
-            written.append(picture)
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or path}: can't be written ({error.strerror or error}); give another path"
-        ) from None
+    write_named(path, text)
+    for name, figure in (figures or {}).items():
+        picture = path.with_name(f"{path.stem}_{name}.png" if name else f"{path.stem}.png")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=150)
+        write_named(picture, drawn.getvalue())
+        written.append(picture)
     return written
 
 
@@ -76,6 +73,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
     lines = [row(header, "th"), *(row(cells, "td") for cells in rows)]
     return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
+
+
+def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Return a table's lines for a terminal: columns under each other, those of `left` flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def svg(figure: Any) -> str:

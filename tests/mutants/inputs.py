@@ -243,7 +243,7 @@ MUTANTS: dict[str, Mutant] = {
     "a-plan-is-written-in-place": Mutant(
         "A disk that is full costs the config that --write was to replace.",
         "zero_tp/planning/search.py",
-        'write_atomically(path, json.dumps(config, indent=2) + "\\n")',
+        'write_named(path, json.dumps(config, indent=2) + "\\n")',
         'path.write_text(json.dumps(config, indent=2) + "\\n")',
         (PLAN + "test_a_config_that_cannot_be_written_leaves_the_one_before",),
     ),

@@ -130,7 +130,7 @@ def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, m
     path = tmp_path / "best.json"
     write({"a": 1}, path)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"--write .*best\.json: can't be written \(No space left on device\)"):
+    with pytest.raises(UserError, match=r"best\.json: can't be written \(No space left on device\)"):
         write({"a": 2}, path)
     assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == ["best.json"]
 

@@ -19,6 +19,7 @@ from zero_tp.errors import UserError, first_line
 from zero_tp.weights.files import TOKENIZER_FILES, holds_tokenizer, resolve
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 
@@ -107,7 +108,6 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     give fewer than `size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -120,13 +120,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=EOS,
-        bos_token=EOS,
-        unk_token=EOS,
-        clean_up_tokenization_spaces=False,
-    )
+    return _causal(tokenizer, unknown=EOS)
 
 
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: bool) -> PreTrainedTokenizerFast:
@@ -188,7 +182,6 @@ def train_unigram(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     """
     sentencepiece = needed("sentencepiece", f"tokenizer unigram:{size}")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     serialized = io.BytesIO()
     try:
@@ -227,11 +220,18 @@ def train_unigram(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=1, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return _causal(tokenizer, unknown=vocabulary[1][0])
+
+
+def _causal(tokenizer: Tokenizer, unknown: str) -> PreTrainedTokenizerFast:
+    """Return what transformers calls the tokenizer of a causal model, whose texts begin and end alike."""
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         bos_token=EOS,
-        unk_token=vocabulary[1][0],
+        unk_token=unknown,
         clean_up_tokenization_spaces=False,
     )
 

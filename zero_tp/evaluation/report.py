@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.errors import UserError
-from zero_tp.files import write_atomically
+from zero_tp.files import write_named
+from zero_tp.page import text_table
 from zero_tp.strict_json import read_json
 
 
@@ -63,40 +64,20 @@ def table(report: Mapping[str, Any]) -> str:
             for key, value in result["lm_eval"].items():
                 harness.setdefault(key, {}).update(value)
         else:
-            parts.append(_aligned(both))
+            parts.append("\n".join(text_table(both)))
     if harness:
         from lm_eval.utils import make_table
 
         parts.append(make_table(harness).rstrip())
         if harness.get("groups"):
             parts.append(make_table(harness, "groups").rstrip())
-        parts.append(_aligned(rows))
+        parts.append("\n".join(text_table(rows)))
     return "\n\n".join(parts)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Put columns under each other, the first `left` of them flush left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write JSON, whole or not at all. UserError when it can't be written."""
-    _write(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: can't be written: {error.strerror or error}") from error
+    write_named(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
@@ -111,7 +92,7 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
             names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
             files = (path.with_name(f"{name}.jsonl") for name in names)
             file = next(file for file in files if written.get(file, task) == task)
-            _write(file, "".join(json.dumps(sample) + "\n" for sample in samples))
+            write_named(file, "".join(json.dumps(sample) + "\n" for sample in samples))
             written[file] = task
     return list(written)
 
@@ -144,7 +125,7 @@ def comparison(first: Path, second: Path) -> str:
         for key, value in _numbers(a["tasks"][task]):
             if key in others:
                 rows.append((task, key, _number(value), _number(others[key]), _number(others[key] - value)))
-    return "\n".join([_aligned(rows, left=2), "", *_differences(a, b, common)])
+    return "\n".join([*text_table(rows, left=(0, 1)), "", *_differences(a, b, common)])
 
 
 def _numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -11,7 +11,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import Model, model_of
+from zero_tp.planning.memory import model_in
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.workload import workload_of
 from zero_tp.shipped import CONFIGS, shipped
@@ -59,11 +59,6 @@ def of_layers(layer: Layer, ranks: int, *changes: str) -> RunConfig:
 def large_config(name: str, devices: int, *changes: str) -> RunConfig:
     """Return one of ds_configs/papers, with one micro-batch on each device."""
     return RunConfig.load(shipped(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices)
-
-
-def model_in(config: RunConfig) -> Model:
-    parallel = config.zero_tp.parallel
-    return model_of(config.hf_config(), parallel.tensor, parallel.sequence)
 
 
 def view_of(config: RunConfig) -> PaperView:

@@ -12,7 +12,7 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.models.architectures import native_class_of
 from zero_tp.papers import formulas, published
-from zero_tp.papers.engines import ONE_MICRO_BATCH, model_in, small_config
+from zero_tp.papers.engines import ONE_MICRO_BATCH, small_config
 from zero_tp.papers.megatron_norms import norm_order
 from zero_tp.papers.megatron_training import learning, same_model
 from zero_tp.papers.published import B8_3, scaled
@@ -20,6 +20,7 @@ from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table, rows
 from zero_tp.papers.steps import step_seconds
+from zero_tp.planning.memory import model_in
 from zero_tp.planning.plan import plan
 from zero_tp.shipped import CONFIGS, shipped
 

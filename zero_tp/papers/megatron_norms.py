@@ -10,11 +10,12 @@ from pathlib import Path
 
 from zero_tp.config import RunConfig
 from zero_tp.data import PrepareSettings, prepare
-from zero_tp.papers.engines import ONE_MICRO_BATCH, model_in
+from zero_tp.papers.engines import ONE_MICRO_BATCH
 from zero_tp.papers.pictures import losses
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table
 from zero_tp.papers.runs import changes_of, metrics_of, trained
+from zero_tp.planning.memory import model_in
 from zero_tp.shipped import CONFIGS, shipped
 
 ORDERS = {"original": "bert", "rearranged": "megatron-bert"}

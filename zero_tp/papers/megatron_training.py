@@ -17,10 +17,10 @@ from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 from zero_tp.papers import pictures, published
-from zero_tp.papers.engines import model_in
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table
 from zero_tp.papers.runs import changes_of, plainly_trained, trained
+from zero_tp.planning.memory import model_in
 from zero_tp.shipped import CONFIGS, shipped
 
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}

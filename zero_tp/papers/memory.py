@@ -11,14 +11,14 @@ from torch import Tensor
 from zero_tp.config import RunConfig
 from zero_tp.constants import MIB
 from zero_tp.papers import pictures
-from zero_tp.papers.engines import built, drawn, kept_by_formula, left_by_forward, model_in, view_of
+from zero_tp.papers.engines import built, drawn, kept_by_formula, left_by_forward, view_of
 from zero_tp.papers.kept import kept_by_backward
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Columns, Row, Table, rows
 from zero_tp.papers.steps import Steps
 from zero_tp.papers.studied import CORES, GPT2, Case, cases
 from zero_tp.planning import pictures as planning
-from zero_tp.planning.memory import Point
+from zero_tp.planning.memory import Point, model_in
 from zero_tp.topology import Topology
 
 STATES = ("parameters", "gradients", "optimizer")

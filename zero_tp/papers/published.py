@@ -12,7 +12,7 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.layer_time import Program
-from zero_tp.planning.memory import Model, model_of
+from zero_tp.planning.memory import Model, model_in
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import workload_of
@@ -74,8 +74,7 @@ class Run:
 
     @cached_property
     def model(self) -> Model:
-        parallel = self.config.zero_tp.parallel
-        return model_of(self.config.hf_config(), parallel.tensor, parallel.sequence)
+        return model_in(self.config)
 
     @cached_property
     def time(self) -> StepTime:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zero_tp import page
 from zero_tp.checkpoint.manifest import versions
-from zero_tp.files import write_atomically
+from zero_tp.files import write_named
 from zero_tp.papers import pictures
 from zero_tp.papers.rows import COLUMNS, Table
 
@@ -56,7 +56,7 @@ class Reproduction:
         written = page.write(directory / f"{name}.html", self.title, parts, figures)
         tables = {heading: [asdict(row) for row in rows] for heading, rows in self.tables.items()}
         record = {**made(), "title": self.title, "tables": tables, "notes": self.notes}
-        write_atomically(directory / f"{name}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_named(directory / f"{name}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         return [*written, directory / f"{name}.json"]
 
 
@@ -91,8 +91,5 @@ def written_out(value: float) -> str:
 def aligned(heading: str, rows: Table) -> list[str]:
     """Return a table's lines for a terminal; labels and notes stand on the left of their columns."""
     (_, *head), *lines = in_cells(heading, rows)
-    lines = [("", *head), *lines]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sides = ["<", *(">" if name else "<" for name in head)]
-    forms = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
-    return [heading, *(f"  {'  '.join(forms).format(*line)}".rstrip() for line in lines)]
+    left = [number for number, name in enumerate(("", *head)) if not name]
+    return [heading, *(f"  {line}" for line in page.text_table([("", *head), *lines], left))]

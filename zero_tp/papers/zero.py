@@ -13,7 +13,7 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB, MIB
 from zero_tp.devices import Device, named_device
 from zero_tp.papers import zero_steps
-from zero_tp.papers.engines import large_config, model_in, small_config
+from zero_tp.papers.engines import large_config, small_config
 from zero_tp.papers.pictures import stacked
 from zero_tp.papers.ranks import on_ranks
 from zero_tp.papers.reproduction import Reproduction
@@ -22,7 +22,7 @@ from zero_tp.papers.steps import followed_steps, most_in_backward
 from zero_tp.papers.zero_residual import residual
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, RankMemory, rank_memory, zero_memory
+from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory, zero_memory
 from zero_tp.planning.plan import needed
 from zero_tp.planning.workload import workload_of
 from zero_tp.planning.zero_settings import ZeroSettings

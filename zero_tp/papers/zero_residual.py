@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from zero_tp.constants import MIB
 from zero_tp.papers import formulas as printed
 from zero_tp.papers.allocator import Event, least_capacity, replay
-from zero_tp.papers.engines import kept_by_formula, large_config, left_by_forward, model_in, small_config
+from zero_tp.papers.engines import kept_by_formula, large_config, left_by_forward, small_config
 from zero_tp.papers.reproduction import Reproduction
 from zero_tp.papers.rows import Row, Table, rows
 from zero_tp.papers.steps import after_forward, events, followed_steps, most_in_backward
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import without_numbers
-from zero_tp.planning.memory import Model, zero_memory
+from zero_tp.planning.memory import Model, model_in, zero_memory
 from zero_tp.planning.tracking import Allocations
 from zero_tp.planning.workload import workload_of
 from zero_tp.planning.zero_settings import ZeroSettings

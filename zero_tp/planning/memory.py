@@ -58,6 +58,12 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
     return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(layers)), whole)
 
 
+def model_in(config: RunConfig) -> Model:
+    """Return what the model of a run says of itself."""
+    parallel = config.zero_tp.parallel
+    return model_of(config.hf_config(), parallel.tensor, parallel.sequence)
+
+
 @dataclass(frozen=True)
 class Point:
     """A point is one moment of a step [bytes].
@@ -159,7 +165,6 @@ def rank_memory(
         model: what `model_of` gives, if it is known.
         whole: dry-run all layers.
     """
-    parallel = config.zero_tp.parallel
-    parameters = (model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)).parameters
+    parameters = (model or model_in(config)).parameters
     zero = zero_memory(parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
     return RankMemory(zero, dry_run(config.hf_config(), workload_of(config, cpu=cpu, varlen=varlen), whole=whole))

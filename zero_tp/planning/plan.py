@@ -13,7 +13,7 @@ from zero_tp.devices import Device, named_device
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
-from zero_tp.planning.memory import Model, Point, RankMemory, model_of, rank_memory
+from zero_tp.planning.memory import Model, Point, RankMemory, model_in, rank_memory
 from zero_tp.planning.papers import PaperView
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import workload_of
@@ -225,8 +225,7 @@ def plan(
         UserError: the device can't compute in the run's dtype, or the layers don't divide by the stages.
     """
     check_device(device, config)
-    parallel = config.zero_tp.parallel
-    model = model or model_of(config.hf_config(), parallel.tensor, parallel.sequence)
+    model = model or model_in(config)
     layers = model.spec.layers
     if layers % (pipeline * interleaving):
         stages = f"{pipeline} stages" + (f" × {interleaving}" if interleaving > 1 else "")

@@ -22,7 +22,7 @@ from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.files import write_atomically
+from zero_tp.files import write_named
 from zero_tp.parallel.loss import adds_up, block_positions
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
@@ -328,8 +328,4 @@ def write(config: Mapping[str, Any], path: Path) -> None:
     Raises:
         UserError: the file can't be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--write {path}: can't be written ({error.strerror}); give another path") from None
+    write_named(path, json.dumps(config, indent=2) + "\n")
