@@ -117,6 +117,8 @@ class ModelDirectory:
         try:
             with torch.no_grad():
                 model(torch.zeros(1, 1, dtype=torch.long, device=device))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # an architecture that nobody here knows raises anything
             raise UserError(
                 f"{self.path}: the model that its config.json describes computes nothing: {first_line(error)}"

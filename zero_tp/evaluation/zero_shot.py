@@ -132,9 +132,13 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
     hashed = hashlib.sha256()
     for parameter in model.parameters():
         hashed.update(octets(parameter.flatten()[:COMPARED]))
+    other = f"--model {path}: holds other weights on other machines; put it on storage that all share"
     if len(set(from_all((topology.tensor_rank, hashed.digest())))) > topology.tensor:
-        raise UserError(f"--model {path}: holds other weights on other machines; put it on storage that all share")
-    check_replicas(model, topology)
+        raise UserError(other)
+    try:
+        check_replicas(model, topology)
+    except UserError as error:  # which tells of training
+        raise UserError(other) from error
 
 
 def _check_device(device: str) -> None:

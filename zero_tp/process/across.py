@@ -21,6 +21,7 @@ POLL_SECONDS = 1.0
 ASKED_PER_SECOND = 2000  # the store, by all ranks
 MEET_SECONDS = 10.0  # for the first machine, whose start may take longer
 HEARD_SECONDS = 4.0  # less than what a rank has to leave in
+ANSWER_SECONDS = 2.0  # for what the store answers at once, unless its machine is gone without closing connections
 LOST_SECONDS = 60.0  # from the store's end to the end of a rank that still works: it goes with the first rank
 
 
@@ -59,8 +60,8 @@ class Across:
 
         Args:
             status: what their ranks end with.
-            seconds: how long to look for the store. Where there is none, this machine speaks. Other threads than the
-                main one ask for less than MEET_SECONDS, and never import torch.
+            seconds: how long to look for the store, and to wait for its answer. Where there is none, this machine
+                speaks. Other threads than the main one ask for less than MEET_SECONDS, and never import torch.
         """
         prompt = seconds < MEET_SECONDS
         if not self.several or (prompt and not _loaded()):
@@ -69,11 +70,12 @@ class Across:
             return self._first
         try:
             store = self._open(seconds)
-            first = store.compare_set(self._key, "", f"{status} {self._name}").decode().partition(" ")[2]
-            self._acknowledge(store)
+            claimed = _within(seconds, store.compare_set, self._key, "", f"{status} {self._name}")
+            self.ended = True
+            first = claimed.decode().partition(" ")[2]
+            _within(seconds, self._acknowledge, store)
         except (RuntimeError, OSError):  # torch's errors of a store that is not there, or gone
             return True
-        self.ended = True
         return bool(first == self._name)
 
     def listen(self, ended: Callable[[int], object], lost: Callable[[str], object]) -> None:
@@ -90,9 +92,9 @@ class Across:
         """Return that the store, which this rank had found, is gone; "" where it answers or was never found."""
         try:
             if self.several and self._store is not None:
-                self._store.check([self._key])
+                _within(ANSWER_SECONDS, self._store.check, [self._key])
             return ""
-        except RuntimeError:
+        except (RuntimeError, TimeoutError):
             return self._told_lost()
 
     def _told_lost(self) -> str:
@@ -164,6 +166,30 @@ class Across:
                 if deadline is not None and time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
+
+
+def _within(seconds: float, ask: Callable[..., Any], *given: Any) -> Any:
+    """Return `ask(*given)`, which may wait for TCP's own end: many minutes.
+
+    Raises:
+        TimeoutError: it took longer than `seconds`; its thread goes on, and ends with the process.
+    """
+    answers: list[Any] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask(*given))
+        except (RuntimeError, OSError) as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=run, name="other machines' answer", daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
 
 
 def _loaded() -> bool:

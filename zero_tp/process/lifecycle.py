@@ -153,11 +153,12 @@ class _Rank:
         gone = ""
         if _looks_like_a_lost_peer(error):
             deadline = time.monotonic() + HOLD_BACK_SECONDS
-            while not (self.first_word.said() or self.across.ended) and time.monotonic() < deadline:
+            while not self.first_word.said() and time.monotonic() < deadline:
                 if self._name_lost_peer():
                     break
                 time.sleep(0.05)
-            gone = self.across.lost_store()
+            if not self.first_word.said():
+                gone = self.across.lost_store()
         said = self._say(gone or report, FAILED)
         if self.verbose and (gone or not said):
             write_stderr(report)
