@@ -88,9 +88,11 @@ def no_ssh(rack: Rack, *words: str, before: Sequence[str] = ()) -> Launch:
     return Launch(rack, [first, [*before, *second]])
 
 
-def torchrun(rack: Rack, *words: str) -> Launch:
+def torchrun(rack: Rack, *words: str, meet: int = 60) -> Launch:
+    """`meet`: seconds that an agent waits for the others, and for the store, as docs/cluster.md has it."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
     start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
+    start += ["--rdzv_conf", f"join_timeout={meet},read_timeout={meet}"]
     return Launch(rack, [[*start, SCRIPT, *words]] * 2)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 import time
 from collections.abc import Sequence
@@ -14,11 +16,12 @@ from tests.cluster.starts import STARTS, Ended, alone, no_ssh, torchrun
 from tests.cluster.test_ends import LONG, kill_all, none_left, process_of, say_once, trained
 from tests.cluster.test_starting import STEPS, losses
 from tests.waits import patience
+from zero_tp.checkpoint.directory import complete_steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 __all__ = ["none_left"]
 
-LIMIT = 15
+LIMIT, START, MEET, KILLS = 15, 20, 15, 20
 LIMITED = [*LONG, "--set", f'zero_tp.training.timeout_minutes={{"step": {LIMIT / 60}}}']
 FOUND = LIMIT + 35
 """Seconds of an idle machine from a fault to the end of all ranks: the limit, the store's answers, and the way out."""
@@ -121,3 +124,34 @@ def test_the_end_of_the_first_machine_ends_the_others(slurm: Rack, workplace: Pa
     assert 0 not in ended.statuses
     told = re.findall(r"\(node2\) failed: |node2: error: |error: node2 has lost", launch.output(1))
     assert told, launch.output(1)
+
+
+def test_a_machine_that_dies_at_any_time_costs_what_was_not_saved(slurm: Rack, workplace: Path, seed: int) -> None:
+    """A run is launched again and again, and each time a machine dies: while agents meet, or ranks start or train."""
+    chance, name, run = random.Random(seed), "runs/killed", workplace / "runs/killed"
+    words = ["--deepspeed_config", "small.json", "--set", "scheduler.params.total_num_steps=1000"]
+    limits = {"start": START / 60} | dict.fromkeys(("step", "save", "evaluation"), LIMIT / 60)
+    limited = [*words, "--set", f"zero_tp.training.timeout_minutes={json.dumps(limits)}", "--output-dir", name]
+    limited += ["--set", "zero_tp.checkpoint.interval=1"]
+    begun = time.monotonic()
+    ended = torchrun(slurm, *limited, "--set", "zero_tp.training.steps=1", meet=MEET).ended()
+    assert ended.statuses == [0, 0], ended.output
+    late, saved = 2 * (time.monotonic() - begun), 1
+    for number in chance.sample(range(KILLS), KILLS):
+        launch = torchrun(slurm, *limited, "--set", "zero_tp.training.steps=100000", meet=MEET)
+        time.sleep((number + chance.random()) / KILLS * late)
+        kill_all(chance.choice(slurm.nodes))
+        ended = launch.ended(START + MEET + 35)
+        assert 0 not in ended.statuses
+        resumed = re.findall(r"^resuming step (\d+)", ended.output, re.MULTILINE)
+        assert resumed in ([], [str(saved)]), ended.output
+        told = [int(step) for step in re.findall(rf"saved {name}/checkpoints/step_(\d+)", ended.output)]
+        kept = complete_steps(run)[-1]
+        assert kept >= max([saved, *told]), "a save is lost"
+        saved = kept
+    assert saved > 1, "no launch has trained"
+    until = ["--set", f"zero_tp.training.steps={saved + 4}", "--output-dir"]
+    for start, directory in ((torchrun, name), (alone, f"{name}_alone")):
+        ended = start(slurm, *words, *until, directory).ended()
+        assert set(ended.statuses) == {0}, ended.output
+    assert losses(run) == losses(workplace / f"{name}_alone")
