@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig
 
 from tests.packed import packed_kernels
@@ -76,9 +78,10 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     causal=st.booleans(),
     spread=st.sampled_from([0.3, 1.0, 3.0]),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    together=st.integers(1, 4),
 )
 def test_attention_by_products_is_that_of_torch(
-    length: int, kv_heads: int, size: int, causal: bool, spread: float, dtype: torch.dtype
+    length: int, kv_heads: int, size: int, causal: bool, spread: float, dtype: torch.dtype, together: int
 ) -> None:
     """Against fp64: about as near to it as torch's own kernel, neither too long nor too short."""
     config = LlamaConfig(hidden_size=4 * size, head_dim=size, num_attention_heads=4, num_key_value_heads=kv_heads)
@@ -90,9 +93,12 @@ def test_attention_by_products_is_that_of_torch(
 
     def computed(dtype: torch.dtype, here: bool) -> tuple[Tensor, list[Tensor]]:
         given = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
-        with patch.object(flash, "is_faster", lambda *_: here):
+        with (
+            patch.object(flash, "is_faster", lambda *_: here),
+            patch.object(flash, "BLOCK_ELEMENTS", together * flash.BLOCK * length),
+        ):
             output = core(*(each.permute(1, 2, 0, 3) for each in given), None)
-        output.backward(upstream.to(dtype))
+            output.backward(upstream.to(dtype))
         assert output.grad_fn is not None and ("_Flash" in output.grad_fn.name()) == here
         return output.detach(), [each.grad for each in given if each.grad is not None]
 
@@ -156,6 +162,27 @@ def test_a_window_alone_is_a_piece_for_each_row() -> None:
         packed = SDPACore.mask(AttentionMask(6, 6, window=3), spec, like)
     assert isinstance(packed, Packed) and packed.window == 2
     assert packed.pieces.starts.tolist() == [0, 6, 12] and packed.pieces.longest == 6
+
+
+def test_attention_by_products_keeps_what_torch_keeps() -> None:
+    query, key, value = (
+        torch.randn(2 * flash.BLOCK, 2, heads, 16).permute(1, 2, 0, 3).requires_grad_() for heads in (4, 2, 2)
+    )
+
+    def kept(attention: Callable[[], Tensor]) -> list[int]:
+        found: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            attention()
+        return sorted(found.values())
+
+    theirs = kept(lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+    assert kept(lambda: flash.flash_attention(query, key, value, True)) == theirs
 
 
 def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:

@@ -104,7 +104,7 @@ class SDPACore(AttentionCore):
         if mask is not None and query.device.type != "cpu":
             key, value = for_each_head(key, value, query.shape[1])  # beside a mask CUDA's fused kernels take no groups
         if mask is None and not dropped and flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
-            return flash.flash_attention(query, *for_each_head(key, value, query.shape[1]), causal)
+            return flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
         with self.streams.use(PER_RANK) if dropped else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)

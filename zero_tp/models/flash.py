@@ -27,8 +27,9 @@ class _Flash(torch.autograd.Function):
         batch, heads, length, size = query.shape
         mixed = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
         logarithms = query.new_empty(batch, heads, length, dtype=torch.float32)
-        for own in _blocks(query):
-            _mix(query[own], key[own], value[own], mixed[own], logarithms[own], causal=causal)
+        for own, shared, times in _blocks(query, key):
+            keys, values = (each[shared].repeat_interleave(times, 0) for each in (key, value))
+            _mix(query[own], keys, values, mixed[own], logarithms[own], causal=causal)
         ctx.save_for_backward(query, key, value, mixed, logarithms)
         ctx.causal = causal
         return mixed
@@ -37,21 +38,28 @@ class _Flash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, mixed, logarithms = ctx.saved_tensors
-        gradients = [torch.empty_like(each) for each in (query, key, value)]
-        for own in _blocks(query):
-            parts = (each[own] for each in (query, key, value, mixed, logarithms, gradient))
-            for whole, part in zip(gradients, _gradients(*parts, causal=ctx.causal), strict=True):
-                whole[own] = part
-        return gradients[0], gradients[1], gradients[2], None
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for own, shared, times in _blocks(query, key):
+            keys, values = (each[shared].repeat_interleave(times, 0) for each in (key, value))
+            parts = (each[own] for each in (mixed, logarithms, gradient))
+            of_query[own], *found = _gradients(query[own], keys, values, *parts, causal=ctx.causal)
+            for whole, part in zip((of_key, of_value), found, strict=True):
+                whole[shared] += part.unflatten(0, (-1, times)).sum(1)
+        return of_query, of_key, of_value, None
 
 
-def _blocks(query: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield a row and those of its heads that are computed together."""
+def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
+    """Yield a row and those of its heads that are computed together, the row and their keys' heads, and how many of
+    the heads each of these serves: whole groups, or a part of one."""
     batch, heads, length, _ = query.shape
-    together = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
+    group = heads // key.shape[1]
+    most = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
+    times = max(each for each in range(1, min(group, most) + 1) if group % each == 0)
+    together = max(times, most // times * times) if times == group else times
     for row in range(batch):
         for first in range(0, heads, together):
-            yield row, slice(first, first + together)
+            last = min(first + together, heads)
+            yield (row, slice(first, last)), (row, slice(first // group, (last - 1) // group + 1)), times
 
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, *, causal: bool) -> None:
@@ -135,6 +143,12 @@ def is_faster(dtype: torch.dtype, device: torch.device, queries: int, keys: int)
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """Return softmax(QKᵀ/√d)V of CPU tensors. All [b, a, s, d] → [b, a, s, d]. It can be differentiated once."""
+    """Return softmax(QKᵀ/√d)V of CPU tensors, [b, a, s, d]. It can be differentiated once.
+
+    Args:
+        query: [b, a, s, d].
+        key: [b, a or a divisor of it, s, d]: each of its heads serves as many of Q's in turn.
+        value: as key.
+    """
     mixed: Tensor = _Flash.apply(query, key, value, causal)
     return mixed
