@@ -31,7 +31,7 @@ SETTINGS = (
     "zero_tp.evaluation.interval=null",
 )
 WORDS = ["--deepspeed_config", "small.json", *(word for one in SETTINGS for word in ("--set", one))]
-LIMITED = 'zero_tp.training.timeout_minutes={"save": 0.25}'
+LIMITED = "zero_tp.training.timeout_minutes.save=0.25"
 """A machine may die while its part of a checkpoint is awaited."""
 LONG = [*WORDS, "--set", "zero_tp.training.steps=1000", "--set", "zero_tp.checkpoint.interval=2", "--set", LIMITED]
 
@@ -101,7 +101,7 @@ def test_a_restart_that_would_meet_ranks_that_are_gone_is_refused(slurm: Rack, w
 def test_slurm_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplace: Path) -> None:
     """The machine's power goes: its connections stay open, and the other one's ranks give up before Slurm knows."""
     run, (first, second) = "runs/requeued", slurm.nodes
-    words = [*LONG, "--output-dir", run, "--set", 'zero_tp.training.timeout_minutes={"step": 0.2}']
+    words = [*LONG, "--output-dir", run, "--set", "zero_tp.training.timeout_minutes.step=0.2"]
     launch = sbatch(slurm, *words, options=["--nodes=1-2"])
     job = workplace / "job.out"
     trained(launch, workplace / run)
