@@ -151,8 +151,9 @@ def test_an_interrupt_on_the_first_machine_ends_all(name: str, slurm: Rack, work
     group = launch.processes[0].pid
     for _ in range(2 if name == "srun" else 1):
         for process in psutil.Process(group).children(recursive=True):
-            if os.getpgid(process.pid) == group:
-                process.send_signal(signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):  # it has ended since
+                if os.getpgid(process.pid) == group:
+                    process.send_signal(signal.SIGINT)
         time.sleep(0.3)
     assert launch.ended().statuses[0] != 0
     wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, launch.output, 0.2)
@@ -185,4 +186,4 @@ def test_scancel_saves(slurm: Rack, workplace: Path) -> None:
 def test_a_time_limit_saves(slurm: Rack, workplace: Path) -> None:
     launch = sbatch(slurm, *LONG, "--output-dir", "runs/late", options=["--time=2", "--signal=TERM@30"])
     say_once(ended_by_slurm(trained(launch, workplace / "runs/late")), "stopped after step")
-    assert complete_steps(workplace / "runs/late") == [steps(workplace / "runs/late")]
+    assert complete_steps(workplace / "runs/late") == [steps(workplace / "runs/late")], launch.output()
