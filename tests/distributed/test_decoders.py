@@ -4,6 +4,7 @@ backward, then DeepSpeed's ZeRO, then generation."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -18,6 +19,7 @@ from tests.distributed.families import ENCODERS, FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import in_tiers
+from zero_tp.models import flash
 from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.agreement import random_numbers_of_first
 from zero_tp.parallel.layout import Replicated, audit, layout_of
@@ -29,7 +31,14 @@ RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 
 
 def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str) -> dict[str, int]:
-    """With and without SP; how many gradients were compared, and how many of them are parts that a hook sums."""
+    """With and without SP; how many gradients were compared, and how many of them are parts that a hook sums.
+
+    Args:
+        attention: that of the config, or "products": SDPA, of matrix products in blocks of four queries.
+    """
+    if attention == "products":
+        with patch.object(flash, "BLOCK", 4), patch.object(flash, "_gradients", wraps=flash._gradients) as used:
+            return same_as_native(world, fields, seed, "sdpa") | {"products": used.call_count}
     reference = decoder(fields, seed, attention)
     tokens = tokens_for(fields)
     expected = reference(input_ids=tokens, labels=tokens)
@@ -61,7 +70,7 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
 @given(data=st.data())
 def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
     fields = data.draw(decoder_fields(model_type))
-    attention = data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
+    attention = data.draw(st.sampled_from(["sdpa", "eager", "products"]), label="attention")
     counts = ranks(world).run(same_as_native, world, fields, data.draw(st.integers(0, 2**31), label="seed"), attention)
     assert counts == counts[:1] * world
     layers = fields.get("num_hidden_layers") or fields["n_layer"]
@@ -74,12 +83,14 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
 
 
 @EACH_WORLD
+@pytest.mark.parametrize("attention", ["sdpa", "products"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
-def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
+def test_each_family(ranks: Pools, seed: int, world: int, family: str, attention: str) -> None:
     """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows, a padding token."""
     fields = model_sizes(seed, family)
-    counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
+    counts = ranks(world).run(same_as_native, world, fields, seed, attention)
     assert counts == counts[:1] * world
+    assert counts[0].get("products", 1) > 0
     # Of 3 layers: keys, values and their biases, and the norms of queries and keys.
     assert counts[0]["hooks, SP False"] == (3 * (4 + 2) if family == "fewer KV heads than TP" else 0)
 

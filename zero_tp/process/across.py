@@ -6,6 +6,7 @@ ranks are connected, or under NCCL, no broken connection tells them either. It i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -71,12 +72,12 @@ class Across:
         try:
             store = self._open(seconds)
             claimed = _within(seconds, store.compare_set, self._key, "", f"{status} {self._name}")
-            self.ended = True
-            first = claimed.decode().partition(" ")[2]
-            _within(seconds, self._acknowledge, store)
         except (RuntimeError, OSError):  # torch's errors of a store that is not there, or gone
             return True
-        return bool(first == self._name)
+        self.ended = True
+        with contextlib.suppress(RuntimeError, OSError):  # gone since: rank 0 waits for a bounded time
+            _within(seconds, self._acknowledge, store)
+        return bool(claimed.decode().partition(" ")[2] == self._name)
 
     def listen(self, ended: Callable[[int], object], lost: Callable[[str], object]) -> None:
         """Start to listen, on a thread, once torch is there.
