@@ -31,8 +31,8 @@ SETTINGS = (
     "zero_tp.evaluation.interval=null",
 )
 WORDS = ["--deepspeed_config", "small.json", *(word for one in SETTINGS for word in ("--set", one))]
-LIMITED = "zero_tp.training.timeout_minutes.save=0.25"
-"""A machine may die while its part of a checkpoint is awaited."""
+LIMITED = "zero_tp.training.timeout_minutes.heartbeat=0.5"
+"""A machine may die while its part of a checkpoint is awaited: no connection tells of that."""
 LONG = [*WORDS, "--set", "zero_tp.training.steps=1000", "--set", "zero_tp.checkpoint.interval=2", "--set", LIMITED]
 
 

@@ -188,6 +188,27 @@ MUTANTS: dict[str, Mutant] = {
         "    least = max(",
         (WATCH + "test_who_is_behind_is_waited_for",),
     ),
+    "silence-is-for-ever": Mutant(
+        "A machine that dies while nobody waits for it ends the job after the phase's limit, 30 minutes.",
+        "zero_tp/process/watch.py",
+        "if times >= LOOKS]",
+        "if times >= 1000 * LOOKS]",
+        (WATCH + "test_a_rank_whose_word_stays_the_old_one_is_silent",),
+    ),
+    "who-leaves-says-nothing": Mutant(
+        "A rank that has ended its work is missed by the others, which end with an error.",
+        "zero_tp/process/watch.py",
+        '        self.enter("end")\n',
+        "",
+        (WATCH + "test_a_rank_that_has_left_is_not_missed",),
+    ),
+    "a-broken-connection-stays": Mutant(
+        "A rank whose connection to the store broke once says nothing more, and ends the job.",
+        "zero_tp/process/watch.py",
+        "self._store = self._connection()\n            if",
+        "pass\n            if",
+        (WATCH + "test_a_connection_that_breaks_is_made_anew",),
+    ),
     "nobody-need-wait-for-a-straggler": Mutant(
         "A rank is slow that nobody waits for.",
         "zero_tp/process/watch.py",

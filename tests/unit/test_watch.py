@@ -6,12 +6,15 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.launched import ROOT, run
-from tests.waits import patience
-from zero_tp.process.watch import Position, Watch, report, stragglers
+from tests.waits import patience, wait_until
+from zero_tp.process.watch import LOOKS, Heard, Position, Watch, report, silence, stragglers
 
 HERE = Position(
     count=90,
@@ -60,7 +63,117 @@ def test_all_positions_are_read_at_once_and_those_that_are_not_there_are_left_ou
         watch._rank, watch._world, watch._store = number, 3, store
     for said in range(1, 4):
         ranks[said - 1]._say()
-        assert sorted(ranks[0]._everyone()) == list(range(said))
+        assert sorted(ranks[0]._told_by(range(3))) == list(range(said))
+
+
+def looked_at(heard: Heard, told: float, phase: str = "save") -> list[int]:
+    """Who is silent when ranks 0 and 1 have said something new, and rank 2 at `told`."""
+    new = time.monotonic()
+    speaking, third = replace(HERE, told=new), replace(HERE, told=told, phase=phase)
+    return heard.silent({0: speaking, 1: speaking, 2: third})
+
+
+def test_a_rank_whose_word_stays_the_old_one_is_silent() -> None:
+    heard = Heard()
+    for _ in range(2):  # it speaks in time, and then no more
+        for look in range(LOOKS):
+            assert looked_at(heard, 7.0) == [], look
+        assert looked_at(heard, 8.0) == []
+    for look in range(1, LOOKS + 1):
+        assert looked_at(heard, 8.0) == ([2] if look == LOOKS else [])
+
+
+@pytest.mark.parametrize("phase", ["start", "end"])
+def test_a_rank_that_starts_or_has_ended_need_not_speak(phase: str) -> None:
+    heard = Heard()
+    assert [looked_at(heard, 7.0, phase=phase) for _ in range(3 * LOOKS)] == [[]] * 3 * LOOKS
+
+
+def test_silence_is_told_with_where_the_ranks_were() -> None:
+    gone = replace(HERE, phase="save", doing="", told=1120.0)
+    lines = silence({3: replace(gone, host="b"), 2: replace(gone, host="b")}, 1300.0, 180).splitlines()
+    assert lines == [
+        "rank 2 (b) in save 17 for 300 s, at all_reduce, last heard of 180 s ago",
+        "rank 3 (b) in save 17 for 300 s, at all_reduce, last heard of 180 s ago",
+        "error: no word from ranks 2 and 3 (b) for 3 minutes, by zero_tp.training.timeout_minutes.heartbeat: "
+        "the machine, its network or the process is gone or stands still",
+    ]
+
+
+class Failing:
+    """A store whose next requests fail, as torch's does when its connection breaks."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.broken = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.broken:
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+
+def anew(connections: list[Failing]) -> bool:
+    return not connections[-1].broken
+
+
+def telling(store: dist.Store, rank: int, world: int, heartbeat: float) -> tuple[Watch, list[Failing], list[str]]:
+    """A rank's watch that tells the others by connections to a store, in a save; its connections, and why it ends."""
+    watch, made, told = Watch(), list[Failing](), list[str]()
+
+    def connect() -> Failing:
+        made.append(Failing(store))
+        return made[-1]
+
+    watch.end = told.append
+    watch.begin({}, rank, world, heartbeat)
+    watch._connection, watch._store = connect, connect()
+    watch.enter("save", 500)
+    watch._teller.start()
+    return watch, made, told
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_gone_ends_the_others_though_none_waits_for_it(lost: int) -> None:
+    store = dist.HashStore()
+    ranks = [telling(store, rank, 3, 0.5) for rank in range(3)]
+    ended = [told for rank, (_, _, told) in enumerate(ranks) if rank != lost and 0 in (rank, lost)]
+    spared = [told for rank, (_, _, told) in enumerate(ranks) if 0 not in (rank, lost)]
+    time.sleep(1.0)
+    assert not any(told for _, _, told in ranks)
+    gone = ranks[lost][0]
+    gone._left.set()  # as a machine does whose power goes: the others are not told
+    wait_until(lambda: all(ended), 20, "nobody misses it", 0.05)
+    for told in ended:
+        [text] = told
+        where, error = text.splitlines()
+        assert where.startswith(f"rank {lost} (") and ") in save 500 for " in where and "last heard of " in where
+        assert error.startswith(f"error: no word from rank {lost} (")
+    assert not any(spared), "the first rank looks at all, they at it"
+    for watch, _, _ in ranks:
+        watch.leave()
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    store = dist.HashStore()
+    (first, _, told), (second, _, _) = (telling(store, rank, 2, 0.4) for rank in range(2))
+    second.leave()
+    assert first._told_by([1])[1].phase == "end"
+    time.sleep(2.0)
+    first.leave()
+    assert not told
+
+
+def test_a_connection_that_breaks_is_made_anew() -> None:
+    store = dist.HashStore()
+    (first, made, told), (second, others, _) = (telling(store, rank, 2, 0.6) for rank in range(2))
+    for connections in (made, others, made):
+        connections[-1].broken = True
+        wait_until(partial(anew, connections), 10, "no new connection", 0.02)
+        time.sleep(1.5)
+    assert not told, "both have spoken again in time"
+    second._left.set()
+    wait_until(lambda: told, 20, "nobody misses it", 0.05)
+    first.leave()
 
 
 def test_a_rank_at_work_twice_as_long_is_slow() -> None:

@@ -2,21 +2,24 @@
 
 Ranks that hang wait for one that does not come: in a collective, whose own limit says neither where the others are nor
 which of them is late. So each rank counts its marks (each rank sets the same ones in the same order), a thread of its
-own puts the newest into the job's key-value store, and the first rank to reach its limit reads them all. No collective
-is involved, and nothing here waits without end.
+own puts the newest into the job's key-value store, and the first rank to reach its limit reads them all. Where the
+others do not wait for a rank that is gone (while a checkpoint is written, or under NCCL), its silence ends the job. No
+collective is involved, and nothing here waits without end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import math
 import os
 import socket
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +33,8 @@ TELL_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # of the store
 MOST_ASKING = 8  # of all ranks for all positions at once: a thousand would each be sent a thousand
 WINDOW_SECONDS = 60.0  # over which a straggler is looked for
+LOOKS = 3  # in turn without a new word, after which a rank is silent
+LEAVE_SECONDS = 2.0  # to tell the others that the work is done
 SLOWER, AT_WORK = 2.0, 0.6
 """A straggler is at work SLOWER times as long as the others' median, and AT_WORK of the time, so that they wait."""
 
@@ -79,7 +84,7 @@ class Watch:
     """The watch of one rank: `begin` starts it, `enter` and `mark` say what the rank does.
 
     Attributes:
-        end: called with the text of a hang, by the watch's thread; it ends the process.
+        end: called with why the job ends, by a thread of the watch; it ends the process.
     """
 
     def __init__(self, *, window: float = WINDOW_SECONDS) -> None:
@@ -87,8 +92,11 @@ class Watch:
         self._window, self._limits = window, dict[str, float]()
         self._position = Position()
         self._store: Any = None
+        self._connection: Callable[[], Any] = lambda: None
         self._rank, self._world = 0, 1
+        self._heartbeat: float | None = None
         self._left = threading.Event()
+        self._teller = threading.Thread(target=self._tell, name="watch store", daemon=True)
         self._notes: list[str] = []
         self._main = threading.main_thread().ident
         self._zero = time.monotonic()
@@ -97,28 +105,35 @@ class Watch:
 
     # --- what the rank says -------------------------------------------------------------------------------------------
 
-    def begin(self, limits: Mapping[str, float | None], rank: int, world: int) -> None:
+    def begin(self, limits: Mapping[str, float | None], rank: int, world: int, heartbeat: float | None = None) -> None:
         """Start to watch.
 
         Args:
             limits: how long each phase may go without a mark [seconds]; a phase that is not there, or None, for ever.
+            heartbeat: how long a rank may say nothing once its start is over [seconds]; None: for ever.
         """
         self._limits = {phase: limit for phase, limit in limits.items() if limit is not None}
         self._rank, self._world = rank, world
-        self._tell_seconds = min([TELL_SECONDS, *(limit / 4 for limit in self._limits.values())])
+        self._heartbeat = heartbeat
+        self._window = min(self._window, (heartbeat or math.inf) / LOOKS)
+        self._tell_seconds = min(TELL_SECONDS, self._window / 2, *(limit / 4 for limit in self._limits.values()))
         self.enter("start")
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def connect(self) -> None:
         """Begin to tell the other ranks, once the process group is there."""
-        self._store, connected = _own_store(), self._clock()
+        self._connection = _connection()
+        self._store, connected = self._connection(), self._clock()
         self._zero += connected  # all ranks are here at the same time
         self._position = replace(self._position, since=self._position.since - connected)
-        threading.Thread(target=self._tell, name="watch store", daemon=True).start()
+        self._teller.start()
 
     def leave(self) -> None:
-        """Watch no more: the work is done."""
+        """Watch no more: the work is done. The others are told, so that they do not wait for a word."""
+        self.enter("end")
         self._left.set()
+        if self._teller.is_alive():
+            self._teller.join(LEAVE_SECONDS)
 
     def fail(self, text: str) -> None:
         """End this rank, from any thread; `text` says why."""
@@ -162,17 +177,27 @@ class Watch:
                 return
 
     def _tell(self) -> None:
-        begun, before = time.monotonic(), dict[int, Position]()
-        try:
-            self._say()  # the others know the machine of a rank that never speaks again
-            while not self._left.wait(self._tell_seconds):
+        """Tell the others where this rank is, and look at them once a window: the first rank at all, they at it."""
+        others = [rank for rank in range(self._world) if self._rank == 0 or rank == 0]
+        looked, before, heard = time.monotonic(), dict[int, Position](), Heard()
+        while True:
+            try:
                 self._say()
-                if self._rank == 0 and time.monotonic() - begun >= self._window:
-                    now = self._everyone()
-                    self._notes += stragglers(before, now, self._window)
-                    begun, before = time.monotonic(), now
-        except RuntimeError:  # what torch raises for a store that is gone, or does not answer
-            return
+                if time.monotonic() - looked >= self._window and not self._left.is_set():
+                    now = self._told_by(others)
+                    if self._rank == 0:
+                        self._notes += stragglers(before, now, self._window)
+                    looked, before = time.monotonic(), now
+                    silent = heard.silent(now)
+                    if silent and self._heartbeat is not None:
+                        self.fail(silence({rank: now[rank] for rank in silent}, self._clock(), self._heartbeat))
+                        return
+            except RuntimeError:  # what torch raises for a store that is gone, or does not answer
+                with contextlib.suppress(RuntimeError, OSError):  # the next turn tries again
+                    self._store = self._connection()
+            if self._left.is_set():
+                return
+            self._left.wait(self._tell_seconds)
 
     def _clock(self) -> float:
         return time.monotonic() - self._zero
@@ -193,9 +218,9 @@ class Watch:
     def _say(self) -> None:
         self._store.set(str(self._rank), json.dumps(asdict(self._own())))
 
-    def _everyone(self) -> dict[int, Position]:
-        """Return the newest positions by rank, of those that have said one. Two requests, once all have."""
-        ranks = [rank for rank in range(self._world) if rank != self._rank]
+    def _told_by(self, ranks: Sequence[int]) -> dict[int, Position]:
+        """Return the newest positions of ranks that have said one, and this rank's. Two requests, once all have."""
+        ranks = [rank for rank in ranks if rank != self._rank]
         if not self._store.check([str(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([str(rank)])]
         told = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
@@ -212,7 +237,7 @@ class Watch:
                 time.sleep(self._tell_seconds)  # who has come no further either says so meanwhile
                 if crowded:  # the first ones end the job meanwhile
                     time.sleep(ANSWER_SECONDS)
-                everyone.update(self._everyone())
+                everyone.update(self._told_by(range(self._world)))
             except RuntimeError:
                 everyone[self._rank] = replace(everyone[self._rank], host=f"{socket.gethostname()}; no store")
 
@@ -221,6 +246,33 @@ class Watch:
             asking.start()
             asking.join(2 * ANSWER_SECONDS + self._tell_seconds)
         return report(dict(everyone), self._world, position, limit)
+
+
+class Heard:
+    """What one rank has heard of the others, look by look.
+
+    A look counts, and no clock: where all were stopped together, the first that goes on finds old words everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._told, self._same = dict[int, float](), dict[int, int]()
+
+    def silent(self, now: Mapping[int, Position]) -> list[int]:
+        """Return the ranks whose word is the old one for LOOKS looks in turn. A start may take long, and an end too."""
+        for rank, position in now.items():
+            same = position.told == self._told.get(rank) and position.phase not in ("start", "end")
+            self._same[rank] = self._same.get(rank, 0) + 1 if same else 0
+            self._told[rank] = position.told
+        return [rank for rank, times in self._same.items() if times >= LOOKS]
+
+
+def silence(lost: Mapping[int, Position], now: float, limit: float) -> str:
+    """Return where ranks were that are heard of no more, a line each, and the error as the last line."""
+    lines = [f"rank {rank} {position.described(now)}" for rank, position in sorted(lost.items())]
+    who = f"{name_ranks(sorted(lost))} ({', '.join(sorted({position.host for position in lost.values()}))})"
+    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
+    error = f"error: no word from {who} for {limits}: the machine, its network or the process is gone or stands still"
+    return "\n".join([*lines, error])
 
 
 def report(everyone: Mapping[int, Position], world: int, position: Position, limit: float) -> str:
@@ -295,13 +347,23 @@ def _frames() -> dict[int, Any]:
             gc.enable()
 
 
-def _own_store() -> Any:
-    """Return the job's store by a connection of its own: the main thread may wait in the other for minutes."""
+def _connection() -> Callable[[], Any]:
+    """Return what connects to the job's store: the main thread may wait in its own connection for minutes.
+
+    It raises OSError or RuntimeError where nothing answers.
+    """
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        store = dist.TCPStore(store.host, store.port, timeout=timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
-    return dist.PrefixStore("zero_tp/watch", store)
+    if not isinstance(store, dist.TCPStore):
+        return lambda: dist.PrefixStore("zero_tp/watch", store)
+    address = store.host, store.port  # the store itself ends with its process group
+
+    def connect() -> Any:
+        socket.create_connection(address, timeout=ANSWER_SECONDS).close()  # torch's own attempts are loud
+        own = dist.TCPStore(*address, timeout=timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
+        return dist.PrefixStore("zero_tp/watch", own)
+
+    return connect

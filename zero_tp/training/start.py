@@ -54,7 +54,9 @@ def started(
     config, directory, watch, first = run.config, run.directory, tools.watch, environment.rank == 0
     seed = config.zero_tp.training.seed
     if watch is not None:
-        watch.begin(_limits(config.zero_tp.training.timeouts), environment.rank, environment.world)
+        timeouts = config.zero_tp.training.timeouts
+        heartbeat = None if timeouts.heartbeat is None else 60 * timeouts.heartbeat
+        watch.begin(_limits(timeouts), environment.rank, environment.world, heartbeat)
     with run_directory(directory, watch.fail if watch is not None else lambda text: None) if first else nullcontext():
         if tools.keep is not None and first:
             tools.keep(directory)

@@ -45,8 +45,8 @@ class Profiler(Protocol):
 class Watch(Protocol):
     """A watch knows what this rank does, and ends it when it hangs (zero_tp/process/watch.py)."""
 
-    def begin(self, limits: Mapping[str, float | None], rank: int, world: int) -> None:
-        """Start to watch, with each phase's limit [seconds]."""
+    def begin(self, limits: Mapping[str, float | None], rank: int, world: int, heartbeat: float | None = None) -> None:
+        """Start to watch, with the limit of each phase, and of another rank's silence [seconds]."""
 
     def connect(self) -> None:
         """Begin to tell the other ranks."""
