@@ -13,7 +13,7 @@ from tests.launched import ROOT, run
 from tests.tiers import THOROUGH
 
 FEW = ["hf-1p", "ztp-1p", "ds-z2", "ztp-z2", "autotp", "ztp-sp-compiled"]
-OTHERS = ["hf-1p", "ztp-z1-1p", "ztp-tp", "ztp-sp", "ztp-1p-compiled", "ztp-z2-compiled"]
+OTHERS = ["hf-1p", "ztp-z1-1p", "ztp-z1", "ztp-z3", "ztp-tp", "ztp-sp", "ztp-1p-compiled", "ztp-z2-compiled"]
 
 
 @pytest.mark.timeout(1200)
