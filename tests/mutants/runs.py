@@ -200,8 +200,8 @@ MUTANTS: dict[str, Mutant] = {
     "first-block-alone": Mutant(
         "The weight's gradient is that of the last block of tokens.",
         "zero_tp/parallel/loss.py",
-        "        total[rows].add_(first[:, rows].t() @ second)",
-        "        total[rows].copy_(first[:, rows].t() @ second)",
+        "total[rows].add_(first[:, rows].t() @ second)",
+        "total[rows].copy_(first[:, rows].t() @ second)",
         (LOSS + "test_bf16[24-5-10-False]",),
     ),
     "last-micro-batch-for-all": Mutant(

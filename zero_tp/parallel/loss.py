@@ -27,7 +27,8 @@ BLOCK_ELEMENTS = 2**23
 """Logits of one block on one rank, at least: 32 MiB in fp32."""
 SLICE_ELEMENTS = 2**22
 """Logits that are in fp32 at a time on accelerators, where a kernel needs work for all its cores: 16 MiB."""
-_COPIED_ROWS = 2**13
+_FP32_SUMS = ("cuda", "xpu")
+"""Devices whose GEMMs add the products of 16-bit tensors to one of fp32."""
 
 
 def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: torch.dtype) -> int:
@@ -36,6 +37,9 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
     A block has as many tokens as the weight [rows, columns] has columns, if that is more than `BLOCK_ELEMENTS`: its
     logits are no larger then than the scaled gradient of the weight, which backward makes when they are gone. Twice as
     many are one block in bf16, as the gradient of one block alone is not added up in fp32.
+
+    Args:
+        columns: 0 where the weight has no gradient, as in evaluation.
     """
     if dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
         return sequence
@@ -154,13 +158,26 @@ def _differences_(
 
 
 def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
-    """Add firstᵀ · second to `total`, which is in fp32. [n, v/t], [n, h] → [v/t, h]."""
+    """Add firstᵀ · second to `total`, which is in fp32. [n, v/t], [n, h] → [v/t, h].
+
+    Where the GEMM cannot add to fp32, a bf16 product is rounded first. One of fp16 is made in fp32: a sum of many
+    tokens can be more than fp16 holds, whatever the loss scale, which comes after it.
+    """
     if first.dtype == torch.float32:
         total.addmm_(first.t(), second)
         return
-    for start in range(0, first.shape[1], _COPIED_ROWS):  # a GEMM that adds to another dtype is CUDA's alone
-        rows = slice(start, start + _COPIED_ROWS)
-        total[rows].add_(first[:, rows].t() @ second)  # `+=` would copy the rows to where they are
+    if total.device.type in _FP32_SUMS:
+        torch.addmm(total, first.t(), second, out_dtype=torch.float32, out=total)
+        return
+    half = first.dtype == torch.float16
+    second = second.float() if half else second
+    step = max(1, BLOCK_ELEMENTS // second.shape[1])
+    for start in range(0, first.shape[1], step):
+        rows = slice(start, start + step)
+        if half:
+            total[rows].addmm_(first[:, rows].t().float(), second)
+        else:
+            total[rows].add_(first[:, rows].t() @ second)  # `+=` would copy the rows to where they are
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -208,7 +225,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = None
         rows, columns = weight.shape
         bias_gradient = torch.zeros(rows, dtype=torch.float32, device=hidden.device) if needs_bias else None
-        step = block_positions(length, batch, rows, columns, weight.dtype)
+        step = block_positions(length, batch, rows, columns if needs_weight else 0, weight.dtype)
         if needs_weight and adds_up(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, length, step):
@@ -222,9 +239,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if chosen is not None:
                 right += (chosen & keep).sum()
-            if not any(needs):
-                continue
-            _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0), run)
+            if any(needs):
+                _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0), run)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
             if bias_gradient is not None:
@@ -233,6 +249,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product_(weight_gradient, logits, piece)
             elif needs_weight:
                 weight_gradient = logits.t() @ piece
+            del logits  # before the next block's are made
         if hidden_gradient is not None and group_size(group) > 1:
             leave = reduce_scatter if sequence else all_reduce
             hidden_gradient = leave(hidden_gradient, group)
