@@ -67,7 +67,7 @@ def process_of(rank: int, node: Node) -> psutil.Process:
 
 
 def kill_all(node: Node, *more: str) -> None:
-    """End a node's launcher and ranks, as where its power goes; `more`: and these of its processes, by name."""
+    """End a node's launcher and ranks; the kernel closes their connections. `more`: and these processes, by name."""
     found = True
     while found:  # a launcher may have started one meanwhile
         found = False

@@ -191,9 +191,9 @@ MUTANTS: dict[str, Mutant] = {
     "silence-is-for-ever": Mutant(
         "A machine that dies while nobody waits for it ends the job after the phase's limit, 30 minutes.",
         "zero_tp/process/watch.py",
-        "if times >= LOOKS]",
-        "if times >= 1000 * LOOKS]",
-        (WATCH + "test_a_rank_whose_word_stays_the_old_one_is_silent",),
+        "max(self._same.values()) < self._looks",
+        "max(self._same.values()) < 1000 * self._looks",
+        (WATCH + "test_a_rank_whose_word_stays_the_old_one_ends_the_job",),
     ),
     "who-leaves-says-nothing": Mutant(
         "A rank that has ended its work is missed by the others, which end with an error.",
@@ -205,8 +205,8 @@ MUTANTS: dict[str, Mutant] = {
     "a-broken-connection-stays": Mutant(
         "A rank whose connection to the store broke once says nothing more, and ends the job.",
         "zero_tp/process/watch.py",
-        "self._store = self._connection()\n            if",
-        "pass\n            if",
+        "self._store, lost = None, heard",
+        "lost = heard",
         (WATCH + "test_a_connection_that_breaks_is_made_anew",),
     ),
     "nobody-need-wait-for-a-straggler": Mutant(

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from tests.launched import ROOT, run
 from tests.waits import patience, wait_until
-from zero_tp.process.watch import LOOKS, Heard, Position, Watch, report, silence, stragglers
+from zero_tp.process.watch import Heard, Position, Watch, report, stragglers
 
 HERE = Position(
     count=90,
@@ -66,82 +65,107 @@ def test_all_positions_are_read_at_once_and_those_that_are_not_there_are_left_ou
         assert sorted(ranks[0]._told_by(range(3))) == list(range(said))
 
 
-def looked_at(heard: Heard, told: float, phase: str = "save") -> list[int]:
-    """Who is silent when ranks 0 and 1 have said something new, and rank 2 at `told`."""
+LOOKS = 4
+
+
+def looked_at(heard: Heard, told: float, phase: str = "save") -> str:
+    """Why the job ends when ranks 0 and 1 have said something new, and rank 2 at `told`."""
     new = time.monotonic()
     speaking, third = replace(HERE, told=new), replace(HERE, told=told, phase=phase)
-    return heard.silent({0: speaking, 1: speaking, 2: third})
+    return heard.silence({0: speaking, 1: speaking, 2: third}, new)
 
 
-def test_a_rank_whose_word_stays_the_old_one_is_silent() -> None:
-    heard = Heard()
+def test_a_rank_whose_word_stays_the_old_one_ends_the_job() -> None:
+    heard = Heard(60, 240)
     for _ in range(2):  # it speaks in time, and then no more
         for look in range(LOOKS):
-            assert looked_at(heard, 7.0) == [], look
-        assert looked_at(heard, 8.0) == []
+            assert not looked_at(heard, 7.0), look
+        assert not looked_at(heard, 8.0)
     for look in range(1, LOOKS + 1):
-        assert looked_at(heard, 8.0) == ([2] if look == LOOKS else [])
+        assert bool(looked_at(heard, 8.0)) == (look == LOOKS)
 
 
-@pytest.mark.parametrize("phase", ["start", "end"])
-def test_a_rank_that_starts_or_has_ended_need_not_speak(phase: str) -> None:
-    heard = Heard()
-    assert [looked_at(heard, 7.0, phase=phase) for _ in range(3 * LOOKS)] == [[]] * 3 * LOOKS
+def test_silence_for_ever_is_allowed() -> None:
+    heard = Heard(60, None)
+    assert not any(looked_at(heard, 7.0) for _ in range(99)) and not any(heard.no_answer(15) for _ in range(99))
 
 
-def test_silence_is_told_with_where_the_ranks_were() -> None:
-    gone = replace(HERE, phase="save", doing="", told=1120.0)
-    lines = silence({3: replace(gone, host="b"), 2: replace(gone, host="b")}, 1300.0, 180).splitlines()
-    assert lines == [
+def test_a_rank_that_has_ended_its_work_need_not_speak() -> None:
+    heard = Heard(60, 240)
+    assert not any(looked_at(heard, 7.0, "end") for _ in range(3 * LOOKS))
+
+
+def test_silence_is_told_of_all_ranks_of_a_machine() -> None:
+    """One of them may have spoken just after a look at which the other had not."""
+    heard, gone = Heard(60, 240), replace(HERE, phase="save", doing="", told=1120.0, host="b")
+    for look in range(LOOKS + 1):
+        first, third = replace(HERE, told=1100.0 + look), replace(gone, told=1119.0 if look == 0 else 1120.0)
+        told = heard.silence({0: first, 2: third, 3: gone}, 1300.0)
+    assert told.splitlines() == [
         "rank 2 (b) in save 17 for 300 s, at all_reduce, last heard of 180 s ago",
         "rank 3 (b) in save 17 for 300 s, at all_reduce, last heard of 180 s ago",
-        "error: no word from ranks 2 and 3 (b) for 3 minutes, by zero_tp.training.timeout_minutes.heartbeat: "
-        "the machine, its network or the process is gone or stands still",
+        "error: no word from ranks 2 and 3 (b) for 4 minutes, by zero_tp.training.timeout_minutes.heartbeat: the "
+        "machine, its network or the process is gone, or stands still",
     ]
 
 
-class Failing:
-    """A store whose next requests fail, as torch's does when its connection breaks."""
+def test_turns_without_an_answer_end_the_job_and_count_no_more_than_they_take() -> None:
+    heard = Heard(60, 240)
+    assert not heard.no_answer(3600), "this rank was stopped meanwhile"
+    turns = 1
+    while not (told := heard.no_answer(15)):
+        turns += 1
+    assert turns == 15
+    assert "has had no answer from the ranks' store for 4 minutes, by zero_tp.training.timeout_minutes.heart" in told
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store, self.broken = store, False
+
+class Connection:
+    """A connection to a store: its requests fail when it is broken, and have no answer when it is mute."""
+
+    def __init__(self, store: dist.Store, mute: threading.Event) -> None:
+        self.store, self.broken, self.mute = store, False, mute
 
     def __getattr__(self, name: str) -> Any:
         if self.broken:
             raise RuntimeError("Broken pipe")
+        while self.mute.is_set():
+            time.sleep(0.05)
         return getattr(self.store, name)
 
 
-def anew(connections: list[Failing]) -> bool:
-    return not connections[-1].broken
+class Telling:
+    """A rank's watch that tells the others in a save after some steps, its connections, and why it ends."""
 
+    def __init__(self, store: dist.Store, rank: int, world: int, heartbeat: float) -> None:
+        self.watch, self.made, self.told, self.mute = Watch(), list[Connection](), list[str](), threading.Event()
+        self._inner = store
+        self.watch.end = self.told.append
+        self.watch.begin({}, rank, world, heartbeat)
+        self.watch._connection = self._connect
+        for step in range(3):
+            self.watch.enter("step", step)
+        self.watch.enter("save", 500)
+        self.watch._teller.start()
 
-def telling(store: dist.Store, rank: int, world: int, heartbeat: float) -> tuple[Watch, list[Failing], list[str]]:
-    """A rank's watch that tells the others by connections to a store, in a save; its connections, and why it ends."""
-    watch, made, told = Watch(), list[Failing](), list[str]()
+    def _connect(self) -> Connection:
+        self.made.append(Connection(self._inner, self.mute))
+        return self.made[-1]
 
-    def connect() -> Failing:
-        made.append(Failing(store))
-        return made[-1]
-
-    watch.end = told.append
-    watch.begin({}, rank, world, heartbeat)
-    watch._connection, watch._store = connect, connect()
-    watch.enter("save", 500)
-    watch._teller.start()
-    return watch, made, told
+    def alive(self) -> bool:
+        return bool(self.made) and not self.made[-1].broken
 
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_gone_ends_the_others_though_none_waits_for_it(lost: int) -> None:
     store = dist.HashStore()
-    ranks = [telling(store, rank, 3, 0.5) for rank in range(3)]
-    ended = [told for rank, (_, _, told) in enumerate(ranks) if rank != lost and 0 in (rank, lost)]
-    spared = [told for rank, (_, _, told) in enumerate(ranks) if 0 not in (rank, lost)]
+    ranks = [Telling(store, rank, 3, 0.5) for rank in range(3)]
+    ended = [each.told for rank, each in enumerate(ranks) if rank != lost and 0 in (rank, lost)]
+    spared = [each.told for rank, each in enumerate(ranks) if 0 not in (rank, lost)]
     time.sleep(1.0)
-    assert not any(told for _, _, told in ranks)
-    gone = ranks[lost][0]
-    gone._left.set()  # as a machine does whose power goes: the others are not told
+    assert not any(each.told for each in ranks)
+    gone = ranks[lost].watch
+    gone._position = replace(gone._position, phase="save")
+    gone._say = lambda: None  # type: ignore[method-assign]  # as a machine does whose power goes
     wait_until(lambda: all(ended), 20, "nobody misses it", 0.05)
     for told in ended:
         [text] = told
@@ -149,31 +173,45 @@ def test_a_rank_that_is_gone_ends_the_others_though_none_waits_for_it(lost: int)
         assert where.startswith(f"rank {lost} (") and ") in save 500 for " in where and "last heard of " in where
         assert error.startswith(f"error: no word from rank {lost} (")
     assert not any(spared), "the first rank looks at all, they at it"
-    for watch, _, _ in ranks:
-        watch.leave()
+    for each in ranks:
+        each.watch.leave()
 
 
 def test_a_rank_that_has_left_is_not_missed() -> None:
-    store = dist.HashStore()
-    (first, _, told), (second, _, _) = (telling(store, rank, 2, 0.4) for rank in range(2))
-    second.leave()
-    assert first._told_by([1])[1].phase == "end"
-    time.sleep(2.0)
-    first.leave()
-    assert not told
+    first, second = (Telling(store, rank, 2, 0.4) for store in [dist.HashStore()] for rank in range(2))
+    wait_until(lambda: second.made, 10, "no connection", 0.02)
+    second.watch.leave()
+    assert first.watch._told_by([1])[1].phase == "end"
+    time.sleep(1.5)
+    first.watch.leave()
+    assert not first.told
 
 
 def test_a_connection_that_breaks_is_made_anew() -> None:
-    store = dist.HashStore()
-    (first, made, told), (second, others, _) = (telling(store, rank, 2, 0.6) for rank in range(2))
-    for connections in (made, others, made):
-        connections[-1].broken = True
-        wait_until(partial(anew, connections), 10, "no new connection", 0.02)
-        time.sleep(1.5)
-    assert not told, "both have spoken again in time"
-    second._left.set()
-    wait_until(lambda: told, 20, "nobody misses it", 0.05)
-    first.leave()
+    first, second = (Telling(store, rank, 2, 0.6) for store in [dist.HashStore()] for rank in range(2))
+    for each in (first, second, first):
+        wait_until(each.alive, 10, "no connection", 0.02)
+        each.made[-1].broken = True
+        wait_until(each.alive, 10, "no new connection", 0.02)
+        time.sleep(0.8)
+    assert not first.told and not second.told, "both have spoken again in time"
+    for each in (first, second):
+        each.watch.leave()
+
+
+def test_a_store_that_does_not_answer_is_left_and_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_tp.process.watch.ANSWER_SECONDS", 0.2)
+    rank = Telling(dist.HashStore(), 1, 2, 1.5)
+    wait_until(rank.alive, 10, "no connection", 0.02)
+    rank.mute.set()
+    wait_until(lambda: len(rank.made) > 1, 10, "it keeps a connection that is mute", 0.02)
+    rank.mute.clear()
+    time.sleep(0.5)
+    assert not rank.told, "it has been answered in time"
+    rank.mute.set()
+    wait_until(lambda: rank.told, 20, "it waits for ever", 0.05)
+    assert "has had no answer from the ranks' store for 0.025 minutes" in rank.told[0]
+    rank.watch.leave()
 
 
 def test_a_rank_at_work_twice_as_long_is_slow() -> None:

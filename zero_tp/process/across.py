@@ -71,12 +71,12 @@ class Across:
             return self._first
         try:
             store = self._open(seconds)
-            claimed = _within(seconds, store.compare_set, self._key, "", f"{status} {self._name}")
+            claimed = within(seconds, store.compare_set, self._key, "", f"{status} {self._name}")
         except (RuntimeError, OSError):  # torch's errors of a store that is not there, or gone
             return True
         self.ended = True
         with contextlib.suppress(RuntimeError, OSError):  # gone since: rank 0 waits for a bounded time
-            _within(seconds, self._acknowledge, store)
+            within(seconds, self._acknowledge, store)
         return bool(claimed.decode().partition(" ")[2] == self._name)
 
     def listen(self, ended: Callable[[int], object], lost: Callable[[str], object]) -> None:
@@ -93,7 +93,7 @@ class Across:
         """Return that the store, which this rank had found, is gone; "" where it answers or was never found."""
         try:
             if self.several and self._store is not None:
-                _within(ANSWER_SECONDS, self._store.check, [self._key])
+                within(ANSWER_SECONDS, self._store.check, [self._key])
             return ""
         except (RuntimeError, TimeoutError):
             return self._told_lost()
@@ -169,7 +169,7 @@ class Across:
                 time.sleep(0.2)
 
 
-def _within(seconds: float, ask: Callable[..., Any], *given: Any) -> Any:
+def within(seconds: float, ask: Callable[..., Any], *given: Any) -> Any:
     """Return `ask(*given)`, which may wait for TCP's own end: many minutes.
 
     Raises:

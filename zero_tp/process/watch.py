@@ -9,7 +9,6 @@ collective is involved, and nothing here waits without end.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import math
@@ -25,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zero_tp.process.across import within
 from zero_tp.strict_json import parse_json
 from zero_tp.topology import name_ranks
 
@@ -33,7 +33,7 @@ TELL_SECONDS = 5.0
 ANSWER_SECONDS = 10.0  # of the store
 MOST_ASKING = 8  # of all ranks for all positions at once: a thousand would each be sent a thousand
 WINDOW_SECONDS = 60.0  # over which a straggler is looked for
-LOOKS = 3  # in turn without a new word, after which a rank is silent
+LOOKS = 3  # at least, in turn without a new word, after which a rank is silent
 LEAVE_SECONDS = 2.0  # to tell the others that the work is done
 SLOWER, AT_WORK = 2.0, 0.6
 """A straggler is at work SLOWER times as long as the others' median, and AT_WORK of the time, so that they wait."""
@@ -122,8 +122,7 @@ class Watch:
 
     def connect(self) -> None:
         """Begin to tell the other ranks, once the process group is there."""
-        self._connection = _connection()
-        self._store, connected = self._connection(), self._clock()
+        self._connection, connected = _connection(), self._clock()
         self._zero += connected  # all ranks are here at the same time
         self._position = replace(self._position, since=self._position.since - connected)
         self._teller.start()
@@ -137,7 +136,7 @@ class Watch:
 
     def fail(self, text: str) -> None:
         """End this rank, from any thread; `text` says why."""
-        if self.end is not None:
+        if self.end is not None and not self._left.is_set():
             self.end(text)
 
     def enter(self, phase: str, step: int = 0) -> None:
@@ -172,32 +171,34 @@ class Watch:
                 self._busy += not _place(self._main)[1]
             limit = self._limits.get(position.phase)
             if limit is not None and time.monotonic() - entered > limit:
-                if self.end is not None:
-                    self.end(self._hung(position, limit))
+                self.fail(self._hung(position, limit))
                 return
 
     def _tell(self) -> None:
-        """Tell the others where this rank is, and look at them once a window: the first rank at all, they at it."""
-        others = [rank for rank in range(self._world) if self._rank == 0 or rank == 0]
-        looked, before, heard = time.monotonic(), dict[int, Position](), Heard()
+        """Tell the others where this rank is, and look at them once a window: the first rank at all, they at it.
+
+        A turn that has no answer in time leaves its connection behind, and the next one makes another.
+        """
+        others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
+        heard, before = Heard(self._window, self._heartbeat), dict[int, Position]()
+        looked = turn = time.monotonic()
         while True:
+            leaving = self._left.is_set()  # before the last word
+            looks = bool(others) and not leaving and turn - looked >= self._window
             try:
-                self._say()
-                if time.monotonic() - looked >= self._window and not self._left.is_set():
-                    now = self._told_by(others)
-                    if self._rank == 0:
-                        self._notes += stragglers(before, now, self._window)
-                    looked, before = time.monotonic(), now
-                    silent = heard.silent(now)
-                    if silent and self._heartbeat is not None:
-                        self.fail(silence({rank: now[rank] for rank in silent}, self._clock(), self._heartbeat))
-                        return
-            except RuntimeError:  # what torch raises for a store that is gone, or does not answer
-                with contextlib.suppress(RuntimeError, OSError):  # the next turn tries again
-                    self._store = self._connection()
-            if self._left.is_set():
+                now = within(ANSWER_SECONDS, self._turn, others if looks else ())
+                lost = heard.silence(now, self._clock()) if looks and self._position.steps > 1 else ""
+                if looks and self._rank == 0:
+                    self._notes += stragglers(before, now, self._window)
+                heard.unanswered, looked, before = 0.0, turn if looks else looked, now or before
+            except (RuntimeError, OSError):  # what torch raises for a store that is gone, or does not answer
+                self._store, lost = None, heard.no_answer(time.monotonic() - turn + self._tell_seconds)
+            if lost:
+                self.fail(lost)
+            if lost or leaving:
                 return
             self._left.wait(self._tell_seconds)
+            turn = time.monotonic()
 
     def _clock(self) -> float:
         return time.monotonic() - self._zero
@@ -214,6 +215,13 @@ class Watch:
             looks=self._looks,
             busy=self._busy,
         )
+
+    def _turn(self, ranks: Sequence[int]) -> dict[int, Position]:
+        """Tell the others where this rank is, by a connection that may have to be made, and ask where `ranks` are."""
+        if self._store is None:
+            self._store = self._connection()
+        self._say()
+        return self._told_by(ranks) if ranks else {}
 
     def _say(self) -> None:
         self._store.set(str(self._rank), json.dumps(asdict(self._own())))
@@ -251,28 +259,49 @@ class Watch:
 class Heard:
     """What one rank has heard of the others, look by look.
 
-    A look counts, and no clock: where all were stopped together, the first that goes on finds old words everywhere.
+    Looks count, and no clock: where all were stopped together, the first that goes on finds old words everywhere.
+
+    Args:
+        window: between two looks, heartbeat: that a rank may say nothing [seconds]; None: for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: float, heartbeat: float | None) -> None:
+        self.unanswered = 0.0
+        self._looks, self._heartbeat = math.ceil((heartbeat or 0) / window), heartbeat
         self._told, self._same = dict[int, float](), dict[int, int]()
 
-    def silent(self, now: Mapping[int, Position]) -> list[int]:
-        """Return the ranks whose word is the old one for LOOKS looks in turn. A start may take long, and an end too."""
+    def silence(self, now: Mapping[int, Position], clock: float) -> str:
+        """Return why the job ends once a rank's word has been the old one for all looks; else "".
+
+        Call it when the start is over. A rank that has ended its work says no more.
+        """
         for rank, position in now.items():
-            same = position.told == self._told.get(rank) and position.phase not in ("start", "end")
+            same = position.told == self._told.get(rank) and position.phase != "end"
             self._same[rank] = self._same.get(rank, 0) + 1 if same else 0
             self._told[rank] = position.told
-        return [rank for rank, times in self._same.items() if times >= LOOKS]
+        if self._heartbeat is None or max(self._same.values()) < self._looks:
+            return ""
+        lost = sorted(rank for rank, times in self._same.items() if times >= self._looks - 1)  # a machine's ranks
+        lines = [f"rank {rank} {now[rank].described(clock)}" for rank in lost]
+        hosts = ", ".join(sorted({now[rank].host for rank in lost}))
+        error = f"error: no word from {name_ranks(lost)} ({hosts}) for {self._limit()}: the machine, its network or the"
+        return "\n".join([*lines, f"{error} process is gone, or stands still"])
 
+    def no_answer(self, seconds: float) -> str:
+        """Count a turn of so many seconds without an answer; return why the job ends after too many, else "".
 
-def silence(lost: Mapping[int, Position], now: float, limit: float) -> str:
-    """Return where ranks were that are heard of no more, a line each, and the error as the last line."""
-    lines = [f"rank {rank} {position.described(now)}" for rank, position in sorted(lost.items())]
-    who = f"{name_ranks(sorted(lost))} ({', '.join(sorted({position.host for position in lost.values()}))})"
-    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
-    error = f"error: no word from {who} for {limits}: the machine, its network or the process is gone or stands still"
-    return "\n".join([*lines, error])
+        A turn counts no more than it can take: this rank may have been stopped in it.
+        """
+        self.unanswered += min(seconds, ANSWER_SECONDS + TELL_SECONDS)
+        if self._heartbeat is None or self.unanswered < self._heartbeat:
+            return ""
+        return (
+            f"error: {socket.gethostname()} has had no answer from the ranks' store for {self._limit()}: its machine "
+            "(the first rank's, or torchrun's rendezvous), the network to it or its process is gone, or stands still"
+        )
+
+    def _limit(self) -> str:
+        return f"{(self._heartbeat or 0) / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
 
 
 def report(everyone: Mapping[int, Position], world: int, position: Position, limit: float) -> str:
