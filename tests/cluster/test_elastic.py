@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import slurm as daemons
 from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.slurm import VARIABLES, serve
 from tests.cluster.starts import agent, alone, sbatch
+from tests.cluster.starts import workplace as furnished
 from tests.cluster.test_ends import kill_all, none_left, steps, trained
 from tests.cluster.test_starting import losses
 from tests.launched import free_port
@@ -122,3 +124,25 @@ def test_slurm_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplac
     first.shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
     assert launch.ended().statuses == [0], launch.output()
     the_same(slurm, workplace, run)
+
+
+def test_slurm_goes_on_without_the_jobs_first_machine() -> None:
+    """It has the batch script, the first rank and the ranks' store; the controller is on a machine of its own."""
+    rack = Rack(3)
+    try:
+        daemons.start(rack)
+        run, directory = "runs/headless", furnished(rack)
+        words = [*LONG, "--output-dir", run, "--set", "zero_tp.training.timeout_minutes.step=0.2"]
+        launch = sbatch(rack, *words, options=["--nodes=1-2", "--exclude=node1"])
+        trained(launch, directory / run)
+        saved = complete_steps(directory / run)
+        rack.shell("ip link set node2 down")
+        kill_all(rack.nodes[1], "slurmd", "slurmstepd")
+        job = directory / "job.out"
+        goes_on(job.read_text, directory / run, "TP 2 × DP 1", 1, 240)
+        assert resumed(job.read_text())[-1] >= max(saved, default=0)
+        rack.nodes[2].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
+        assert launch.ended().statuses == [0], launch.output()
+        the_same(rack, directory, run)
+    finally:
+        rack.close()
