@@ -71,8 +71,9 @@ def test_a_rank_that_hangs_is_named_by_all(ranks: Pools) -> None:
 )
 def test_a_run_with_a_stopped_rank_ends_by_its_limit(stopped: int, limits: str, error: str, tmp_path: Path) -> None:
     workplace = furnish(tmp_path)
-    words = ("--set", f"zero_tp.training.timeout_minutes={limits}", "--set", "zero_tp.training.steps=100000")
-    words += ("--set", "zero_tp.checkpoint.interval=null", "--set", "zero_tp.evaluation.interval=null")  # steps alone
+    steps_alone = ("checkpoint.interval=null", "evaluation.interval=null", "training.steps=100000")
+    settings = (*steps_alone, f"training.timeout_minutes={limits}")
+    words = [word for setting in settings for word in ("--set", f"zero_tp.{setting}")]
     command = [*launch(2), "--deepspeed_config", "small.json", "--output-dir", "run", *words]
     launcher = subprocess.Popen(command, cwd=workplace, env=environment(), stderr=subprocess.PIPE, text=True)
     try:
