@@ -1,4 +1,4 @@
-"""When the column layer's collectives run, and what it keeps for backward."""
+"""When the collectives of column and row layers run, and what a column layer keeps for backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compare import grid, leaf, maker, piece_of
 from tests.pools import Pools
+from tests.tiers import THOROUGH
 from zero_tp.parallel import linear
 from zero_tp.parallel.collectives import Pending
-from zero_tp.parallel.linear import ColumnParallelLinear
+from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal
 
 LENGTH, BATCH, INPUTS, OUTPUTS = 8, 3, 10, 28
+
+
+PRODUCTS = [getattr(getattr(torch.ops.aten, name), kind) for name in ("mm", "addmm") for kind in ("default", "out")]
 
 
 class Events(TorchDispatchMode):
@@ -29,7 +33,7 @@ class Events(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if function in PRODUCTS:
             self.log.append(f"GEMM {list(result.shape)}")
         return result
 
@@ -102,3 +106,38 @@ def test_only_the_shard_is_kept(ranks: Pools, sequence: bool) -> None:
     kept = LENGTH // 2 if sequence else LENGTH
     for _, saved in ranks(2).run(backward_events, 2, sequence, ""):
         assert sorted(saved) == sorted([(kept, BATCH, INPUTS), (OUTPUTS // 2, INPUTS)])
+
+
+def gathering_events(world: int, name: str, bias: bool) -> list[str]:
+    """Of a column layer's forward or a row layer's backward under SP, which multiply what they gather."""
+    topology = grid(world, True)
+    whole = {"weight": torch.randn(OUTPUTS, INPUTS), **({"bias": torch.randn(OUTPUTS)} if bias else {})}
+    make, init = maker(topology, **whole), Normal(1.0)
+    shard = leaf(torch.randn(LENGTH // world, BATCH, INPUTS))
+    events = Events()
+    if name == "column":
+        column = ColumnParallelLinear(make, INPUTS, (OUTPUTS,), bias=bias, init=init)
+        with events, events.recorded("all_gather"):
+            column(shard, sequence=True)
+        return events.log
+    row = RowParallelLinear(make, INPUTS, OUTPUTS, bias=bias, init=init)
+    output = row(leaf(torch.randn(LENGTH, BATCH, INPUTS // world)), sequence=True)
+    with events, events.recorded("all_gather"):
+        output.backward(torch.ones_like(output))
+    return events.log
+
+
+@THOROUGH
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("name", "part", "after"),
+    [
+        ("column", f"GEMM {[LENGTH // 2 * BATCH, OUTPUTS // 2]}", []),
+        ("row", f"GEMM {[LENGTH // 2 * BATCH, INPUTS // 2]}", [f"GEMM {[OUTPUTS, INPUTS // 2]}"]),
+    ],
+)
+def test_the_own_rows_are_multiplied_while_the_others_come(
+    ranks: Pools, name: str, part: str, after: list[str], bias: bool
+) -> None:
+    for log in ranks(2).run(gathering_events, 2, name, bias):
+        assert log == ["start all_gather", part, "wait all_gather", part, *after]
