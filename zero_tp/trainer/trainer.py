@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from zero_tp.errors import UserError
+from zero_tp.models.attention import back_ends
 from zero_tp.models.model import ParallelModel
 from zero_tp.models.wrapper import parallel_model
 from zero_tp.topology import Topology
@@ -123,6 +124,10 @@ class TensorParallel(Base):
             workers, rank = self.args.dataloader_num_workers, self.topology.data_rank
             loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
         return loader
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        with back_ends(self.args.device):
+            return super().train(*arguments, **options)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.topology.tensor
