@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash launch/quickstart.sh [ARGUMENT OF PRETRAIN.PY…]
 #
-# Pretrains a small GPT-2 on the State of the Union addresses on 4 CPU ranks (TP 2 × DP 2, sequence parallelism, ZeRO-2),
+# Pretrains a small Llama on the State of the Union addresses on 4 CPU ranks (TP 2 × DP 2, sequence parallelism, ZeRO-2),
 # draws its loss, exports it for Hugging Face, evaluates it and prints a sample. Started again it goes on where it was.
 # Example: bash launch/quickstart.sh --set zero_tp.training.steps=20
 set -euo pipefail

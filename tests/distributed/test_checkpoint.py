@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.half_precision import fp16_supported
 from tests.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, step_directory
 from zero_tp.checkpoint.found import Found, look
@@ -180,6 +180,26 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
     tolerance = 1e-5 if dtype == "fp32" else 0.1
     for result in whole:
         assert (logits - result["logits"]).abs().max() < tolerance
+
+
+@THOROUGH
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_run_goes_on_with_another_implementation_of_adam(ranks: Pools, tmp_path: Path, offload: str) -> None:
+    """torch's plain AdamW, then its fused kernel or DeepSpeed's on the host, take the same steps but for rounding."""
+    path = write_config(tmp_path / "before.json", 2, "fp32")
+    before = json.loads(path.read_text())
+    before["optimizer"]["params"]["fused"] = False
+    path.write_text(json.dumps(before))
+    after = write_config(tmp_path / "after.json", 2, "fp32", offload=offload)
+    params = [RunConfig.load(each, world_size=2).deepspeed_config()["optimizer"]["params"] for each in (path, after)]
+    assert params[0]["fused"] is False and params[1].get("fused") is (True if offload == "none" else None)
+    run = tmp_path / "run"
+    whole = ranks(2).run(straight, str(path), str(run), [4], 8)
+    again = ranks(2).run(resumed, str(after), str(run), 8)
+    for straight_on, changed_over in zip(whole, again, strict=True):
+        assert changed_over["from"] == 4
+        for found, expected in zip(changed_over["steps"], straight_on["steps"][4:], strict=True):
+            assert found == pytest.approx(expected, rel=1e-4)
 
 
 def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float], dict[str, Any]]:

@@ -224,6 +224,18 @@ def test_a_cpu_run_and_its_plan_say_the_same() -> None:
     assert planned is not None and f"{made.peak.total / GIB:.2f}" == planned[1] and float(planned[1]) < 0.2
 
 
+def test_a_cpu_runs_last_line_says_that_memory_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*overrides: str) -> str:
+        return MemoryForecast(RunConfig.load(ROOT / "ds_configs" / "quickstart.json", overrides, 4), "cpu").outcome()
+
+    for name in [each for each in os.environ if each == "GLIBC_TUNABLES" or each.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    assert re.fullmatch(r"memory: .* before the first step, and kept what was freed", said())
+    assert said("zero_tp.training.keep_freed_memory=false").endswith("before the first step")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert said().endswith("before the first step"), "what a person has set stays"
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
