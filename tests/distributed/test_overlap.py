@@ -111,8 +111,7 @@ def test_only_the_shard_is_kept(ranks: Pools, sequence: bool) -> None:
 def gathering_events(world: int, name: str, bias: bool) -> list[str]:
     """Of a column layer's forward or a row layer's backward under SP, which multiply what they gather."""
     topology = grid(world, True)
-    whole = {"weight": torch.randn(OUTPUTS, INPUTS), **({"bias": torch.randn(OUTPUTS)} if bias else {})}
-    make, init = maker(topology, **whole), Normal(1.0)
+    make, init = maker(topology, weight=torch.randn(OUTPUTS, INPUTS), bias=torch.randn(OUTPUTS)), Normal(1.0)
     shard = leaf(torch.randn(LENGTH // world, BATCH, INPUTS))
     events = Events()
     if name == "column":
