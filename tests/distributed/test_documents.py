@@ -164,12 +164,28 @@ def test_positions_that_begin_anew_part_documents_as_in_transformers(kind: str) 
         torch.testing.assert_close(model(tokens, position_ids=each).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_documents_cannot_have() -> None:
+def dynamic_model(seed: int = 0) -> Any:
+    """A Llama whose frequencies depend on the length."""
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     config = AutoConfig.for_model(
         "llama", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **OF_LLAMA, rope_parameters=dynamic
     )
-    model = parallel_model(AutoModelForCausalLM.from_config(config), Topology(world=1))
+    torch.manual_seed(seed)
+    return perturbed(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_frequencies_follow_the_length_and_positions_that_are_given(seed: int) -> None:
+    for length, first in ((LENGTH, None), (LENGTH + 5, None), (LENGTH, 0), (LENGTH - 4, 9), (LENGTH + 3, 2)):
+        reference = dynamic_model(seed)  # anew: it remembers lengths
+        tokens = torch.randint(VOCABULARY, (2, length))
+        positions = None if first is None else torch.arange(first, first + length)[None]
+        expected = reference(tokens, position_ids=positions, use_cache=False).logits
+        found = parallel_model(reference, Topology(world=1))(tokens, position_ids=positions).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_documents_cannot_have() -> None:
+    model = parallel_model(dynamic_model(), Topology(world=1))
     tokens = torch.zeros(1, LENGTH + 2, dtype=torch.long)
     with pytest.raises(UserError, match=f"document_ids: under rope_type 'dynamic' .* at most {LENGTH} tokens"):
         model(tokens, document_ids=tokens)

@@ -23,9 +23,9 @@ from transformers import AutoConfig
 from tests.decoders import MODEL_TYPES
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.data.batch import Batch
+from zero_tp.data.batch import AnyBatch
 from zero_tp.models import position, transformer
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.models.model import ParallelModel
 from zero_tp.parallel import collectives
 from zero_tp.planning import dryrun
 from zero_tp.planning.moments import Part, measure
@@ -90,14 +90,14 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
     sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     if model_type != "gpt2":
         sizes["intermediate_size"] = 128
-    if model_type not in ("gpt2", "gpt_neox"):
+    if model_type not in ("gpt2", "gpt_neox", *ENCODERS):
         sizes["num_key_value_heads"] = 4
     if model_type == "qwen3":
         sizes["head_dim"] = 8
     config = AutoConfig.for_model(model_type, **sizes, **fields)
     seen = Watching(workload.length)
 
-    def looking(model: ZeroTPForCausalLM, batch: Batch) -> list[Part]:
+    def looking(model: ParallelModel, batch: AnyBatch) -> list[Part]:
         with torch.no_grad():
             model(batch.input_ids)  # the device keeps its copies of what never changes
         with seen:
@@ -115,15 +115,17 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]},
     "full": {"mode": "full"},
 }
+ENCODERS = ("bert", "megatron-bert")
 CASES = [
     (model_type, grid, recomputed, documents)
-    for model_type in MODEL_TYPES
+    for model_type in (*MODEL_TYPES, *ENCODERS)
     for grid in GRIDS
     for recomputed in RECOMPUTED
-    for documents in (False, True)
+    for documents in ((False,) if model_type in ENCODERS else (False, True))
 ]
 FIRST = [
     ("gpt2", "SP", "selective", False),
+    ("megatron-bert", "SP", "full", False),
     ("llama", "SP", "full", True),
     ("gpt_neox", "TP 2", "none", False),
     ("qwen3", "TP 1", "none", True),
@@ -136,6 +138,13 @@ def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed:
     seen = watched(model_type, replace(WORKLOAD, **GRIDS[grid], policy=policy, documents=documents))
     assert not seen.found, list(seen.found)
     assert seen.operations > 200 and (seen.collectives > 8) == (grid != "TP 1")
+
+
+@pytest.mark.parametrize("length", [32, 80])
+def test_frequencies_that_depend_on_the_length_wait_for_no_position(length: int) -> None:
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    seen = watched("llama", replace(WORKLOAD, length=length), rope_parameters=parameters)
+    assert not seen.found, list(seen.found)
 
 
 WINDOWED = ("mistral", "phi3", "qwen2", "qwen3", "starcoder2")

@@ -161,9 +161,11 @@ class Transformer(nn.Module):
                 masks[window] = mask(facts, self.spec, like)
         rotary, turning = self.spec.rotary, None
         if rotary is not None:
+            until = past + length
             if positions is None:
-                positions = torch.arange(past, past + length, device=like.device)[None]
-            until = int(positions.max()) + 1 if rotary.by_length else past + length
+                positions = torch.arange(past, until, device=like.device)[None]
+            elif rotary.by_length:
+                until = int(positions.max()) + 1
             turning = rotation(rotary, positions, until, like.dtype)
         return ForwardContext(sequence, masks, turning, cache)
 
@@ -183,16 +185,18 @@ class Transformer(nn.Module):
         Args:
             padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
             types: of the tokens, [s, b]; by default 0.
-            positions: [b or 1, s]; by default those after the cached ones.
+            positions: [b or 1, s]; by default those after the cached ones. Where frequencies depend on the length
+                (`Rotary.by_length`), an accelerator is waited for to read the greatest of those that are given.
             sequence: run on sequence shards (SP).
             pieces: of documents, which tokens see alone.
             cache: keys and values of the tokens before; gets the present ones.
         """
         length = tokens.shape[0]
         past = int(cache.get_seq_length()) if cache is not None else 0
-        if positions is None:
-            positions = torch.arange(past, past + length, device=tokens.device)[None]
-        stream = self.embedding(tokens, positions.t(), types, sequence=sequence)
+        places = positions
+        if places is None:
+            places = torch.arange(past, past + length, device=tokens.device)[None]
+        stream = self.embedding(tokens, places.t(), types, sequence=sequence)
         context = self.context(
             length,
             stream,

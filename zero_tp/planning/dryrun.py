@@ -86,7 +86,9 @@ def without_numbers(
             measured = shortened(every)
             numbers = {each: number for number, each in enumerate(contexts(measured))}
             order = [numbers[each] for each in contexts(every)]
-        rotary = spec.rotary and replace(spec.rotary, by_length=False)  # fake positions have no greatest one
+        rotary = spec.rotary
+        if rotary is not None and workload.documents:  # whose positions are given; fake ones have no greatest one
+            rotary = replace(rotary, by_length=False)
         windows = tuple(kind.window for kind in measured)
         model = model_class(spec)(
             config,
