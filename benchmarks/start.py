@@ -77,7 +77,7 @@ def rank() -> None:
 
     clock.around(starting, "connect_deepspeed", "config and data", "connect")
     clock.around(ZeroEngine, "initialize", "model", "deepspeed.initialize")
-    step = TrainingEngine.train_step
+    step = TrainingEngine.run_step
 
     def first_step(*arguments: Any, **options: Any) -> Any:
         clock.ended("forecast, peak FLOP/s")
@@ -87,7 +87,7 @@ def rank() -> None:
             Path(file).write_text(json.dumps(clock.marks))
         return result
 
-    TrainingEngine.train_step = first_step  # type: ignore[method-assign]
+    TrainingEngine.run_step = first_step  # type: ignore[method-assign]
     sys.argv[0] = str(ROOT / "launch" / "pretrain.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

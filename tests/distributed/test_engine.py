@@ -184,7 +184,7 @@ def clipped(world: int, limit: float) -> tuple[float, float]:
     expected = torch.nn.utils.clip_grad_norm_(reference.double().parameters(), limit)
     norm = gradient_norm(model.parameters(), topology)
     assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected.item(), rel=1e-5)
-    clip_gradients(model.parameters(), norm, limit)
+    clip_gradients(model.parameters(), norm.item(), limit)
     check_close(whole_gradients(model), to_ours(model.config, gradients(reference)))
     return norm.item(), expected.item()
 

@@ -1,21 +1,26 @@
-"""A micro-batch on an accelerator asks nothing of the host, and gives its process group what NCCL takes.
+"""A step on an accelerator asks nothing of the host, and gives its process group what NCCL takes.
 
-Forward and backward run on fake tensors of a simulated accelerator (zero_tp/planning/accelerator.py), where mixing
-devices fails by itself; this looks at every operation for what would make the device and the host wait for each other.
+Forward, backward and our part of the step run on fake tensors of a simulated accelerator
+(zero_tp/planning/accelerator.py), where mixing devices fails by itself; this looks at every operation for what would
+make the device and the host wait for each other. DeepSpeed's engine does not run on fake tensors: a stub has its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
@@ -27,14 +32,22 @@ from zero_tp.data.batch import AnyBatch
 from zero_tp.models import position, transformer
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel import collectives
+from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.planning import dryrun
 from zero_tp.planning.moments import Part, measure
 from zero_tp.planning.workload import Workload
+from zero_tp.topology import Topology
+from zero_tp.training import engine
+from zero_tp.training.engine import TrainingEngine
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 """Operations that give the host a value of the device."""
 SHAPES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount"}
 """Operations whose result's shape the host has to learn from the device."""
+
+
+ENCODERS = ("bert", "megatron-bert")
+ACCUMULATION = 2
 
 
 class Watching(TorchDispatchMode):
@@ -83,8 +96,8 @@ class Watching(TorchDispatchMode):
         return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)  # numbers go with the launch
 
 
-def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
-    """What is seen of one micro-batch of a model with two layers."""
+def config_of(model_type: str, **fields: Any) -> Any:
+    """A model with two layers."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 96}
     sizes |= {"max_position_embeddings": 64}
     sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
@@ -94,7 +107,11 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
         sizes["num_key_value_heads"] = 4
     if model_type == "qwen3":
         sizes["head_dim"] = 8
-    config = AutoConfig.for_model(model_type, **sizes, **fields)
+    return AutoConfig.for_model(model_type, **sizes, **fields)
+
+
+def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
+    """What is seen of one micro-batch."""
     seen = Watching(workload.length)
 
     def looking(model: ParallelModel, batch: AnyBatch) -> list[Part]:
@@ -104,7 +121,94 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
             return measure(model, batch)
 
     with mock.patch.object(dryrun, "measure", looking):
-        dryrun.dry_run(config, workload, whole=True)
+        dryrun.dry_run(config_of(model_type, **fields), workload, whole=True)
+    return seen
+
+
+class DeepSpeeds:
+    """This has the place of DeepSpeed's engine and its optimizer: it asks for the norm, and updates nothing."""
+
+    overflow, loss_scale, skipped_steps = False, 1.0, 0
+
+    def __init__(self, model: Any, mpu: Topology, **_: Any):
+        self.model, self.dp_world_size, self.param_groups = model, mpu.data, [{"lr": 1.0}]
+        self.micro_steps = 0
+        self.norm: Tensor | None = None
+        self.train, self.eval = model.train, model.eval
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.model(*arguments, **options)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.micro_steps % ACCUMULATION == ACCUMULATION - 1
+
+    def step(self) -> None:
+        if self.is_gradient_accumulation_boundary():
+            self.norm = self.scaled_global_norm()
+            self.model.zero_grad(set_to_none=True)
+        self.micro_steps += 1
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        return gradient_norm(self.model.parameters(), self.model.topology).float()
+
+    def get_global_grad_norm(self) -> Tensor | None:
+        return self.norm
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+
+@contextmanager
+def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
+    """The engine of a run at ZeRO-1 and DP 2 around a model on fake tensors, without DeepSpeed."""
+    topology = copy.copy(model.topology)
+    topology.world, topology.data = 2 * topology.tensor, 2
+    topology.data_group = dryrun.topology_of(2, False).tensor_group
+    settings = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+
+    def initialize(**given: Any) -> tuple[Any, ...]:
+        made = DeepSpeeds(given["model"], given["mpu"])
+        return made, made, None, None
+
+    with (
+        mock.patch.object(deepspeed, "initialize", initialize),
+        mock.patch.object(engine, "check_replicas", lambda *_: None),  # at the start, which reads
+        mock.patch.object(dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)),
+    ):
+        made: Any = TrainingEngine
+        device = next(model.parameters()).device
+        yield made(model.config, topology, settings, seed=0, device=device, model=lambda *_, **__: model)
+
+
+def all_reduce_of(reduce: Any, world: Any, tensor: Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+    """torch's all-reduce; that over the world is one over `world`."""
+    return reduce(tensor, *arguments, group=group or world, **options)
+
+
+Does = Callable[[TrainingEngine], object]
+
+
+def watched_step(model_type: str, workload: Workload, does: Does | None = None) -> Watching:
+    """What is seen of a step of two micro-batches.
+
+    Args:
+        does: something more after the step.
+    """
+    seen = Watching(workload.length)
+    with (
+        dryrun.without_numbers(config_of(model_type), workload, whole=True) as (model, batch, _),
+        stubbed(model) as made,
+    ):
+        made.run_step([batch] * ACCUMULATION)
+        with seen:
+            made.run_step([batch] * ACCUMULATION)
+            if does is not None:
+                does(made)
+        assert made.engine.micro_steps == 2 * ACCUMULATION and not made.skipped
+        assert made._loss.device == made._norm.device == made.device  # type: ignore[union-attr]
     return seen
 
 
@@ -115,7 +219,6 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]},
     "full": {"mode": "full"},
 }
-ENCODERS = ("bert", "megatron-bert")
 CASES = [
     (model_type, grid, recomputed, documents)
     for model_type in (*MODEL_TYPES, *ENCODERS)
@@ -172,6 +275,17 @@ def test_documents_and_windows_make_no_mask(model_type: str, grid: str, document
     assert masked.squares and not masked.packed and not masked.found
 
 
+STEPS = [(model_type, grid) for model_type in (*MODEL_TYPES, *ENCODERS) for grid in GRIDS]
+
+
+@pytest.mark.parametrize(("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")]))
+def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> None:
+    """Counting labels, sums over micro-batches, the loss over DP, figures, the norm: none is read."""
+    seen = watched_step(model_type, replace(WORKLOAD, **GRIDS[grid]))
+    assert not seen.found, list(seen.found)
+    assert seen.collectives >= 2, "labels and loss over DP"
+
+
 @pytest.mark.parametrize("checkpointing", [{"cpu_checkpointing": True}, {"partition_activations": True}])
 def test_checkpoints_elsewhere_wait_for_nothing(checkpointing: dict[str, bool]) -> None:
     seen = watched("llama", replace(WORKLOAD, policy=RecomputePolicy(mode="full"), checkpointing=checkpointing))
@@ -190,6 +304,10 @@ def planted(kind: str) -> Iterator[None]:
             positions = positions.cpu().to(positions.device)
         elif kind == "table":
             positions = positions + torch.zeros(1, dtype=torch.long).to(positions.device)
+        elif kind == "item":
+            positions.max().item()
+        elif kind == "devices":
+            positions = positions + torch.ones(positions.shape[1], dtype=torch.long)
         elif kind == "shape":
             positions[positions >= 0]
         return positions
@@ -199,6 +317,8 @@ def planted(kind: str) -> Iterator[None]:
             dist.all_reduce(tensor.new_empty(4, 3).t(), group=group)
         elif kind == "host":
             dist.all_reduce(torch.empty(4), group=group)
+        elif kind == "dtypes":
+            collectives._all_gather(tensor.new_empty(8, dtype=torch.float32), tensor.new_empty(4), group=group)
         return gather(tensor, group)
 
     def turned(rotary: Any, positions: Tensor, *others: Any) -> Any:
@@ -218,17 +338,43 @@ def planted(kind: str) -> Iterator[None]:
         ("copy", "between host and device"),
         ("table", "between host and device"),
         ("shape", "waits for a shape"),
+        ("item", "reads a value"),
+        ("devices", "between host and device"),
+        ("dtypes", "of two dtypes"),
         ("strided", "not contiguous"),
         ("host", "of a tensor on the host"),
     ],
 )
 def test_what_waits_is_seen(kind: str, words: str) -> None:
-    found = list[str]()
+    with planted(kind):
+        found = found_by(lambda: watched("llama", WORKLOAD))
+    assert any(words in one for one in found), found
+
+
+def found_by(watch: Callable[[], Watching]) -> list[str]:
+    """What was found, also where fake tensors don't go on from there."""
     try:
-        with planted(kind):
-            found += watched("llama", WORKLOAD).found
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
-        found.append(f"{error}: reads a value")
-    except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
-        found.append(f"{error}: waits for a shape")
+        return list(watch().found)
+    except fake_tensor.DataDependentOutputException as error:
+        return [f"{error}: reads a value"]
+    except fake_tensor.DynamicOutputShapeException as error:
+        return [f"{error}: waits for a shape"]
+    except fake_tensor.FakeTensorDeviceMismatchError as error:
+        return [f"{error}: between host and device"]
+
+
+def blocking_sum(engine: TrainingEngine) -> object:
+    return torch.zeros(()).to(engine.device)
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (lambda engine: engine.loss, "reads a value"),
+        (lambda engine: engine.gradient_norm, "reads a value"),
+        (blocking_sum, "between host and device"),
+    ],
+)
+def test_what_waits_after_a_step_is_seen(does: Does, words: str) -> None:
+    found = found_by(lambda: watched_step("llama", WORKLOAD, does))
     assert any(words in one for one in found), found

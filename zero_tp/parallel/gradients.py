@@ -88,18 +88,18 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 
     Shards count on every rank, replicated parameters once. All-reduce of one number over TP.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    parameters = list(parameters)
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for parameter in parameters:
-        total = total.to(parameter.device)
         if parameter.grad is not None and (isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0):
             total += sum_of_squares(parameter.grad)
     return all_reduce(total, topology.tensor_group).sqrt()
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (norm.item() + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
+    factor = limit / (norm + 1e-6)  # a number: as a tensor it would be rounded to the gradients' dtype
     if factor < 1:
         for parameter in parameters:
             if parameter.grad is not None:

@@ -68,8 +68,11 @@ class SteppedEngine:
         if sync_gradients:
             self.zero.step()
 
-    def get_global_grad_norm(self) -> float:
-        """Return the last step's norm before clipping; nan when its gradients were not finite and it was skipped."""
+    def get_global_grad_norm(self) -> Tensor | float:
+        """Return the last step's norm before clipping; nan when its gradients were not finite and it was skipped.
+
+        Trainer reads it where it logs.
+        """
         return self.zero.outcome()[0]
 
 

@@ -60,7 +60,6 @@ class TrainingEngine:
         model: the unwrapped model. dtype: of its weights.
         zero: what the ZeRO stage decides. engine: DeepSpeed's, which it has made.
         activations: what backward keeps and recomputes.
-        gradient_norm: of the last step, before clipping; nan when that step was skipped.
         skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
         spike: why the last step was a spike, in words, when it was skipped as one; else empty.
         mark: called with what this rank does next, in words.
@@ -119,7 +118,8 @@ class TrainingEngine:
         decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
         self.engine = self.zero.engine
-        self.gradient_norm = float("nan")
+        self._loss: Tensor | float = float("nan")
+        self._norm: Tensor | float = float("nan")
         self.skipped, self.spike = False, ""
         self._figures = torch.full((len(self.model.figures),), float("nan"))
         self._spikes = spike
@@ -128,6 +128,19 @@ class TrainingEngine:
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
         check_replicas(self.model, topology)
         self._hooks_checked = False
+
+    @property
+    def loss(self) -> float:
+        """Return the loss of the last step, equal on all ranks. The host waits for the device."""
+        return float(self._loss)
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return the norm of the last step's gradients before clipping; nan when they were not finite.
+
+        The host waits for the device.
+        """
+        return float(self._norm)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -156,20 +169,31 @@ class TrainingEngine:
         guarded: int | None = None,
         guard_gradients: bool = False,
     ) -> float:
+        """Run a step as `run_step` does, wait for its loss and return it; nan when every label is ignored."""
+        self.run_step(micro_batches, guarded=guarded, guard_gradients=guard_gradients)
+        return self.loss
+
+    def run_step(
+        self,
+        micro_batches: Sequence[AnyBatch | tuple[Tensor, Tensor]],
+        *,
+        guarded: int | None = None,
+        guard_gradients: bool = False,
+    ) -> None:
         """Run forward, backward and one optimizer step.
+
+        `loss`, `gradient_norm` and `figures` tell of it: who asks for them waits for the device. The host waits in the
+        step where DeepSpeed's does, before the update, to know whether the gradients are finite, and where there are
+        bounds on spikes, for the two numbers that they judge.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
         over micro-batches and ranks; of masked rows that of the masked tokens, and the mean over the rows of the loss
-        of their order.
+        of their order. Two all-reduces of one number over DP, and one of the model's figures, if it has any.
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
             guarded: the step's number, where what DP ranks hold alike is compared just before its update.
             guard_gradients: whether its first micro-batch is run twice then.
-
-        Returns:
-            That mean, equal on all ranks; nan when every label is ignored. Two all-reduces of one number over DP, and
-            one of the model's figures, if it has any.
 
         Raises:
             UserError: what is held alike, or computed again, differs.
@@ -200,27 +224,26 @@ class TrainingEngine:
             check_hooks(self.model.gradient_hooks)
             self._hooks_checked = True
         self.mark("update")
-        mean = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
+        mean = self._loss = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
         if self.model.figures:
             self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
         if guarded is not None:
             check_duplicates(self.zero, guarded)
         bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
-        self.zero.step(partial(self._exceeds, bound, mean.item()) if bound is not None else None)
-        self.gradient_norm, self.skipped = self.zero.outcome()
+        self.zero.step(partial(self._exceeds, bound, mean) if bound is not None else None)
+        self._norm, self.skipped = self.zero.outcome()
         self.spike = bound.told if bound is not None and self.zero.vetoed is not None else ""
-        return mean.item()  # now that the device has all of the step to do
 
-    def _exceeds(self, bound: SpikeBound, loss: float, norm: float) -> bool:
-        """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers.
+    def _exceeds(self, bound: SpikeBound, loss: Tensor, norm: Tensor) -> bool:
+        """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers, which are read at once.
 
         One that is not finite is DeepSpeed's to skip; it says -1 for some norms that are not.
         """
-        numbers = torch.tensor([loss, norm], dtype=torch.float64, device=self.device)
+        numbers = torch.stack([loss, norm.to(loss)])
         if self.topology.world > 1:
             dist.broadcast(numbers, 0)
-        loss, norm = numbers.tolist()
-        return math.isfinite(loss) and math.isfinite(norm) and norm >= 0 and bound.exceeded(loss, norm)
+        judged, of_norm = numbers.tolist()
+        return math.isfinite(judged) and math.isfinite(of_norm) and of_norm >= 0 and bound.exceeded(judged, of_norm)
 
     def _repeat(self, batch: AnyBatch, share: Tensor, step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""

@@ -158,16 +158,18 @@ class _Loop:
         batches = self.ahead.take(step)
         learning_rate = self.engine.learning_rate
         with self.profiler.around(step) if self.profiler is not None else nullcontext():
-            loss = self.engine.train_step(
+            self.engine.run_step(
                 [batch.to(self.device) for batch in batches],
                 guarded=step if _due(step, self.settings.training.guard_interval) else None,
                 guard_gradients=self.settings.training.guard_gradients,
             )
+        logged = self.reporter.due(step) or self.engine.skipped or bool(self.engine.spike)
+        loss = self.engine.loss if logged else math.nan  # nobody asks; before the clock, so that the device is done
         self.meter.tick()
         if self.profiler is not None and (told := self.profiler.outcome(step)):
             self.reporter.say(told)
         self.reporter.advance(step)
-        if self.reporter.due(step) or self.engine.skipped or self.engine.spike:
+        if logged:
             self.reporter.log(
                 StepRecord(
                     step,

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from zero_tp.models.model import ParallelModel
 
 Optimized = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
-Veto = Callable[[float], bool]
-"""Decides from the gradient norm, on every rank alike, that a step is skipped."""
+Veto = Callable[[Tensor], bool]
+"""Decides from the gradient norm (0-d, not yet read), on every rank alike, that a step is skipped."""
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 COUNTING_ONE_MORE = (LRRangeTest, OneCycle)
@@ -69,7 +69,7 @@ class ZeroEngine(ABC):
     """
 
     lock_step = False
-    vetoed: float | None = None
+    vetoed: Tensor | None = None
     model: ParallelModel
     engine: Any
     loss_scale: LossScale | None
@@ -126,7 +126,7 @@ class ZeroEngine(ABC):
     def _ask(self, veto: Veto | None) -> None:
         self._veto, self.vetoed = veto, None
 
-    def _refused(self, norm: float) -> bool:
+    def _refused(self, norm: Tensor) -> bool:
         """Tell whether the veto refuses a step of this norm. Every rank asks it, whatever its norm."""
         if self._veto is not None and self._veto(norm):
             self.vetoed = norm
@@ -135,8 +135,10 @@ class ZeroEngine(ABC):
     def _has_refused(self) -> bool:
         return self.vetoed is not None
 
-    def outcome(self) -> tuple[float, bool]:
+    def outcome(self) -> tuple[Tensor | float, bool]:
         """Return (gradient norm, skipped) of the last step.
+
+        Nobody waits: DeepSpeed knows on the host whether it skipped the step, and the norm stays on the device.
 
         The norm is taken before clipping. A step is skipped, and its norm nan, when gradients were not finite on some
         rank; nothing was updated then, nor after a veto, which has a norm.
@@ -147,9 +149,9 @@ class ZeroEngine(ABC):
             return float("nan"), True
         return self._norm(), False
 
-    def _norm(self) -> float:
-        norm = self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+    def _norm(self) -> Tensor | float:
+        norm: Tensor | float | None = self.engine.get_global_grad_norm()
+        return norm if norm is not None else float("nan")
 
     def states(self) -> OptimizerStates:
         """Return the masters and the optimizer's states that this rank holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -81,13 +82,14 @@ class WithoutZero(ZeroEngine):
         super()._step()
 
     def _clip(self) -> None:
+        """Clip the gradients, or see to it that the step is skipped. The norm is read, once, to know which."""
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
-        self._last_norm = norm.item()
-        taken = not self._refused(self._last_norm) and bool(norm.isfinite())
+        refused, self._last_norm = self._refused(norm), norm.item()
+        taken = not refused and math.isfinite(self._last_norm)
         if taken and self._limit > 0:
-            clip_gradients(parameters, norm, self._limit)
+            clip_gradients(parameters, self._last_norm, self._limit)
         if not self._wrapped:
             # A plain torch optimizer checks nothing: leave it no gradients, and tell the engine that it skipped.
             self.optimizer.overflow = not taken
@@ -172,7 +174,7 @@ class PartitionedStates(ZeroEngine):
         def judged(norm_type: int = 2) -> Tensor:
             norm: Tensor = measured(norm_type)
             # Without a veto nobody waits for the norm.
-            refused = self._veto is not None and self._refused(float(norm / self.optimizer.loss_scale))
+            refused = self._veto is not None and self._refused(norm / self.optimizer.loss_scale)
             return torch.full_like(norm, float("inf")) if refused else norm
 
         self.optimizer.scaled_global_norm = judged
@@ -185,7 +187,7 @@ class PartitionedStates(ZeroEngine):
             if self._veto is not None:
                 gradients, _ = optimizer.get_grads_for_norm()
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
-                if self._refused(float(norm)):
+                if self._refused(norm):
                     for gradient in gradients:
                         gradient.fill_(float("nan"))  # which it looks for
             step()
@@ -243,7 +245,7 @@ class PartitionedParameters(ZeroEngine):
             if self._veto is None:
                 return norms
             norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
-            return [float("inf")] if self._refused(float(norm)) else norms
+            return [float("inf")] if self._refused(norm) else norms
 
         self.optimizer._get_norm_groups = judged
 
