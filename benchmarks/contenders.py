@@ -12,8 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
+
+if TYPE_CHECKING:
+    import torch
+
+    from zero_tp.config import RunConfig
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
 
 BATCH, WARM_UP, STEPS = 4, 2, 6
 RATE, CLIP = 1e-3, 1.0
@@ -73,39 +80,55 @@ def settings_of(options: dict[str, Any], bf16: bool, data: int) -> dict[str, Any
     }
 
 
-def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
-    from zero_tp.config import RunConfig
+def connected(config: RunConfig) -> tuple[Topology, torch.device]:
+    """Connect the ranks as launch/pretrain.py does. Collective."""
     from zero_tp.process.connect import connect_deepspeed
     from zero_tp.process.environment import RankEnvironment
+
+    environment = RankEnvironment.of_this_process()
+    environment.export()
+    return connect_deepspeed(config, environment, False)
+
+
+def engine_of(
+    config: RunConfig, topology: Topology, device: torch.device, weights: Path | None = None
+) -> TrainingEngine:
+    """Build a run's engine as launch/pretrain.py does, on the weights of a directory or drawn ones."""
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.weights.load import PretrainedSource
 
-    environment = RankEnvironment.of_this_process()
-    data = environment.world // options.get("tensor", 1)
+    model = config.hf_config()
+    return TrainingEngine(
+        model,
+        topology,
+        config.deepspeed_config(),
+        seed=config.zero_tp.training.seed,
+        device=device,
+        source=None if weights is None else PretrainedSource(weights, model),
+        recompute=config.zero_tp.recompute_policy,
+        compiled=config.zero_tp.compile,
+    )
+
+
+def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
+    from zero_tp.config import RunConfig
+    from zero_tp.process.environment import RankEnvironment
+
+    tensor = options.get("tensor", 1)
     block = {
         "model": {"from_pretrained": str(weights)},
-        "parallel": {"tensor": options.get("tensor", 1), "sequence": options.get("sequence", False)},
+        "parallel": {"tensor": tensor, "sequence": options.get("sequence", False)},
         "data": {"train": "none", "sequence_length": 8},
         "training": {"steps": 1, "seed": 1},
         "compile": options.get("compile", False),
     }
+    world = RankEnvironment.of_this_process().world
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({**settings_of(options, bf16, data), "zero_tp": block}, file)
+        json.dump({**settings_of(options, bf16, world // tensor), "zero_tp": block}, file)
         file.flush()
-        config = RunConfig.load(file.name, world_size=environment.world)
-    environment.export()
-    topology, device = connect_deepspeed(config, environment, False)
-    model = config.hf_config()
-    source = PretrainedSource(weights, model)
-    engine = TrainingEngine(
-        model,
-        topology,
-        config.deepspeed_config(),
-        seed=1,
-        device=device,
-        source=source,
-        compiled=config.zero_tp.compile,
-    )
+        config = RunConfig.load(file.name, world_size=world)
+    topology, device = connected(config)
+    engine = engine_of(config, topology, device, weights)
     rows = slice(topology.data_rank * config.micro_batch, (topology.data_rank + 1) * config.micro_batch)
     return lambda tokens: engine.train_step([(tokens[rows, :-1], tokens[rows, 1:])])
 

@@ -1,0 +1,166 @@
+"""Train models of 1.3, 3 and 8 B on the accelerator of this machine: tokens/s, MFU, memory beside the plan's.
+
+    python -m benchmarks.device --output benchmarks/results/
+    python -m benchmarks.device --tiny          # the same code on CPU, with tiny sizes
+
+The runs go the way of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`; weights and tokens
+are random, and each run is a process of its own. The first model is also run with one thing changed at a time. What
+does not fit or fails says so in its row; the others go on, and the exit status is 1. No accelerator has run it yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.dated import ROOT, write_result
+
+LIMIT_SECONDS = 1800
+LENGTH, TINY_LENGTH = 2048, 64
+
+
+def llama(hidden: int, layers: int, heads: int, groups: int, mlp: int, vocabulary: int) -> dict[str, Any]:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = dict(zip(names, (hidden, layers, heads, groups, mlp), strict=True))
+    return {"model_type": "llama", **sizes, "vocab_size": vocabulary, "max_position_embeddings": LENGTH}
+
+
+class Row(NamedTuple):
+    """A model, the rows of its micro-batch, and the `KEY=VALUE` that it changes in `settings`."""
+
+    model: dict[str, Any]
+    micro: int
+    changes: tuple[str, ...] = ()
+
+
+TINY = llama(64, 2, 4, 2, 128, 512)
+FULL = "zero_tp.recompute=full"
+OFFLOADED = 'zero_optimization.offload_optimizer={"device": "cpu", "pin_memory": true}'
+ROWS = {
+    "1.3b": Row(llama(2048, 24, 16, 16, 5504, 32_000), 8),
+    "3b-recomputed": Row(llama(3072, 28, 24, 8, 8192, 32_000), 8, (FULL,)),
+    "8b-recomputed-offloaded": Row(llama(4096, 32, 32, 8, 14_336, 128_256), 8, (FULL, OFFLOADED)),
+}
+
+
+class Item(NamedTuple):
+    """What is otherwise than in the first row: its `KEY=VALUE`, the rank's words, the environment.
+
+    Attributes:
+        several: it changes something only where TP has several devices.
+    """
+
+    changes: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    environment: dict[str, str] = {}  # noqa: RUF012 - never changed
+    several: bool = False
+
+
+COPIED = "zero_optimization.contiguous_gradients=true"
+ITEMS = {
+    "not-compiled": Item(("zero_tp.compile=false",)),
+    "torch-order-of-back-ends": Item(words=("--torch-order",)),
+    "optimizer-not-fused": Item(("optimizer.params.torch_adam=true", "optimizer.params.fused=false")),
+    "gradients-copied": Item((COPIED,)),
+    "gradients-copied-small-buckets": Item((COPIED, "zero_optimization.reduce_bucket_size=auto")),
+    "cuda-order-of-launches": Item(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, several=True),
+    "fused-products": Item(("zero_tp.parallel.fused_products=true",), several=True),
+}
+
+
+def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2 if options.tiny else row.micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "zero_tp": {
+            "model": TINY if options.tiny else row.model,
+            "parallel": {"tensor": options.ranks},
+            "data": {"train": "none", "sequence_length": TINY_LENGTH if options.tiny else LENGTH},
+            "training": {"steps": options.steps, "seed": 1},
+            "compile": True,
+        },
+    }
+
+
+def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
+    """Run it in processes of its own → what was measured, or why it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, output = Path(folder) / "config.json", Path(folder) / "result.json"
+        config.write_text(json.dumps(settings(row, options)))
+        words = ["-m", "benchmarks.device_rank", str(config), "--steps", str(options.steps), "--output", str(output)]
+        words += [*(f"--set={change}" for change in (*row.changes, *item.changes)), *item.words]
+        if options.ranks > 1:
+            words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--standalone", *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **item.environment}
+        environment |= {"DS_ACCELERATOR": "cpu"} if options.tiny else {}
+        try:
+            done = subprocess.run(
+                [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return {"failed": f"took longer than {LIMIT_SECONDS} s"}
+        if done.returncode:
+            print(done.stdout, done.stderr, sep="", file=sys.stderr)
+            told = re.findall(
+                r"^(?:\[rank\d+\]: ?)?((?!torch\.distributed\.)[\w.]*Error\b.*)", done.stderr, re.MULTILINE
+            )
+            return {"failed": told[-1] if told else f"ended with status {done.returncode}"}
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+
+def line_of(name: str, found: dict[str, Any], first: dict[str, Any]) -> str:
+    """Return a line of the table, with how many times its tokens/s the first row makes."""
+    if "failed" in found:
+        return f"{name:<34}{found['failed']}"
+    rates = found["tokens_per_second"]
+    middle = statistics.median(rates)
+    mfu = "unknown" if found["mfu"] is None else f"{statistics.median(found['mfu']):.1%}"
+    planned = f"{found['planned_gib']:.2f}" if "planned_gib" in found else "unknown"
+    times = "" if "failed" in first else f"{statistics.median(first['tokens_per_second']) / middle:.2f}"
+    spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
+    return f"{name:<34}{middle:>9,.0f}{spread:>20}{mfu:>9}{found['peak_gib']:>8.2f}{planned:>9}{times:>8}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on CPU")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], help="models (default: all)")
+    parser.add_argument("--items", nargs="*", choices=ITEMS, default=[*ITEMS], help="of the first (default: all)")
+    parser.add_argument("--ranks", type=int, default=1, help="devices, which TP with SP splits each model over")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
+    parser.add_argument("--output", type=Path, help="directory for the dated result")
+    options = parser.parse_args()
+    if not options.tiny and (os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()):
+        parser.error("there is no accelerator here; --tiny runs the same code on CPU")
+    first, *others = options.rows
+    items = [name for name in options.items if options.ranks > 1 or not ITEMS[name].several]
+    runs = [(first, ""), *((first, item) for item in items), *((row, "") for row in others)]
+    print(f"{'':<34}{'tokens/s':>9}{'from':>20}{'MFU':>9}{'GiB':>8}{'planned':>9}{'first ×':>8}")
+    found: list[dict[str, Any]] = []
+    for name, item in runs:
+        row, change = ROWS[name], ITEMS.get(item, Item())
+        run = {"row": name, "item": item, "settings": settings(row, options), "changes": row.changes + change.changes}
+        found.append({**run, **launch(row, change, options)})
+        print(line_of(f"  {item}" if item else name, found[-1], found[0]), flush=True)
+    if options.output:
+        result = {"ranks": options.ranks, "timed_steps": options.steps, "runs": found}
+        write_result(options.output, "device-tiny" if options.tiny else "device", result)
+    if failed := [" ".join((run["row"], run["item"])).strip() for run in found if "failed" in run]:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""One rank of a run of benchmarks/device.py, which starts it: build, train a few steps, write what they took."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from benchmarks.contenders import connected, engine_of
+from zero_tp.config import RunConfig
+from zero_tp.constants import GIB
+from zero_tp.devices import device_peak_flops, find_device, named_device
+from zero_tp.errors import UserError
+from zero_tp.models.attention import back_ends, described
+from zero_tp.models.flops import model_flops
+from zero_tp.planning.plan import plan
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.heap import keep_freed_memory
+from zero_tp.training.metrics import StepMeter, memory_gib
+
+WARM_UP = 3
+
+
+def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
+    """Return the plan's GiB of the device and of the host; nothing where the planner doesn't know the device.
+
+    Raises:
+        UserError: the run would not fit.
+    """
+    known = find_device(name)
+    if name != "cpu" and (known is None or not known.plans):
+        return {}
+    device = named_device("cpu" if known is None else next(iter(known.plans)), world)
+    host = psutil.virtual_memory().total / GIB
+    made = plan(config, device.model_copy(update={"host_memory_gib": host}))
+    if not made.fits:
+        raise UserError(
+            f"would not fit: {made.needed / GIB:.1f} of {device.memory_gib:.1f} GiB, and "
+            f"{world * made.memory.host / GIB:.1f} of {host:.1f} GiB of host memory"
+        )
+    return {"planned_gib": made.peak.total / GIB, "planned_host_gib": made.memory.host / GIB}
+
+
+def measured(config: RunConfig, steps: int, own_order: bool) -> dict[str, Any]:
+    """Train on random tokens, which are the same in every run. Collective.
+
+    Args:
+        own_order: of attention's back ends, as in a run; else torch's.
+    """
+    topology, device = connected(config)
+    if device.type == "cpu":
+        keep_freed_memory()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+    found: dict[str, Any] = {"device": name, **planned(config, name, topology.world)}
+    with back_ends(device) if own_order else nullcontext():
+        engine = engine_of(config, topology, device)
+        spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
+        assert config.global_batch == rows, "one replica and one micro-batch"
+        peak = device_peak_flops(device.type, engine.dtype, dist.barrier)
+        meter = StepMeter(rows * length, model_flops(spec, rows, length), topology.world, peak, steps)
+        generator, losses, speeds = torch.Generator().manual_seed(2), [], []
+        for number in range(WARM_UP + steps):
+            if number == WARM_UP and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            tokens = torch.randint(spec.vocabulary, (rows, length + 1), generator=generator).to(device)
+            meter.start()
+            losses.append(float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])])))
+            get_accelerator().synchronize()
+            meter.tick()
+            speeds.append(meter.read(number))
+    return found | {
+        "attention": described(spec, topology.tensor, rows, length, engine.dtype, device),
+        "tokens_per_second": [speed.tokens_per_second for speed in speeds[WARM_UP:]],
+        "mfu": None if peak is None else [speed.mfu for speed in speeds[WARM_UP:]],
+        "peak_flops": peak,
+        "flops_per_step": meter.flops_per_step,
+        "peak_gib": memory_gib(device.type),
+        "losses": losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--torch-order", action="store_true", help="of attention's back ends")
+    parser.add_argument("--output", type=Path, required=True, help="where the first rank writes what was measured")
+    options = parser.parse_args()
+    config = RunConfig.load(options.config, options.set, RankEnvironment.of_this_process().world)
+    found = measured(config, options.steps, not options.torch_order)
+    if dist.get_rank() == 0:
+        options.output.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
