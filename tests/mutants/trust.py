@@ -40,9 +40,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "looking-at-a-rank-collects-garbage": Mutant(
         "A rank's own watch hangs it for ever, under Python 3.11.",
-        "zero_tp/process/watch.py",
-        "    gc.disable()",
-        "    pass",
+        "zero_tp/process/garbage.py",
+        "        gc.disable()",
+        "        pass",
         ("tests/unit/test_watch.py::test_looking_starts_no_collection",),
     ),
     "damage-is-not-compared": Mutant(

@@ -174,8 +174,12 @@ def _take_in(allocations: Allocations, engine: TrainingEngine) -> None:
 
 
 def _other_tensors(allocations: Allocations) -> Iterable[Tensor]:
-    known = allocations.known()
-    for thing in gc.get_objects():
+    known, frozen = allocations.known(), gc.get_freeze_count() > 0
+    gc.unfreeze()  # what is frozen is not listed
+    things = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    for thing in things:
         if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:
             yield thing
 

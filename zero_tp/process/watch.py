@@ -9,7 +9,6 @@ collective is involved, and nothing here waits without end.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from zero_tp.process import garbage
 from zero_tp.process.across import within
 from zero_tp.strict_json import parse_json
 from zero_tp.topology import name_ranks
@@ -367,13 +367,11 @@ def _frames() -> dict[int, Any]:
     Python 3.11 makes frame objects under a lock, and a collection that one starts there waits for that lock, for ever,
     where the garbage has a `threading.local` (CPython's issue 106883).
     """
-    collects = gc.isenabled()
-    gc.disable()
+    garbage.hold()
     try:
         return sys._current_frames()
     finally:
-        if collects:
-            gc.enable()
+        garbage.release()
 
 
 def _connection() -> Callable[[], Any]:

@@ -12,6 +12,7 @@ from zero_tp.checkpoint.save import Saver
 from zero_tp.devices import device_peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import hardware_flops, model_flops
+from zero_tp.process.garbage import collected_between_steps
 from zero_tp.training.guards import check_replicas
 from zero_tp.training.lines import StepRecord
 from zero_tp.training.metrics import StepMeter, memory_gib
@@ -80,13 +81,15 @@ class _Loop:
         self.saver = Saver(engine.zero, self.config, run.directory, run.recorded_tokenizer, *corpora, done, parent)
 
     def train(self) -> None:
-        with self.reporter as reporter, self.requests.accepting(), self.ahead:
+        collecting = collected_between_steps()
+        with self.reporter as reporter, self.requests.accepting(), self.ahead, collecting as collect:
             self.meter.start()
             for step in range(self.done + 1, self.steps + 1):
                 self._enter("step", step)
                 self._step(step)
                 last = step == self.steps
                 with self.meter.paused():
+                    collect(step)
                     self._tell_saved()
                     if _due(step, self.settings.training.guard_interval):
                         check_replicas(self.engine.model, self.topology, step)

@@ -1,0 +1,74 @@
+"""Garbage is collected between steps and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from zero_tp.process.garbage import EVERY, collected_between_steps, hold, release
+from zero_tp.process.watch import _frames
+
+
+class Ring:
+    """This is garbage for a collection alone."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collecting() -> Iterator[None]:
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
+    before = gc.get_freeze_count()
+    with collected_between_steps() as collect:
+        assert not gc.isenabled()
+        rings: list[weakref.ref[Ring]] = []
+        since = 0  # the last collection
+        for step in range(7, 2 * EVERY + 1):
+            rings.append(weakref.ref(Ring()))
+            lasting = Ring() if step == EVERY else None  # lives through a collection
+            collect(step)
+            since = 0 if step in (7, EVERY, 2 * EVERY) else since + 1
+            assert sum(ring() is not None for ring in rings) == since, step
+            if lasting is not None:
+                rings.append(weakref.ref(lasting))
+                del lasting
+                since += 1
+        assert gc.get_freeze_count() > before
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_an_error_leaves_it_as_it_was() -> None:
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(KeyError), collected_between_steps() as collect:
+            collect(1)
+            raise KeyError
+        assert gc.isenabled() == enabled
+
+
+def test_who_looks_at_threads_meanwhile_changes_nothing() -> None:
+    """Whichever of the two begins or ends first."""
+    hold()  # a watch's thread begins to look
+    block = collected_between_steps()
+    block.__enter__()
+    release()
+    assert not gc.isenabled()
+    looker = threading.Thread(target=_frames)
+    looker.start()
+    looker.join()
+    assert not gc.isenabled()
+    hold()
+    block.__exit__(None, None, None)
+    assert not gc.isenabled()
+    release()
+    assert gc.isenabled()
