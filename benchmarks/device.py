@@ -122,14 +122,16 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_of(name: str, found: dict[str, Any], first: dict[str, Any]) -> str:
-    """Return a line of the table, with how many times its tokens/s the first row makes."""
+    """Return a line of the table; of an item also how many times its tokens/s the first row makes."""
     if "failed" in found:
         return f"{name:<34}{found['failed']}"
     rates = found["tokens_per_second"]
     middle = statistics.median(rates)
     mfu = "unknown" if found["mfu"] is None else f"{statistics.median(found['mfu']):.1%}"
     planned = f"{found['planned_gib']:.2f}" if "planned_gib" in found else "unknown"
-    times = "" if "failed" in first else f"{statistics.median(first['tokens_per_second']) / middle:.2f}"
+    times = ""
+    if found["item"] and "failed" not in first:
+        times = f"{statistics.median(first['tokens_per_second']) / middle:.2f}"
     spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
     return f"{name:<34}{middle:>9,.0f}{spread:>20}{mfu:>9}{found['peak_gib']:>8.2f}{planned:>9}{times:>8}"
 
