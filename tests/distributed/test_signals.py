@@ -14,12 +14,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.launched import ROOT, environment, launch, metrics_of, pretrain, said
+from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import complete_steps, read_manifest, step_directory
 from zero_tp.checkpoint.run import PROCESS
+from zero_tp.process.signals import Requests
 
 LIMIT = 90.0  # seconds of an idle machine
 
@@ -89,6 +93,29 @@ def stopped_after(run: Running) -> int:
     read_manifest(step_directory(run.run, step))
     assert not (run.run / PROCESS).exists()
     return step
+
+
+def told_ranks(late: bool) -> list[tuple[bool, bool]]:
+    """What a rank acts on after each of six steps; another is asked to save in the second, and this in the fourth to
+    stop."""
+    requests, told = Requests(late=late), []
+    requests.save = True  # of a run before, which nobody read
+    with requests.accepting():
+        requests.agreed(torch.device("cpu"))
+    with requests.accepting():
+        for step in range(1, 7):
+            requests.save = step == 2 and dist.get_rank() == 1
+            requests.stop = requests.stop or (step == 4 and dist.get_rank() == 0)
+            told.append(requests.agreed(torch.device("cpu")))
+    return told
+
+
+def test_answers_that_are_read_late_come_one_step_later_on_all_ranks(ranks: Pools) -> None:
+    nothing, save, stop = (False, False), (False, True), (True, False)
+    for told in ranks(2).run(told_ranks, False):
+        assert told == [nothing, save, nothing, stop, stop, stop]
+    for told in ranks(2).run(told_ranks, True):
+        assert told == [nothing, nothing, save, nothing, stop, stop]
 
 
 @pytest.mark.parametrize("launcher", in_tiers([None, "deepspeed"], [None]))

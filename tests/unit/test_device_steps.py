@@ -33,9 +33,10 @@ from zero_tp.models import position, transformer
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel import collectives
 from zero_tp.parallel.gradients import gradient_norm
-from zero_tp.planning import dryrun
+from zero_tp.planning import accelerator, dryrun
 from zero_tp.planning.moments import Part, measure
 from zero_tp.planning.workload import Workload
+from zero_tp.process.signals import Requests
 from zero_tp.topology import Topology
 from zero_tp.training import engine
 from zero_tp.training.engine import TrainingEngine
@@ -192,19 +193,26 @@ Does = Callable[[TrainingEngine], object]
 
 
 def watched_step(model_type: str, workload: Workload, does: Does | None = None) -> Watching:
-    """What is seen of a step of two micro-batches.
+    """What is seen of a step of two micro-batches, and of asking the ranks for signals after it.
 
     Args:
         does: something more after the step.
     """
     seen = Watching(workload.length)
+
+    def waits(_: Any) -> None:
+        seen.found["an event is waited for"] = None
+
     with (
         dryrun.without_numbers(config_of(model_type), workload, whole=True) as (model, batch, _),
         stubbed(model) as made,
+        mock.patch.object(accelerator._Stream, "synchronize", waits, create=True),
     ):
         made.run_step([batch] * ACCUMULATION)
+        requests = Requests()
         with seen:
             made.run_step([batch] * ACCUMULATION)
+            assert requests.agreed(made.device) == (False, False)
             if does is not None:
                 does(made)
         assert made.engine.micro_steps == 2 * ACCUMULATION and not made.skipped
@@ -283,7 +291,7 @@ def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> Non
     """Counting labels, sums over micro-batches, the loss over DP, figures, the norm: none is read."""
     seen = watched_step(model_type, replace(WORKLOAD, **GRIDS[grid]))
     assert not seen.found, list(seen.found)
-    assert seen.collectives >= 2, "labels and loss over DP"
+    assert seen.collectives >= 3, "labels and loss over DP, signals"
 
 
 @pytest.mark.parametrize("checkpointing", [{"cpu_checkpointing": True}, {"partition_activations": True}])
@@ -363,6 +371,10 @@ def found_by(watch: Callable[[], Watching]) -> list[str]:
         return [f"{error}: between host and device"]
 
 
+def asked_at_once(engine: TrainingEngine) -> object:
+    return Requests(late=False).agreed(engine.device)
+
+
 def blocking_sum(engine: TrainingEngine) -> object:
     return torch.zeros(()).to(engine.device)
 
@@ -372,6 +384,7 @@ def blocking_sum(engine: TrainingEngine) -> object:
     [
         (lambda engine: engine.loss, "reads a value"),
         (lambda engine: engine.gradient_norm, "reads a value"),
+        (asked_at_once, "reads a value"),
         (blocking_sum, "between host and device"),
     ],
 )

@@ -1,7 +1,8 @@
 """Signals end a process, or ask something of a running job: SIGTERM to save and stop, SIGUSR1 to save and go on.
 
 A request reaches one rank, or all of them one after another. It only raises that rank's flag; at the next step boundary
-all ranks learn of it by one all-reduce, and act together.
+all ranks begin one all-reduce, learn of it, and act together: on a CPU at once, on an accelerator one step later, so
+that neither the host nor the device waits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,11 +28,14 @@ class Requests:
     Attributes:
         accepted: whether training listens: flags raised now are acted on at the next step boundary.
         stop, save: what was asked.
+        late: whether an answer is read a step later; by default on an accelerator.
     """
 
     accepted: bool = False
     stop: bool = False
     save: bool = False
+    late: bool | None = None
+    _exchanges: list[_Exchange] = field(default_factory=list)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
@@ -41,17 +45,44 @@ class Requests:
             yield
         finally:
             self.accepted = False
+            self._exchanges.clear()
 
     def agreed(self, device: torch.device) -> tuple[bool, bool]:
-        """Return (stop, save) as any rank was asked; a save is returned once. All-reduce of two numbers, all ranks."""
+        """Return (stop, save) as any rank was asked; a save is returned once. All-reduce of two numbers, all ranks.
+
+        Where answers are read late it is what was asked until the call before, on every rank alike; the first call
+        returns that nothing was.
+        """
+        late = device.type != "cpu" if self.late is None else self.late
+        self._exchanges.append(_Exchange([self.stop, self.save], device))
+        self.save = False
+        if late and len(self._exchanges) == 1:
+            return False, False
+        stop, save = self._exchanges.pop(0).answer()
+        return stop, save
+
+
+class _Exchange:
+    """An exchange finds the flags that any rank has raised. On an accelerator its beginning waits for nothing."""
+
+    def __init__(self, flags: list[bool], device: torch.device):
         import torch
         import torch.distributed as dist
 
-        flags = torch.tensor([self.stop, self.save], dtype=torch.int32, device=device)
-        self.save = False
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        stop, save = flags.tolist()
-        return bool(stop), bool(save)
+        pinned = device.type != "cpu"
+        asked = torch.tensor(flags, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        self._flags, self._done = asked, None
+        if pinned:
+            self._flags = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)
+            self._flags.copy_(asked, non_blocking=True)
+            self._done = torch.get_device_module(device).current_stream(device).record_event()
+
+    def answer(self) -> list[bool]:
+        """Return the flags, once the device has brought them."""
+        if self._done is not None:
+            self._done.synchronize()
+        return [bool(flag) for flag in self._flags.tolist()]
 
 
 def listen(act: Callable[[set[int]], None]) -> None:

@@ -74,7 +74,7 @@ class Requests(Protocol):
         """Turn signals into requests inside the block."""
 
     def agreed(self, device: torch.device) -> tuple[bool, bool]:
-        """Return (stop, save) as any rank was asked; a save is returned once. Collective over all ranks."""
+        """Return (stop, save) as any rank was asked; a save is returned once. Collective, once a step."""
 
 
 class Origin(Protocol):
