@@ -169,7 +169,7 @@ def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
     watch = Watch()
     watch._rank, watch._world, watch._store = world.rank, world.ranks, told
     with clocks.part("watch: all positions"):
-        assert len(watch._told_by(range(world.ranks))) == world.ranks
+        assert len(watch._told_by(told, range(world.ranks))) == world.ranks
 
 
 def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any]:

@@ -205,8 +205,8 @@ MUTANTS: dict[str, Mutant] = {
     "a-broken-connection-stays": Mutant(
         "A rank whose connection to the store broke once says nothing more, and ends the job.",
         "zero_tp/process/watch.py",
-        "self._store, lost = None, heard",
-        "lost = heard",
+        'self._store, lost = None, ""',
+        'lost = ""',
         (WATCH + "test_a_connection_that_breaks_is_made_anew",),
     ),
     "nobody-need-wait-for-a-straggler": Mutant(

@@ -114,7 +114,7 @@ class Timeouts(Block):
     save: float = Field(default=30, gt=0, description="Minutes that a rank has to write its part of a checkpoint.")
     evaluation: float = Field(default=30, gt=0, description="The same of validation and tasks.")
     heartbeat: float | None = Field(
-        default=5, gt=0, description="Minutes that a rank, or the ranks' store, may be silent; null: for ever."
+        default=5, ge=0.5, description="Minutes that a rank, or the ranks' store, may be silent; null: for ever."
     )
 
     @property

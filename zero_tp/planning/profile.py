@@ -178,6 +178,7 @@ def _other_tensors(allocations: Allocations) -> Iterable[Tensor]:
     gc.unfreeze()  # what is frozen is not listed
     things = gc.get_objects()
     if frozen:
+        gc.collect()  # what has become garbage would stay
         gc.freeze()
     for thing in things:
         if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:

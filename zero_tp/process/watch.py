@@ -186,13 +186,15 @@ class Watch:
             leaving = self._left.is_set()  # before the last word
             looks = bool(others) and not leaving and turn - looked >= self._window
             try:
-                now = within(ANSWER_SECONDS, self._turn, others if looks else ())
+                self._store, now = within(ANSWER_SECONDS, self._turn, self._store, others if looks else ())
                 lost = heard.silence(now, self._clock()) if looks and self._position.steps > 1 else ""
                 if looks and self._rank == 0:
                     self._notes += stragglers(before, now, self._window)
                 heard.unanswered, looked, before = 0.0, turn if looks else looked, now or before
             except (RuntimeError, OSError):  # what torch raises for a store that is gone, or does not answer
-                self._store, lost = None, heard.no_answer(time.monotonic() - turn + self._tell_seconds)
+                self._store, lost = None, ""
+                if self._position.steps > 1:
+                    lost = heard.no_answer(time.monotonic() - turn + self._tell_seconds)
             if lost:
                 self.fail(lost)
             if lost or leaving:
@@ -216,40 +218,44 @@ class Watch:
             busy=self._busy,
         )
 
-    def _turn(self, ranks: Sequence[int]) -> dict[int, Position]:
-        """Tell the others where this rank is, by a connection that may have to be made, and ask where `ranks` are."""
-        if self._store is None:
-            self._store = self._connection()
-        self._say()
-        return self._told_by(ranks) if ranks else {}
+    def _turn(self, store: Any, ranks: Sequence[int]) -> tuple[Any, dict[int, Position]]:
+        """Tell the others where this rank is and ask where `ranks` are → (the store, which may be a new one; where)."""
+        store = store or self._connection()
+        self._say(store)
+        return store, self._told_by(store, ranks) if ranks else {}
 
-    def _say(self) -> None:
-        self._store.set(str(self._rank), json.dumps(asdict(self._own())))
+    def _say(self, store: Any) -> None:
+        store.set(str(self._rank), json.dumps(asdict(self._own())))
 
-    def _told_by(self, ranks: Sequence[int]) -> dict[int, Position]:
+    def _told_by(self, store: Any, ranks: Sequence[int]) -> dict[int, Position]:
         """Return the newest positions of ranks that have said one, and this rank's. Two requests, once all have."""
         ranks = [rank for rank in ranks if rank != self._rank]
-        if not self._store.check([str(rank) for rank in ranks]):
-            ranks = [rank for rank in ranks if self._store.check([str(rank)])]
-        told = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
+        if not store.check([str(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if store.check([str(rank)])]
+        told = store.multi_get([str(rank) for rank in ranks]) if ranks else []
         found = {rank: Position(**parse_json(each.decode())) for rank, each in zip(ranks, told, strict=True)}
         return {self._rank: self._own(), **found}
 
     def _hung(self, position: Position, limit: float) -> str:
-        everyone = {self._rank: self._own()}
+        everyone, store = {self._rank: self._own()}, self._store
 
         def ask() -> None:
             try:
-                self._say()
-                crowded = self._store.add("asked", 1) > MOST_ASKING
+                self._say(store)
+                crowded = store.add("asked", 1) > MOST_ASKING
                 time.sleep(self._tell_seconds)  # who has come no further either says so meanwhile
                 if crowded:  # the first ones end the job meanwhile
                     time.sleep(ANSWER_SECONDS)
-                everyone.update(self._told_by(range(self._world)))
+                everyone.update(self._told_by(store, range(self._world)))
             except RuntimeError:
-                everyone[self._rank] = replace(everyone[self._rank], host=f"{socket.gethostname()}; no store")
+                no_store()
 
-        if self._store is not None:
+        def no_store() -> None:
+            everyone[self._rank] = replace(everyone[self._rank], host=f"{socket.gethostname()}; no store")
+
+        if store is None:
+            no_store()
+        else:
             asking = threading.Thread(target=ask, daemon=True)
             asking.start()
             asking.join(2 * ANSWER_SECONDS + self._tell_seconds)

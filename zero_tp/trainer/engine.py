@@ -69,10 +69,7 @@ class SteppedEngine:
             self.zero.step()
 
     def get_global_grad_norm(self) -> Tensor | float:
-        """Return the last step's norm before clipping; nan when its gradients were not finite and it was skipped.
-
-        Trainer reads it where it logs.
-        """
+        """Return the last step's norm before clipping; nan when its gradients were not finite and it was skipped."""
         return self.zero.outcome()[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import nullcontext
 
@@ -100,6 +101,7 @@ class _Loop:
                     if self.tasks is not None and evaluated:
                         self._enter("evaluation", step)
                         reporter.tasks(step, self.tasks(self.engine, self.config.micro_batch))
+                        gc.collect()  # thousands of requests, which refer to each other
                     stop, save = self.requests.agreed(self.device)
                     last |= stop
                     if last or save or _due(step, self.settings.checkpoint.interval):
@@ -167,7 +169,8 @@ class _Loop:
                 guard_gradients=self.settings.training.guard_gradients,
             )
         logged = self.reporter.due(step) or self.engine.skipped or bool(self.engine.spike)
-        loss = self.engine.loss if logged else math.nan  # nobody asks; before the clock, so that the device is done
+        # Who reads it waits for the device: before the clock, and where other work than steps follows.
+        loss = self.engine.loss if logged or self._pauses(step) else math.nan
         self.meter.tick()
         if self.profiler is not None and (told := self.profiler.outcome(step)):
             self.reporter.say(told)
@@ -192,6 +195,12 @@ class _Loop:
         if self.engine.skipped and self.engine.trace is not None:
             self.reporter.say(f"step {step}: {self.engine.trace.told()}")
         self._judge(step, loss)
+
+    def _pauses(self, step: int) -> bool:
+        """Return whether a check, an evaluation or a save is due after the step."""
+        settings = self.settings
+        intervals = (settings.training.guard_interval, settings.evaluation.interval, settings.checkpoint.interval)
+        return step == self.steps or any(_due(step, interval) for interval in intervals)
 
     def _judge(self, step: int, loss: float) -> None:
         """Judge a skipped step. In fp16, gradients that overflow beside a finite loss only lower the loss scale."""
