@@ -34,8 +34,9 @@ from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import most_machines
+from zero_tp.process.positions import Position
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Position, Watch
+from zero_tp.process.watch import Watch
 from zero_tp.tensors.files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine

@@ -183,14 +183,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "who-waits-is-waited-for": Mutant(
         "Of ranks that hang, those that have come furthest are named.",
-        "zero_tp/process/watch.py",
+        "zero_tp/process/positions.py",
         "    least = min(",
         "    least = max(",
         (WATCH + "test_who_is_behind_is_waited_for",),
     ),
     "silence-is-for-ever": Mutant(
         "A machine that dies while nobody waits for it ends the job after the phase's limit, 30 minutes.",
-        "zero_tp/process/watch.py",
+        "zero_tp/process/positions.py",
         "max(self._same.values()) < self._looks",
         "max(self._same.values()) < 1000 * self._looks",
         (WATCH + "test_a_rank_whose_word_stays_the_old_one_ends_the_job",),
@@ -211,7 +211,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "nobody-need-wait-for-a-straggler": Mutant(
         "A rank is slow that nobody waits for.",
-        "zero_tp/process/watch.py",
+        "zero_tp/process/positions.py",
         "        if share >= AT_WORK and share >=",
         "        if share >=",
         (WATCH + "test_a_rank_at_work_twice_as_long_is_slow",),

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from tests.launched import ROOT, run
 from tests.waits import patience, wait_until
-from zero_tp.process.watch import Heard, Position, Watch, report, stragglers
+from zero_tp.process.positions import Heard, Position, report, stragglers
+from zero_tp.process.watch import Watch
 
 HERE = Position(
     count=90,
@@ -158,7 +159,7 @@ class Telling:
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_gone_ends_the_others_though_none_waits_for_it(lost: int) -> None:
     store = dist.HashStore()
-    ranks = [Telling(store, rank, 3, 0.5) for rank in range(3)]
+    ranks = [Telling(store, rank, 3, 1.5) for rank in range(3)]
     ended = [each.told for rank, each in enumerate(ranks) if rank != lost and 0 in (rank, lost)]
     time.sleep(1.0)
     assert not any(each.told for each in ranks)

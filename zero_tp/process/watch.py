@@ -13,71 +13,28 @@ import json
 import math
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from zero_tp.process import garbage
 from zero_tp.process.across import within
+from zero_tp.process.positions import ANSWER_SECONDS, TELL_SECONDS, Heard, Position, report, stragglers
 from zero_tp.strict_json import parse_json
-from zero_tp.topology import name_ranks
 
 SAMPLE_SECONDS = 0.05
-TELL_SECONDS = 5.0
-ANSWER_SECONDS = 10.0  # of the store
 MOST_ASKING = 8  # of all ranks for all positions at once: a thousand would each be sent a thousand
 WINDOW_SECONDS = 60.0  # over which a straggler is looked for
 LOOKS = 3  # at least, in turn without a new word, after which a rank is silent
 LEAVE_SECONDS = 2.0  # to tell the others that the work is done
-SLOWER, AT_WORK = 2.0, 0.6
-"""A straggler is at work SLOWER times as long as the others' median, and AT_WORK of the time, so that they wait."""
 
 _LIBRARY = Path(__file__).resolve().parents[1]
 _WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
-
-
-@dataclass(frozen=True)
-class Position:
-    """A position is where a rank is in its work.
-
-    Attributes:
-        count: of its marks, which tells who is behind whom.
-        phase, step, doing: in words.
-        since: when it came there [seconds since the ranks connected].
-        place: the function that its main thread is in. waiting: whether that waits for other ranks.
-        told: when this was said, by the same clock: those of machines may differ by hours. every: how often it says so.
-        steps, looks, busy: how often it began a step, was looked at in one, and was found at work.
-    """
-
-    count: int = 0
-    phase: str = "start"
-    step: int = 0
-    doing: str = ""
-    since: float = 0.0
-    place: str = ""
-    waiting: bool = False
-    told: float = 0.0
-    every: float = TELL_SECONDS
-    host: str = ""
-    steps: int = 0
-    looks: int = 0
-    busy: int = 0
-
-    def lost(self, now: float) -> bool:
-        """Return whether the rank has not been heard of for so long that something is wrong."""
-        return now - self.told > 3 * self.every
-
-    def described(self, now: float) -> str:
-        """Return the position in words."""
-        what = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        late = f", last heard of {now - self.told:.0f} s ago" if self.lost(now) else ""
-        return f"({self.host}) in {what} for {now - self.since:.0f} s, at {self.place}{late}"
 
 
 class Watch:
@@ -260,95 +217,6 @@ class Watch:
             asking.start()
             asking.join(2 * ANSWER_SECONDS + self._tell_seconds)
         return report(dict(everyone), self._world, position, limit)
-
-
-class Heard:
-    """What one rank has heard of the others, look by look.
-
-    Looks count, and no clock: where all were stopped together, the first that goes on finds old words everywhere.
-
-    Args:
-        window: between two looks, heartbeat: that a rank may say nothing [seconds]; None: for ever.
-    """
-
-    def __init__(self, window: float, heartbeat: float | None) -> None:
-        self.unanswered = 0.0
-        self._looks, self._heartbeat = math.ceil((heartbeat or 0) / window), heartbeat
-        self._told, self._same = dict[int, float](), dict[int, int]()
-
-    def silence(self, now: Mapping[int, Position], clock: float) -> str:
-        """Return why the job ends once a rank's word has been the old one for all looks; else "".
-
-        Call it when the start is over. A rank that has ended its work says no more.
-        """
-        for rank, position in now.items():
-            same = position.told == self._told.get(rank) and position.phase != "end"
-            self._same[rank] = self._same.get(rank, 0) + 1 if same else 0
-            self._told[rank] = position.told
-        if self._heartbeat is None or max(self._same.values()) < self._looks:
-            return ""
-        lost = sorted(rank for rank, times in self._same.items() if times >= self._looks - 1)  # a machine's ranks
-        lines = [f"rank {rank} {now[rank].described(clock)}" for rank in lost]
-        hosts = ", ".join(sorted({now[rank].host for rank in lost}))
-        error = f"error: no word from {name_ranks(lost)} ({hosts}) for {self._limit()}: the machine, its network or the"
-        return "\n".join([*lines, f"{error} process is gone, or stands still"])
-
-    def no_answer(self, seconds: float) -> str:
-        """Count a turn of so many seconds without an answer; return why the job ends after too many, else "".
-
-        A turn counts no more than it can take: this rank may have been stopped in it.
-        """
-        self.unanswered += min(seconds, ANSWER_SECONDS + TELL_SECONDS)
-        if self._heartbeat is None or self.unanswered < self._heartbeat:
-            return ""
-        return (
-            f"error: {socket.gethostname()} has had no answer from the ranks' store for {self._limit()}: its machine "
-            "(the first rank's, or torchrun's rendezvous), the network to it or its process is gone, or stands still"
-        )
-
-    def _limit(self) -> str:
-        return f"{(self._heartbeat or 0) / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
-
-
-def report(everyone: Mapping[int, Position], world: int, position: Position, limit: float) -> str:
-    """Return who waits for whom, a line for each rank, and the error as the last line."""
-    now = max(each.told for each in everyone.values())
-    lines = [f"rank {rank} {each.described(now)}" for rank, each in sorted(everyone.items())]
-    silent = sorted(set(range(world)) - everyone.keys())
-    least = min(each.count for each in everyone.values())
-    behind = silent or [rank for rank, each in everyone.items() if each.count == least]
-    if not silent:  # of those at the same mark, who is heard of no more, or else who is not waiting
-        lost = [rank for rank in behind if everyone[rank].lost(now)]
-        behind = lost or [rank for rank in behind if not everyone[rank].waiting] or behind
-    waiting = sorted(set(range(world)) - set(behind))
-    if waiting:
-        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(sorted(behind))}"
-    else:
-        who = "no rank is behind another"
-    where = f"{position.phase}{f' {position.step}' if position.step else ''}"
-    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
-    return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
-
-
-def stragglers(before: Mapping[int, Position], now: Mapping[int, Position], seconds: float) -> list[str]:
-    """Return a line on each rank that was at work twice as long as the others, which waited for it meanwhile."""
-    shares: dict[int, float] = {}
-    for rank, each in now.items():
-        then = before.get(rank, Position())
-        looks = each.looks - then.looks
-        if looks < 20 or each.steps - then.steps < 2:
-            return []
-        shares[rank] = (each.busy - then.busy) / looks
-    found = []
-    for rank, share in sorted(shares.items()):
-        others = [other for number, other in shares.items() if number != rank]
-        usual = statistics.median(others) if others else share
-        if share >= AT_WORK and share >= SLOWER * usual:
-            found.append(
-                f"rank {rank} ({now[rank].host}) is slow: it was at work for {share:.0%} of the last {seconds:.0f} s, "
-                f"the other ranks for {usual:.0%}, and waited for it"
-            )
-    return found
 
 
 def _place(thread: int | None) -> tuple[str, bool]:
