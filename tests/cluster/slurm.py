@@ -25,6 +25,7 @@ SETTINGS = {
     "ReturnToService": "2",
     "KillWait": "30",
     "SlurmdTimeout": "40",  # the default is 300
+    "SlurmdDebug": "debug2",  # it logs each request
     "AuthInfo": "cred_expire=10",  # a job waits as long before it starts again, by default 120
     "SchedulerParameters": "batch_sched_delay=0,sched_interval=2",
 }

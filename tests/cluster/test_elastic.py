@@ -11,7 +11,7 @@ import pytest
 from tests.cluster import slurm as daemons
 from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.slurm import VARIABLES, serve
-from tests.cluster.starts import agent, alone, sbatch
+from tests.cluster.starts import Launch, agent, alone, sbatch
 from tests.cluster.starts import workplace as furnished
 from tests.cluster.test_ends import kill_all, none_left, steps, trained
 from tests.cluster.test_starting import losses
@@ -36,6 +36,13 @@ WORDS = ["--deepspeed_config", "small.json", *(word for one in SETTINGS for word
 LIMITED = "zero_tp.training.timeout_minutes.heartbeat=0.5"
 """A machine may die while its part of a checkpoint is awaited: no connection tells of that."""
 LONG = [*WORDS, "--set", "zero_tp.training.steps=1000", "--set", "zero_tp.checkpoint.interval=2", "--set", LIMITED]
+
+
+def saved(launch: Launch, run: Path) -> int:
+    """Wait for a checkpoint → its step."""
+    trained(launch, run)
+    wait_until(lambda: complete_steps(run), 60, launch.output, 0.1)
+    return complete_steps(run)[-1]
 
 
 def resumed(output: str) -> list[int]:
@@ -69,11 +76,10 @@ def the_same(slurm: Rack, workplace: Path, run: str) -> None:
 def test_torchrun_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplace: Path) -> None:
     run, port = "runs/elastic", free_port()
     first, second = (agent(slurm, number, port, *LONG, "--output-dir", run) for number in range(2))
-    trained(first, workplace / run)
-    saved = complete_steps(workplace / run)
+    step = saved(first, workplace / run)
     kill_all(slurm.nodes[1])
     goes_on(first.output, workplace / run, "TP 2 × DP 1", 1)
-    assert resumed(first.output())[-1] >= max(saved, default=0)
+    assert resumed(first.output())[-1] >= step
     second = agent(slurm, 1, port, *LONG, "--output-dir", run)
     goes_on(first.output, workplace / run, "TP 2 × DP 2", 2)
     slurm.nodes[0].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
@@ -85,7 +91,7 @@ def test_tensor_parallelism_that_no_longer_fits_is_said(slurm: Rack, workplace: 
     run, port = "runs/too_wide", free_port()
     words = [*LONG, "--set", "zero_tp.parallel.tensor=4", "--output-dir", run]
     first, _ = (agent(slurm, number, port, *words, restarts=1) for number in range(2))
-    trained(first, workplace / run)
+    saved(first, workplace / run)
     kill_all(slurm.nodes[1])
     ended = first.ended()
     assert 0 not in ended.statuses
@@ -106,17 +112,19 @@ def test_slurm_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplac
     words = [*LONG, "--output-dir", run, "--set", "zero_tp.training.timeout_minutes.step=0.2"]
     launch = sbatch(slurm, *words, options=["--nodes=1-2"])
     job = workplace / "job.out"
-    trained(launch, workplace / run)
-    saved = complete_steps(workplace / run)
+    step = saved(launch, workplace / run)
     slurm.shell("ip link set node2 down")
     try:
         kill_all(second, "slurmd", "slurmstepd")
         goes_on(job.read_text, workplace / run, "TP 2 × DP 1", 1, 180)
-        assert resumed(job.read_text())[-1] >= max(saved, default=0)
+        assert resumed(job.read_text())[-1] >= step
         assert "ranks 0 and 1 wait for ranks 2 and 3" in job.read_text()
     finally:
         slurm.shell("ip link set node2 up")
         serve(second)
+    # The controller sends again what it could not: the signal that ended the step, whose number the next one has too.
+    log = "cat /run/slurm/slurmd.log"
+    wait_until(lambda: "REQUEST_SIGNAL_TASKS" in second.shell(log), 120, lambda: second.shell(log), 0.5)
     number = first.run("squeue", "--noheader", "--format=%i", variables=VARIABLES).stdout.strip()
     told = first.run("scontrol", "requeue", number, variables=VARIABLES)
     assert told.returncode == 0, told.stdout
@@ -134,13 +142,12 @@ def test_slurm_goes_on_without_the_jobs_first_machine() -> None:
         run, directory = "runs/headless", furnished(rack)
         words = [*LONG, "--output-dir", run, "--set", "zero_tp.training.timeout_minutes.step=0.2"]
         launch = sbatch(rack, *words, options=["--nodes=1-2", "--exclude=node1"])
-        trained(launch, directory / run)
-        saved = complete_steps(directory / run)
+        step = saved(launch, directory / run)
         rack.shell("ip link set node2 down")
         kill_all(rack.nodes[1], "slurmd", "slurmstepd")
         job = directory / "job.out"
         goes_on(job.read_text, directory / run, "TP 2 × DP 1", 1, 240)
-        assert resumed(job.read_text())[-1] >= max(saved, default=0)
+        assert resumed(job.read_text())[-1] >= step
         rack.nodes[2].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
         assert launch.ended().statuses == [0], launch.output()
         the_same(rack, directory, run)
