@@ -50,6 +50,15 @@ def test_who_is_not_heard_of_is_waited_for() -> None:
     assert report({0: HERE}, 2, HERE, 60).endswith("rank 0 waits for rank 1")
 
 
+def test_all_ranks_of_a_machine_that_is_gone_are_waited_for_wherever_each_was_last() -> None:
+    first = replace(HERE, count=88, doing="forward", waiting=False, told=1100.0)
+    second = replace(HERE, count=89, told=1101.0)
+    found = report({0: HERE, 1: HERE, 2: first, 3: second}, 4, HERE, 60)
+    assert found.endswith("ranks 0 and 1 wait for ranks 2 and 3")
+    ahead = replace(HERE, count=91, told=1100.0)
+    assert report({0: HERE, 1: ahead}, 2, HERE, 60).endswith("rank 0 waits for rank 1")
+
+
 def test_a_rank_is_lost_after_three_of_its_own_intervals() -> None:
     often = replace(HERE, every=1.0)
     assert report({0: often, 1: replace(often, told=1296.0)}, 2, HERE, 60).endswith("rank 0 waits for rank 1")

@@ -106,12 +106,10 @@ def report(everyone: Mapping[int, Position], world: int, position: Position, lim
     """Return who waits for whom, a line for each rank, and the error as the last line."""
     now = max(each.told for each in everyone.values())
     lines = [f"rank {rank} {each.described(now)}" for rank, each in sorted(everyone.items())]
-    silent = sorted(set(range(world)) - everyone.keys())
+    unheard = [rank for rank in range(world) if rank not in everyone or everyone[rank].lost(now)]
     least = min(each.count for each in everyone.values())
-    behind = silent or [rank for rank, each in everyone.items() if each.count == least]
-    if not silent:  # of those at the same mark, who is heard of no more, or else who is not waiting
-        lost = [rank for rank in behind if everyone[rank].lost(now)]
-        behind = lost or [rank for rank in behind if not everyone[rank].waiting] or behind
+    last = [rank for rank, each in everyone.items() if each.count == least]
+    behind = unheard or [rank for rank in last if not everyone[rank].waiting] or last
     waiting = sorted(set(range(world)) - set(behind))
     if waiting:
         who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(sorted(behind))}"
