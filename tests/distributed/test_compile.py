@@ -68,11 +68,24 @@ def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dty
 
 CASES = [
     pytest.param("qwen3", 2, True, 3, "fp32", "full", marks=pytest.mark.thorough),
-    pytest.param("qwen3", 1, False, 0, "fp32", "none", marks=pytest.mark.heavy),
-    pytest.param("qwen3", 2, True, 1, "bf16", "selective", marks=pytest.mark.heavy),
-    pytest.param("gpt_neox", 2, False, 2, "fp32", "selective", marks=pytest.mark.heavy),
-    pytest.param("gpt_neox", 1, False, 3, "bf16", "none", marks=pytest.mark.heavy),
+    *(
+        pytest.param(*case, marks=pytest.mark.heavy)
+        for case in (
+            ("qwen3", 1, False, 0, "fp32", "none"),
+            ("gpt_neox", 2, True, 0, "bf16", "selective"),
+            ("qwen3", 2, False, 0, "bf16", "full"),
+            ("gpt_neox", 2, True, 1, "fp32", "none"),
+            ("qwen3", 2, True, 1, "bf16", "selective"),
+            ("gpt_neox", 1, False, 1, "fp32", "full"),
+            ("qwen3", 2, True, 2, "bf16", "none"),
+            ("gpt_neox", 2, False, 2, "fp32", "selective"),
+            ("qwen3", 1, False, 2, "bf16", "full"),
+            ("gpt_neox", 1, False, 3, "bf16", "none"),
+            ("qwen3", 1, False, 3, "fp32", "selective"),
+        )
+    ),
 ]
+"""Every ZeRO stage with every recomputation, each architecture, grid and dtype among them."""
 
 
 @pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage", "dtype", "mode"), CASES)
@@ -86,6 +99,34 @@ def test_a_run_trains_the_same(
         assert compiled[1] == pytest.approx(plain[1], rel=limit)
         for name, expected in plain[2].items():
             assert (compiled[2][name] - expected).norm() <= limit * expected.norm(), name
+
+
+@pytest.mark.heavy
+def test_kernels_of_an_rms_norm_go_over_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 2 bytes an element for each tensor: rows, output; gradient, rows, for the weight; these and the result.
+
+    The weight's kernel is one of its own and the first, since the sum over TP runs beside the other.
+    """
+    from torch._inductor import config, metrics
+
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    torch._logging.set_logs(inductor_metrics=True)
+    rows, gradient = torch.randn(2, 256, 512).bfloat16()
+    weight = torch.rand(512).bfloat16()
+    scale, found = torch.rand(256, 1), []
+    try:
+        for function, given in (
+            (_rms_norm, (rows, weight, 1e-5)),
+            (_of_weight, (gradient, rows, scale)),
+            (_of_rows, (gradient, rows, scale, weight)),
+        ):
+            torch._dynamo.reset()
+            metrics.reset()
+            torch.compile(function, fullgraph=True, dynamic=False)(*given)
+            found.append(metrics.num_bytes_accessed / rows.numel())
+    finally:
+        torch._logging.set_logs()
+    assert found == pytest.approx([4, 4, 6], abs=0.05)  # and a number a row or column
 
 
 def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:

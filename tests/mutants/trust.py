@@ -202,6 +202,13 @@ MUTANTS: dict[str, Mutant] = {
         "",
         (WATCH + "test_a_rank_that_has_left_is_not_missed",),
     ),
+    "who-served-the-store-goes-first": Mutant(
+        "Where another rank of the first machine says why, other machines find no store and say something else.",
+        "zero_tp/process/lifecycle.py",
+        "self.across.ended or self.first_word.said()",
+        "self.across.ended",
+        ("tests/unit/test_across.py::test_the_store_stays_until_the_other_machines_have_heard_what_another_rank_said",),
+    ),
     "a-broken-connection-stays": Mutant(
         "A rank whose connection to the store broke once says nothing more, and ends the job.",
         "zero_tp/process/watch.py",

@@ -106,7 +106,7 @@ class Across:
         """Wait until the others have heard of the end, if the store goes with this process. The first limit holds."""
         self._deadline = self._deadline or time.monotonic() + seconds
         try:
-            while self._serves and self.ended and time.monotonic() < self._deadline:
+            while self._serves and self.ended and self._store is not None and time.monotonic() < self._deadline:
                 if self._store.add(f"{self._key}/heard", 0) >= self._others:
                     return
                 time.sleep(0.05)

@@ -247,7 +247,7 @@ class _Rank:
         """Take the main thread's way out."""
         self.leaving = True
         self._arm(status, LEAVE_SECONDS[status == 0])
-        self.across.linger()
+        self._linger()
         try:
             _destroy_process_groups()
         except (RuntimeError, OSError, ValueError):  # what torch raises for a connection or a group that is broken
@@ -267,12 +267,17 @@ class _Rank:
 
         threading.Thread(target=end, name="last exit", daemon=True).start()
 
+    def _linger(self) -> None:
+        """Let the other machines hear why the job ends, also where another rank of this one has told them."""
+        self.across.ended = self.across.ended or self.first_word.said()
+        self.across.linger()
+
     def _exit_now(self, status: int) -> NoReturn:
         """Leave without the interpreter's and C++'s destructors: with a thread in a collective they can abort or hang.
 
         The kernel closes the connections, so peers notice at once.
         """
-        self.across.linger()
+        self._linger()
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
