@@ -9,7 +9,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 CONFIGS = ("ds_configs/*.json", "ds_configs/papers/*.json")
-SHIPPED = (*CONFIGS, "launch/corpus/*", "launch/pretrain.py", "eval/zero_shot.py")
+SHIPPED = (*CONFIGS, "launch/corpus/*", "launch/pretrain.py", "launch/finetune.py", "eval/zero_shot.py")
 PLACE = Path("zero_tp", "_shipped")
 
 

@@ -201,7 +201,7 @@ def recorded() -> Iterator[list[Callable[[], Any]]]:
     """Give what the process groups are asked for in the block, each to be asked for again."""
     from torch.distributed import ProcessGroup
 
-    from zero_tp.papers.collectives import COLLECTIVES
+    from benchmarks.papers.collectives import COLLECTIVES
 
     asked: list[Callable[[], Any]] = []
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from zero_tp.papers.reproduction import made
+from zero_tp.checkpoint.manifest import versions
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def made() -> dict[str, Any]:
+    """Return when and on what a result was made."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions(),
+    }
 
 
 def write_result(directory: Path, name: str, result: dict[str, Any], machine: str | None = None) -> Path:

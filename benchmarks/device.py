@@ -54,27 +54,37 @@ ROWS = {
 
 
 class Item(NamedTuple):
-    """What is otherwise than in the first row: its `KEY=VALUE`, the rank's words, the environment.
+    """What is otherwise than in the first row: its `KEY=VALUE`, the environment.
 
     Attributes:
-        several: it changes something only where TP has several devices.
+        constants: `MODULE.NAME=VALUE` of the library, for that run alone.
+        several: it changes something only where there are several devices.
     """
 
     changes: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
     environment: dict[str, str] = {}  # noqa: RUF012 - never changed
     several: bool = False
 
 
 COPIED = "zero_optimization.contiguous_gradients=true"
+UNCOMPILED = "zero_tp.compile=false"
+REPLICAS = "zero_tp.parallel.tensor=1"
 ITEMS = {
-    "not-compiled": Item(("zero_tp.compile=false",)),
-    "torch-order-of-back-ends": Item(words=("--torch-order",)),
+    "not-compiled": Item((UNCOMPILED,)),
+    # Of 128 MiB in fp32: an eighth of the launches. Compiled kernels have no slices.
+    "not-compiled-large-slices": Item((UNCOMPILED,), constants=("zero_tp.parallel.loss.SLICE_ELEMENTS=33554432",)),
+    "expandable-segments": Item(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
     "optimizer-not-fused": Item(("optimizer.params.torch_adam=true", "optimizer.params.fused=false")),
     "gradients-copied": Item((COPIED,)),
     "gradients-copied-small-buckets": Item((COPIED, "zero_optimization.reduce_bucket_size=auto")),
-    "cuda-order-of-launches": Item(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, several=True),
+    "cuda-order-of-launches": Item(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, several=True),
     "fused-products": Item(("zero_tp.parallel.fused_products=true",), several=True),
+    "one-product-after-the-gather": Item(constants=("zero_tp.parallel.linear.OWN_ROWS_FIRST=false",), several=True),
+    "replicas": Item((REPLICAS,), several=True),
+    "replicas-reduced-to-owners": Item(
+        (REPLICAS, "zero_optimization.use_multi_rank_bucket_allreduce=false"), several=True
+    ),
 }
 
 
@@ -100,7 +110,8 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
         config, output = Path(folder) / "config.json", Path(folder) / "result.json"
         config.write_text(json.dumps(settings(row, options)))
         words = ["-m", "benchmarks.device_rank", str(config), "--steps", str(options.steps), "--output", str(output)]
-        words += [*(f"--set={change}" for change in (*row.changes, *item.changes)), *item.words]
+        words += [f"--set={change}" for change in (*row.changes, *item.changes)]
+        words += [f"--constant={constant}" for constant in item.constants]
         if options.ranks > 1:
             words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--standalone", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **item.environment}
@@ -154,7 +165,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for name, item in runs:
         row, change = ROWS[name], ITEMS.get(item, Item())
-        run = {"row": name, "item": item, "settings": settings(row, options), "changes": row.changes + change.changes}
+        changes = row.changes + change.changes + change.constants
+        run = {"row": name, "item": item, "settings": settings(row, options), "changes": changes}
         found.append({**run, **launch(row, change, options)})
         print(line_of(f"  {item}" if item else name, found[-1], found[0]), flush=True)
     if options.output:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import device_peak_flops, find_device, named_device
 from zero_tp.errors import UserError
-from zero_tp.models.attention import back_ends, described
+from zero_tp.models.attention import described
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.plan import plan
 from zero_tp.process.environment import RankEnvironment
@@ -48,33 +48,36 @@ def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
     return {"planned_gib": made.peak.total / GIB, "planned_host_gib": made.memory.host / GIB}
 
 
-def measured(config: RunConfig, steps: int, own_order: bool) -> dict[str, Any]:
-    """Train on random tokens, which are the same in every run. Collective.
+def replace(constant: str, value: str) -> None:
+    """Give a module's constant another value in this process: `zero_tp.parallel.loss.SLICE_ELEMENTS`, in JSON."""
+    module, _, name = constant.rpartition(".")
+    known = importlib.import_module(module)
+    assert hasattr(known, name), f"{module} has no {name}"
+    setattr(known, name, json.loads(value))
 
-    Args:
-        own_order: of attention's back ends, as in a run; else torch's.
-    """
+
+def measured(config: RunConfig, steps: int) -> dict[str, Any]:
+    """Train on random tokens, which are the same in every run. Collective."""
     topology, device = connected(config)
     if device.type == "cpu":
         keep_freed_memory()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     found: dict[str, Any] = {"device": name, **planned(config, name, topology.world)}
-    with back_ends(device) if own_order else nullcontext():
-        engine = engine_of(config, topology, device)
-        spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
-        assert config.global_batch == rows, "one replica and one micro-batch"
-        peak = device_peak_flops(device.type, engine.dtype, dist.barrier)
-        meter = StepMeter(rows * length, model_flops(spec, rows, length), topology.world, peak, steps)
-        generator, losses, speeds = torch.Generator().manual_seed(2), [], []
-        for number in range(WARM_UP + steps):
-            if number == WARM_UP and device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            tokens = torch.randint(spec.vocabulary, (rows, length + 1), generator=generator).to(device)
-            meter.start()
-            losses.append(float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])])))
-            get_accelerator().synchronize()
-            meter.tick()
-            speeds.append(meter.read(number))
+    engine = engine_of(config, topology, device)
+    spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
+    assert config.accumulation == 1, "one micro-batch"
+    peak, batch = device_peak_flops(device.type, engine.dtype, dist.barrier), config.global_batch
+    meter = StepMeter(batch * length, model_flops(spec, batch, length), topology.world, peak, steps)
+    generator, losses, speeds = torch.Generator().manual_seed(2 + topology.data_rank), [], []
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        tokens = torch.randint(spec.vocabulary, (rows, length + 1), generator=generator).to(device)
+        meter.start()
+        losses.append(float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])])))
+        get_accelerator().synchronize()
+        meter.tick()
+        speeds.append(meter.read(number))
     return found | {
         "attention": described(spec, topology.tensor, rows, length, engine.dtype, device),
         "tokens_per_second": [speed.tokens_per_second for speed in speeds[WARM_UP:]],
@@ -91,11 +94,13 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--torch-order", action="store_true", help="of attention's back ends")
+    parser.add_argument("--constant", action="append", default=[], metavar="MODULE.NAME=VALUE")
     parser.add_argument("--output", type=Path, required=True, help="where the first rank writes what was measured")
     options = parser.parse_args()
+    for constant in options.constant:
+        replace(*constant.split("="))
     config = RunConfig.load(options.config, options.set, RankEnvironment.of_this_process().world)
-    found = measured(config, options.steps, not options.torch_order)
+    found = measured(config, options.steps)
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -35,7 +35,7 @@ from zero_tp.evaluation.perplexity import sliding_windows
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported
 from zero_tp.evaluation.wikitext import OVERLAP, detokenised, wikitext_split
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 
 Contenders = dict[str, Callable[[], object]]
 

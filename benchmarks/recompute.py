@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m benchmarks.recompute --output benchmarks/results/
 
 Each technique's overhead is the median over the rounds, with quartiles, against TP alone; beside it stands what it
-adds to the FLOPs of the layer's products. `zero-tp papers recomputation-table-4` does so in small.
+adds to the FLOPs of the layer's products. `python -m benchmarks.papers recomputation-table-4` does so in small.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.dated import write_result
+from benchmarks.papers import layers
+from benchmarks.papers.engines import of_layers
+from benchmarks.papers.published import TECHNIQUES, technique
 from zero_tp.config import RunConfig
-from zero_tp.papers import layers
-from zero_tp.papers.engines import of_layers
-from zero_tp.papers.published import TECHNIQUES, technique
 from zero_tp.planning.formulas import Layer
 
 DTYPES = ("fp32", "bf16")

@@ -5,7 +5,7 @@ Both begin with the weights that transformers draws, and see the same rows at th
 config file's on 4 CPU ranks, with what --set changes; by default the quickstart's, TP 2 × DP 2 with SP, under ZeRO-3.
 Prints the losses and how far apart they are; --output writes a dated result, which picture.py draws.
 
-    python benchmarks/same_model.py --steps 150 --output benchmarks/results/     # after bash launch/quickstart.sh
+    python -m benchmarks.same_model --steps 150 --output benchmarks/results/     # after bash launch/quickstart.sh
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 
 import torch
-from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside this script
 from transformers import AutoModelForCausalLM
 
+from benchmarks.dated import ROOT, write_result
+from benchmarks.papers.runs import plainly_trained, trained
 from zero_tp.config import RunConfig
-from zero_tp.papers.runs import plainly_trained, trained
 
 RANKS = 4
 WITHOUT = ("zero_tp.evaluation.interval=null", "zero_tp.checkpoint.interval=null")

@@ -4,7 +4,7 @@
 
 Rank 0, and under TP 8 and ZeRO-1 one in the middle too; without TP there are the most replicas. Each is a
 process of its own (scale_rank.py). Prints the processor's seconds of each part, which other work on the machine changes
-least, and what a rank asks of the others and opens. docs/scaling.md says what comes of it.
+least, and what a rank asks of the others and opens. benchmarks/results/scaling.md says what comes of it.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import os
 import shutil
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +26,15 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it regis
 
 from benchmarks.fake_world import Clocks, CountedStore, fake_world
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.found import agree, look, probed
 from zero_tp.checkpoint.manifest import Manifest, states_file
 from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
 from zero_tp.checkpoint.resume import check_all_there, resume
+from zero_tp.checkpoint.resume_point import broadcast_resume_point, find_resume_point
 from zero_tp.checkpoint.run import saved_start
 from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
-from zero_tp.parallel.agreement import most_machines
+from zero_tp.parallel.agreement import most_machines, require_same_on_all_ranks
 from zero_tp.process.positions import Position
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watch
@@ -41,7 +42,7 @@ from zero_tp.tensors.files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_duplicates, check_replicas
-from zero_tp.training.run import PreparedRun
+from zero_tp.training.run import RunInputs
 
 VOCABULARY, LENGTH = 1024, 64
 STATES = 12
@@ -74,6 +75,14 @@ class World:
         return self.ranks // self.tensor
 
 
+def as_rank_zero(work: Callable[[], Any]) -> Any:
+    """Stand in for `on_rank_zero`: there is no rank 0 that sends its result, so this rank does the work too."""
+    result = [work()]
+    dist.broadcast_object_list(result)
+    return result[0]
+
+
+@mock.patch("zero_tp.checkpoint.resume_point.on_rank_zero", as_rank_zero)
 def simulate(world: World, folder: Path) -> dict[str, Any]:
     """Do a rank's work in a world → {"parts": …, what else was found}."""
     with fake_world(world.ranks, world.rank, folder) as (clocks, store):
@@ -82,12 +91,12 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             config = RunConfig.load(file, (), world.ranks, *saved_start(run, None))
         directory.checkpoints_of(run).mkdir(parents=True, exist_ok=True)
         with clocks.part("corpora, model config"):
-            prepared = PreparedRun(config, run, whole=world.rank % 8 == 0)
+            prepared = RunInputs(config, run, whole=world.rank % 8 == 0)
         with clocks.part("groups"):
             topology = Topology(world.tensor, sequence=True)
-        with clocks.part("agreement"), probed(run) as probe:
-            looked = partial(look, run, config)
-            agree(looked(), run, {"the directory": probe} | prepared.read(), looked)
+        with clocks.part("agreement"):
+            require_same_on_all_ranks(prepared.read())
+            broadcast_resume_point(partial(find_resume_point, run, config))
         with clocks.part("engine"):
             engine = TrainingEngine(
                 prepared.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed
@@ -138,7 +147,7 @@ def furnish(world: World, folder: Path) -> Path:
     return file
 
 
-def train(world: World, clocks: Clocks, prepared: PreparedRun, engine: TrainingEngine) -> None:
+def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEngine) -> None:
     """Take steps as the loop does, and one with the guards."""
     config, topology, requests = prepared.config, engine.topology, Requests()
     times = list[tuple[float, float]]()
@@ -199,7 +208,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
         if world.rank:
             temporary = begun(run)
             saver._store.set("1/begun", json.dumps({"directory": temporary.name}))
-            saver._store.set("1/outcome", "")
+            saver._store.set("1/outcome", "{}")
         with clocks.part("save: the rank's own"):
             if world.rank == 0:
                 with mock.patch.object(saver, "_finish", lambda manifest: kept.update(manifest=manifest) or {}):
@@ -222,13 +231,11 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(told)))}
 
 
-def go_on(
-    clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: PreparedRun
-) -> None:
+def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: TrainingEngine, prepared: RunInputs) -> None:
     """Resume as a start does."""
     with clocks.part(f"{name}: what there is"):
-        looked = partial(look, run, config, None, prepared.check_resumed)
-        found = agree(looked(), run, prepared.read(), looked)
+        require_same_on_all_ranks(prepared.read())
+        found = broadcast_resume_point(partial(find_resume_point, run, config, None, prepared.check_resumed))
         assert found.checkpoint is not None
         check_all_there(found.checkpoint)
     with clocks.part(f"{name}: states"):

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--devices 8 64 512 4096]
 
-prints the tables of docs/scaling.md. Nothing runs but the planner.
+prints the tables of benchmarks/results/scaling.md. Nothing runs but the planner.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def write_model(directory: Path, shape: Shape) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    from zero_tp.models.architectures import architecture_of
+    from zero_tp.architectures import architecture_of
     from zero_tp.models.flops import model_flops
 
     torch.manual_seed(1)

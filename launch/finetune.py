@@ -1,7 +1,302 @@
 #!/usr/bin/env python3
-"""This script is `zero-tp finetune`: see zero_tp/commands/finetune.py."""
+"""Fine-tune a Hugging Face model or a run with transformers' Trainer under DeepSpeed ZeRO.
 
-from zero_tp.commands import start
+The same architecture is also trained from random weights, and the metrics of both are printed in one table:
+  python launch/finetune.py --model exports/bert --task mnli --train train.tsv --validation dev_matched.tsv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zero_tp import cli
+from zero_tp.data.documents import read_objects
+from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.errors import UserError, first_line
+from zero_tp.files import read_regular
+from zero_tp.process.environment import free_port
+from zero_tp.process.quiet import quiet_libraries
+from zero_tp.strict_json import read_object
+from zero_tp.zero.ops import without_shared_memory_collectives
+
+Record = dict[str, Any]  # one example of a file, or one tokenized row
+Split = tuple[list[Record], list[Record]]  # examples, rows; Trainer passes on the fields that `forward` has
+MAX_ANSWER_TOKENS = 30  # as in BERT's run_squad.py
+
+
+def read_table(path: Path, first: str, second: str, label: str) -> Iterator[Record]:
+    """Yield the sentence pairs of a table, but not those labelled "-", on which the annotators of MNLI disagreed."""
+    if path.suffix == ".jsonl":
+        rows: Iterator[Record] = (row for _, row in read_objects(path))
+    elif path.suffix in (".tsv", ".csv"):  # GLUE's tables are .tsv, with stray quotation marks and no quoted fields
+        style: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+        rows = csv.DictReader(io.StringIO(read_regular(path).decode(), newline=""), **style)
+    else:
+        raise UserError(f"{path}: unknown file format; the name must end with .jsonl, .tsv or .csv")
+    for number, row in enumerate(rows, start=1):
+        for key in (first, label):
+            if row.get(key) is None:
+                raise UserError(f"{path}: row {number} has no field {key!r}; its fields are {', '.join(row)}")
+        if str(row[label]) != "-":
+            yield {"first": str(row[first]), "second": row.get(second), "label": str(row[label])}
+
+
+def read_squad(path: Path) -> Iterator[Record]:
+    """Yield the questions of a SQuAD file. An unanswerable question has no answers."""
+    for paragraph in (paragraph for article in read_object(path)["data"] for paragraph in article["paragraphs"]):
+        for entry in paragraph["qas"]:
+            answers = [(answer["text"], answer["answer_start"]) for answer in entry["answers"]]
+            yield {"context": paragraph["context"], "question": entry["question"], "answers": answers}
+
+
+def read_race(path: Path) -> Iterator[Record]:
+    """Yield the questions of one RACE passage."""
+    passage = read_object(path)
+    for question, options, answer in zip(passage["questions"], passage["options"], passage["answers"], strict=True):
+        if len(options) != 4 or answer not in list("ABCD"):
+            raise UserError(
+                f"{path}: answer {answer!r} of {len(options)} options; RACE has 4, and A, B, C or D is right"
+            )
+        yield {"context": passage["article"], "question": question, "options": options, "label": "ABCD".index(answer)}
+
+
+def encode_pairs(records: Sequence[Record], labels: Mapping[str, int], tokenizer: Any, length: int) -> list[Record]:
+    """Tokenize each record as a pair of texts."""
+    for unknown in {record["label"] for record in records} - labels.keys():
+        raise ValueError(f"no training example has the label {unknown!r}")
+    pairs = [tokenizer(r["first"], r["second"], truncation=True, max_length=length) for r in records]
+    return [{**pair, "labels": labels[record["label"]]} for pair, record in zip(pairs, records, strict=True)]
+
+
+def encode_choices(records: Sequence[Record], labels: Mapping[str, int], tokenizer: Any, length: int) -> list[Record]:
+    """Tokenize each record as one pair (context, question with option) per option. An option fills the blank "_"."""
+    features = []
+    for record in records:
+        question = record["question"] if "_" in record["question"] else f"{record['question']} _"
+        texts = [question.replace("_", option) for option in record["options"]]
+        encoded = tokenizer([record["context"]] * len(texts), texts, truncation="longest_first", max_length=length)
+        features.append({**encoded, "labels": record["label"]})
+    return features
+
+
+def encode_spans(records: Sequence[Record], labels: Mapping[str, int], tokenizer: Any, length: int) -> list[Record]:
+    """Tokenize each record as rows (question, context). An answer that a row does not hold is at token 0, [CLS]."""
+    features = []
+    for number, record in enumerate(records):
+        encoded = tokenizer(
+            record["question"].strip(), record["context"], truncation="only_second", max_length=length,
+            stride=length // 4, return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
+        chars = [char for text, start in record["answers"][:1] for char in (start, start + len(text) - 1)]
+        for row, offsets in enumerate(encoded["offset_mapping"]):
+            tokens = [encoded.char_to_token(row, char, 1) for char in chars]
+            first, last = tokens if tokens and None not in tokens else (0, 0)
+            spans = [s if part == 1 else None for s, part in zip(offsets, encoded.sequence_ids(row), strict=True)]
+            feature = {name: encoded[name][row] for name in tokenizer.model_input_names if name in encoded}
+            feature.update(start_positions=first, end_positions=last, offset_mapping=spans, record=number)
+            features.append(feature)
+    return features
+
+
+def accuracy(split: Split, logits: Any) -> dict[str, float]:
+    return {"accuracy": float(np.mean(np.argmax(logits, axis=-1) == [row["labels"] for row in split[1]]))}
+
+
+def span_metrics(split: Split, logits: Any) -> dict[str, float]:
+    """Return F1 and exact match of each record's best span. [CLS], no answer, counts if any record is unanswerable."""
+    records, features = split
+    unanswerable = any(not record["answers"] for record in records)
+    best = [(-np.inf, "")] * len(records)
+    for feature, starts, ends in zip(features, *logits, strict=True):
+        spans, index = feature["offset_mapping"], feature["record"]
+        in_context = np.array([span is not None for span in spans])
+        allowed = np.triu(np.tril(np.outer(in_context, in_context), MAX_ANSWER_TOKENS - 1))
+        if allowed.any():
+            scores = np.where(allowed, starts[: len(spans), None] + ends[: len(spans)], -np.inf)
+            first, last = np.unravel_index(np.argmax(scores), scores.shape)
+            answer = records[index]["context"][spans[first][0] : spans[last][1]]
+            best[index] = max(best[index], (float(scores[first, last]), answer))
+        if unanswerable:
+            best[index] = max(best[index], (float(starts[0] + ends[0]), ""))
+    pairs = zip(best, records, strict=True)
+    exact, f1 = np.mean([score_answer(text, [t for t, _ in r["answers"]]) for (_, text), r in pairs], axis=0).tolist()
+    return {"F1": f1, "exact match": exact}
+
+
+def score_answer(answer: str, expected: Sequence[str]) -> tuple[float, float]:
+    """Return the best (exact match, F1) over the expected answers ("" if there are none), as SQuAD's script does."""
+
+    def normalized_words(text: str) -> list[str]:
+        without_punctuation = text.lower().translate(str.maketrans("", "", string.punctuation))
+        return re.sub(r"\b(a|an|the)\b", " ", without_punctuation).split()
+
+    scores, words = [], normalized_words(answer)
+    for reference in map(normalized_words, expected or [""]):
+        exact = float(words == reference)
+        common = sum(min(words.count(word), reference.count(word)) for word in set(words))
+        scores.append((exact, 2 * common / (len(words) + len(reference)) if words and reference else exact))
+    return max(scores)
+
+
+class Task(NamedTuple):
+    """The file format, head, collator, tokenization and metrics of a task."""
+
+    read: Callable[[Path], Iterator[Record]]
+    auto_class: str = "AutoModelForSequenceClassification"
+    collator: str = "DataCollatorWithPadding"
+    encode: Callable[[Sequence[Record], Mapping[str, int], Any, int], list[Record]] = encode_pairs
+    metrics: Callable[[Split, Any], dict[str, float]] = accuracy
+
+
+TASKS = {
+    "classification": Task(lambda path: read_table(path, "first", "second", "label")),
+    "mnli": Task(lambda path: read_table(path, "sentence1", "sentence2", "gold_label")),
+    "qqp": Task(lambda path: read_table(path, "question1", "question2", "is_duplicate")),
+    "squad": Task(read_squad, "AutoModelForQuestionAnswering", encode=encode_spans, metrics=span_metrics),
+    "race": Task(read_race, "AutoModelForMultipleChoice", "DataCollatorForMultipleChoice", encode_choices),
+}
+
+
+def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Split, dict[str, int]]:
+    """Return both splits and the ids of a classification's labels. UserError: a file does not fit the task."""
+    task, labels, splits = TASKS[options.task], dict[str, int](), list[Split]()
+    for path in (options.train, options.validation):
+        file, records = path, list[Record]()
+        try:
+            for file in sorted(path.rglob("*.txt")) if path.is_dir() else [path]:
+                records += task.read(file)
+            file = path
+            if not records:
+                raise UserError(f"{path}: no examples in it")
+            if not splits and task.encode is encode_pairs:
+                labels = {label: i for i, label in enumerate(sorted({record["label"] for record in records}))}
+            splits.append((records, task.encode(records, labels, tokenizer, options.length)))
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # csv, JSON and tokenizers raise many types
+            raise UserError(f"{file}: not usable for --task {options.task}: {first_line(error)}") from error
+    return splits[0], splits[1], labels
+
+
+def train_variant(options: argparse.Namespace) -> None:
+    """Train one variant as one rank. Rank 0 writes the metrics."""
+    import transformers
+
+    task, tokenizer, (variant, result) = TASKS[options.task], open_tokenizer(options.model), options.variant
+    train, validation, labels = load_splits(options, tokenizer)
+    transformers.set_seed(options.seed)
+    without_shared_memory_collectives()
+    names = {"label2id": labels, "id2label": dict(enumerate(labels))} if labels else {}
+    config = transformers.AutoConfig.from_pretrained(options.model, **names)
+    config.pad_token_id = tokenizer.pad_token_id  # a decoder's head reads the last token before the padding
+    auto_class, pretrained = getattr(transformers, task.auto_class), variant == "pretrained"
+    model = auto_class.from_pretrained(options.model, config=config) if pretrained else auto_class.from_config(config)
+    deepspeed = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "torch_adam": True}},
+        "zero_optimization": {"stage": options.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(
+        output_dir=f"{result}.trainer", use_cpu=os.environ.get("DS_ACCELERATOR") == "cpu", deepspeed=deepspeed,
+        num_train_epochs=options.epochs, learning_rate=options.lr, warmup_steps=0.1,  # a fraction of all steps
+        per_device_train_batch_size=options.batch_size, per_device_eval_batch_size=options.batch_size,
+        average_tokens_across_devices=False,  # the loss is a mean over examples
+        label_names=["start_positions", "end_positions"] if options.task == "squad" else ["labels"],
+        seed=options.seed, report_to=[], save_strategy="no", logging_steps=50, disable_tqdm=True,
+    )  # fmt: skip
+    trainer: Any = transformers.Trainer(model, arguments, getattr(transformers, task.collator)(tokenizer), train[1])
+    trainer.train()
+    logits = trainer.predict(validation[1]).predictions
+    if options.save is not None and pretrained:
+        trainer.save_model(str(options.save))
+        tokenizer.save_pretrained(str(options.save))
+    if arguments.process_index == 0:
+        Path(result).write_text(json.dumps({"examples": len(train[0]), "metrics": task.metrics(validation, logits)}))
+
+
+def run_variant(words: Sequence[str], ranks: int, model: Path, folder: str, variant: str) -> dict[str, Any]:
+    """Start the ranks of one variant with the command line `words` and return what rank 0 wrote."""
+    result, torchrun = Path(folder, f"{variant}.json"), [sys.executable, "-m", "torch.distributed.run"]
+    command = [*torchrun, "--nproc_per_node", str(ranks), "--master_port", str(free_port()), __file__, *words]
+    command += ["--model", str(model), "--variant", variant, str(result)]
+    print(f"{variant}:", flush=True)
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return dict(json.loads(result.read_text()))
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory, name on its hub, or a run")
+    add("--task", choices=TASKS, required=True)
+    add("--train", type=Path, required=True, metavar="FILE")
+    add("--validation", type=Path, required=True, metavar="FILE")
+    add("--epochs", type=float, default=3.0, metavar="N", help="(default: 3)")
+    add("--lr", type=float, default=5e-5, help="peak rate, after 10 %% warm-up; decays linearly (default: 5e-5)")
+    add("--batch-size", type=int, default=16, metavar="N", help="examples per rank and step (default: 16)")
+    add("--length", type=int, default=128, metavar="N", help="maximum tokens of a row (default: 128)")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), default=2, help="DeepSpeed ZeRO stage (default: 2)")
+    add("--ranks", type=int, default=2, metavar="N", help="data-parallel ranks (default: 2)")
+    add("--seed", type=int, default=1234, help="seed of the order, new heads and random weights (default: 1234)")
+    add("--save", type=Path, metavar="DIR", help="save the fine-tuned model here")
+    add("--variant", nargs=2, help=argparse.SUPPRESS)  # name and result file, for the ranks
+    options = parser.parse_args(words)
+    for name in ("ranks", "batch_size", "length", "epochs", "lr"):
+        if not 0 < getattr(options, name) < np.inf:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be positive and finite")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed {options.seed}: must be from 0 to {2**32 - 1}")
+    return options
+
+
+def main(words: Sequence[str]) -> None:
+    """Check all inputs, train both variants and print the table."""
+    options = parse(words)
+    if options.variant is not None:
+        return train_variant(options)
+    import transformers
+
+    from zero_tp.checkpoint.convert import as_huggingface
+    from zero_tp.weights.files import open_weights
+    from zero_tp.weights.load import open_any_config
+
+    with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
+        config, tokenizer, name = open_any_config(model), open_tokenizer(model), options.task
+        open_weights(model)  # refuses pickles and damaged files
+        if type(config) not in getattr(transformers, TASKS[name].auto_class)._model_mapping:
+            raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
+        if tokenizer.pad_token_id is None:
+            no_padding = 'no padding token; name one of its tokens as "pad_token" in tokenizer_config.json'
+            raise UserError(f"--model {options.model}: its tokenizer has {no_padding}")
+        if options.length > (positions := getattr(config, "max_position_embeddings", options.length)):
+            raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
+        load_splits(options, tokenizer)  # so that bad input is reported once and not by every rank
+        if options.save is not None:
+            cli.check_writable(options.save)
+        results = {v: run_variant(words, options.ranks, model, folder, v) for v in ("pretrained", "random")}
+    print(f"{options.task}, {results['pretrained']['examples']:,} training examples")
+    metrics = list(results["pretrained"]["metrics"])
+    print(f"{'weights':<12}" + "".join(f"{metric:>14}" for metric in metrics))
+    for variant, result in results.items():
+        print(f"{variant:<12}" + "".join(f"{result['metrics'][metric]:>14.1%}" for metric in metrics))
+
 
 if __name__ == "__main__":
-    start("finetune")
+    quiet_libraries(verbose=False)
+    cli.run(lambda: main(sys.argv[1:]))

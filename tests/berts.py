@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_tp.papers.formulas import gpt_parameters
+from benchmarks.papers.formulas import gpt_parameters
 
 
 def bert_parameters(layers: int, h: int, v: int, positions: int = 512) -> int:

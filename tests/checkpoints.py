@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.manifest import OWN_HASH, UNHASHED_FORMAT, content_hash, states_file
+from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, states_file
 from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
 from zero_tp.topology import Topology
@@ -91,12 +91,9 @@ def write_checkpoint(
 
 @contextmanager
 def rewritten(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Give a checkpoint's manifest to change; it is written as if it had been saved so, unhashed in the old format."""
+    """Give a checkpoint's manifest to change; it is written as if it had been saved so."""
     path = checkpoint / directory.MANIFEST
     manifest = json.loads(path.read_text())
     yield manifest
-    if manifest["format"] == UNHASHED_FORMAT:
-        manifest = {key: value for key, value in manifest.items() if key not in (OWN_HASH, "config", "validation")}
-    else:
-        manifest[OWN_HASH] = content_hash(manifest)
+    manifest[OWN_HASH] = content_hash(manifest)
     path.write_text(json.dumps(manifest, indent=1))

@@ -17,15 +17,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from zero_tp.architectures import ARCHITECTURES
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
+from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
+from zero_tp.config.effects import PARTIAL, WITHOUT_EFFECT
+from zero_tp.config.hyperparameters import ODD
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import NOT_BUILT, REFUSALS
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.errors import shown
-from zero_tp.models.architectures import ARCHITECTURES
-from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
-from zero_tp.models.architectures.rotary import ROPE_KEYS
 from zero_tp.validation import fields_by_name
 
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
@@ -43,6 +45,10 @@ ANCHORS = {
     "checkpoint": "checkpoint-options",
     "aio": "asynchronous-io",
     "flops_profiler": "flops-profiler",
+}
+NOTES = {
+    "timers": "`throughput` is off by default, unlike in DeepSpeed, because it synchronises with the device twice a"
+    " micro-batch"
 }
 NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "null"}
 
@@ -93,13 +99,13 @@ def page() -> str:
             f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}. `Adam` means AdamW unless"
             " `adam_w_mode` is false. Weight decay skips biases and norms. Adam is torch's fused kernel where"
             " `torch_adam`, `fused` and `foreach` are left out and nothing is offloaded; DeepSpeed's FusedAdam"
-            " (`torch_adam` false), its Lion and its optimizers of offloaded states need a C++ compiler, on CUDA"
+            " (`torch_adam` false) and its CPUAdam of offloaded states need a C++ compiler, on CUDA"
             " devices `nvcc` too, and are compiled when a machine first needs them, which a line says. They may change"
             " when a run is resumed.",
             f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): {_listed(SCHEDULERS)}. DeepSpeed's"
             ' `warmup_type` is `"log"` unless the file says `"linear"`. Step k, from 1, trains at its value at k: a'
             " linear warm-up of 100 steps reaches its rate at step 100. (DeepSpeed alone is later, and would train"
-            " steps 1 and 2 at rate 0.) A run that was begun before this held goes on with the schedule that it has.",
+            " steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step.",
             *(f"- {_block(name)}" for name in (*DEEPSPEED_BLOCKS, *OWN_BLOCKS)),
             "",
             '### `"auto"`',
@@ -138,6 +144,16 @@ def page() -> str:
             ),
             "",
             f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
+            "",
+            "### Accepted without effect",
+            "",
+            "A key that changes nothing may stay; `zero-tp check` and the run's first lines name it.",
+            "",
+            *_table(("keys", "when"), ((_patterns(row.keys), row.reason) for row in WITHOUT_EFFECT)),
+            "",
+            "### Accepted with a note",
+            "",
+            *_table(("key", "note"), ((_patterns(row.keys), row.reason) for row in (*PARTIAL, *ODD))),
             "",
             "### Removed from DeepSpeed, or renamed",
             "",
@@ -232,11 +248,17 @@ def _models() -> Iterator[str]:
 
 def _block(name: str) -> str:
     anchor = ANCHORS.get(name)
-    return f"[`{name}`]({DEEPSPEED_DOCS}#{anchor})" if anchor else f"`{name}`"
+    note = f": {NOTES[name]}" if name in NOTES else ""
+    return (f"[`{name}`]({DEEPSPEED_DOCS}#{anchor})" if anchor else f"`{name}`") + note
 
 
 def _listed(names: typing.Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _patterns(patterns: typing.Iterable[str]) -> str:
+    """The patterns of keys as a reader writes them: a class of letters is part of a star."""
+    return _listed(dict.fromkeys(re.sub(r"\w?\[!\w\]\*", "*", pattern) for pattern in patterns))
 
 
 def _table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> Iterator[str]:

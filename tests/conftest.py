@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import os
+import sys
+
+from tests.devices import device_variables
 
 # Before anything imports torch, transformers or DeepSpeed: they read these once.
+os.environ.update(device_variables(sys.argv[1:], os.environ))
 os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -20,7 +24,9 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
 import importlib.metadata
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from datetime import date
 from pathlib import Path
 
 import hypothesis
@@ -49,15 +55,57 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     return argname if isinstance(val, bytes) else None
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    if "not cluster" not in config.option.markexpr:
-        return None
-    return "left out: the tests of a cluster (root, packages of tests/cluster/packages.txt): pytest -m cluster"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        type=part,
+        metavar="K/N",
+        help="run every N-th of each file's selected tests, from the K-th on; week/N takes K from the calendar",
+    )
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m
-def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+def part(text: str) -> tuple[int, int]:
+    """Return (K, N) of "K/N", or of "week/N", whose K moves on each week.
+
+    Raises:
+        ValueError: not two numbers with 1 <= K <= N.
+    """
+    which, _, count = text.partition("/")
+    number = int(count)
+    chosen = date.today().toordinal() // 7 % number + 1 if which == "week" else int(which)
+    if not 1 <= chosen <= number:
+        raise ValueError(text)
+    return chosen, number
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = []
+    if config.option.part is not None:
+        chosen, number = config.option.part
+        lines.append(f"part {chosen} of {number} of each file's tests: --part {chosen}/{number}")
+    if "not cluster" in config.option.markexpr:
+        lines.append(
+            "left out: the tests of a cluster (root, packages of tests/cluster/packages.txt): pytest -m cluster"
+        )
+    return lines
+
+
+@pytest.hookimpl(wrapper=True)  # around -k and -m
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, object, object]:
     session.stash[COLLECTED] = [item.nodeid for item in items]
+    result = yield
+    if config.option.part is not None:
+        chosen, number = config.option.part
+        seen = Counter[Path]()
+        shares: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+        for item in items:
+            seen[item.path] += 1
+            shares[seen[item.path] % number == chosen % number].append(item)
+        left_out, items[:] = shares
+        config.hook.pytest_deselected(items=left_out)
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's own

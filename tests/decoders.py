@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.native import perturbed
-from zero_tp.models.architectures import ARCHITECTURES
-from zero_tp.models.architectures.fields import FIXED_IN_DECODERS
+from zero_tp.architectures import ARCHITECTURES
+from zero_tp.architectures.fields import FIXED_IN_DECODERS
 
 LENGTH, BATCH = 16, 3
 HEADS = 4  # what TP 4 divides

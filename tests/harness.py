@@ -15,7 +15,7 @@ from tests.lm_eval_tasks import answers
 from zero_tp.evaluation.harness import Harness
 from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
 Results = dict[str, tuple[dict[str, Any], list[Any]]]

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from tests.compare import check_close
-from zero_tp.models import architectures as tables
-from zero_tp.models.architectures import architecture_of, native_class_of, weights_of
+from zero_tp import architectures as tables
+from zero_tp.architectures import architecture_of, native_class_of, weights_of
+from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.models.model import ParallelModel
-from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology

@@ -93,14 +93,21 @@ CONFIGS += [
     ["zero_optimization.stage=3", "zero_tp.parallel.tensor=1"],
     ["zero_optimization.stage=1", "zero_tp.parallel.tensor=1", "optimizer.params.fused=false"],
 ]
+BUFFER = 'activation_checkpointing={"contiguous_memory_optimization": true, "number_checkpoints": 24}'
+CONFIGS += [
+    ["zero_optimization.stage=3", "zero_tp.recompute=full", BUFFER, *WIDE],
+    ["zero_optimization.stage=2", "zero_tp.recompute=full", BUFFER, "zero_tp.parallel.sequence=false", *WIDE],
+    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", "gradient_accumulation_steps=2"],
+    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", 'bf16={"enabled":false}'],
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
 ]
 
 
-# ZeRO-3 with offload; then full recomputation with ZeRO-2, windows, and every fourth; then all.
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 20, 24, 29)} | {12: "first"}
+# ZeRO-3 with offload or M_D under SP; then full recomputation with ZeRO-2, windows, and every fourth; then all.
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 20, 24, 29, 35, 37)} | {12: "first", 34: "first"}
 MARKS: dict[str, Any] = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 

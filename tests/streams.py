@@ -4,7 +4,8 @@ It stands on zero_tp/planning/accelerator.py, whose tensors are fake. Here each 
 host, full of NaN until something is written, and every operation waits in the queue of its stream. A queue goes on when
 another stream waits for one of its events, or when somebody reads. So work that nothing orders comes at the wrong end:
 too late (copies "late": their streams stand still until they have to move, computation runs at once) or too early
-(copies "early": they run at once, and computation stands still), and finds NaN or what another has left.
+(copies "early": they run at once, and computation stands still), and finds NaN or what another has left. The same holds
+for collectives (tests/nccl.py).
 
 Memory that is freed goes back to the stream that it was made on, whose next work writes into it: here NaN; unless
 `record_stream` has lent it to another stream. A copy from or to memory that is not page-locked holds up the host.
@@ -24,12 +25,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.nccl import Collectives
 from zero_tp.planning.accelerator import accelerator
 
 Work = Callable[[], None]
@@ -57,16 +58,27 @@ class Stream:
     def synchronize(self) -> None:
         self.run(self._given)
 
-    def record_event(self) -> Work:
-        """An event is what runs this stream as far as it has been given work now."""
-        now = self._given
-        return lambda: self.run(now)
+    def record_event(self) -> Event:
+        return Event(self, self._given)
 
     def wait_event(self, event: Work) -> None:
         self.give(event)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point in a stream's queue. Another stream runs the queue up to it as work, the host with `synchronize`."""
+
+    stream: Stream
+    until: int
+
+    def __call__(self) -> None:
+        self.stream.run(self.until)
+
+    synchronize = __call__
 
 
 @dataclass
@@ -95,15 +107,20 @@ class Computing(TorchDispatchMode):
     Attributes:
         copies: "late" or "early".
         moved: copies between the device and page-locked memory that have run.
+        default_stream: the stream of computation.
+        most_reserved: bytes of the device that were in use, or freed and still lent to a stream, at the same time: what
+            torch's caching allocator takes, which learns from the host alone that a stream has come so far.
     """
 
     def __init__(self, device: torch.device, copies: str) -> None:
         super().__init__()
         assert copies in ("late", "early")
         self.device, self.copies, self.moved = device, copies, 0
-        self._default = self._current = Stream(at_once=copies == "late")
+        self.default_stream = self._current = Stream(at_once=copies == "late")
+        self.most_reserved = self._reserved = 0
         self._memories: dict[int, Memory] = {}
         self._storages: dict[int, Any] = {}
+        self.collectives = Collectives(self)
 
     # ---- what torch.get_device_module gives --------------------------------------------------------------------------
 
@@ -128,18 +145,23 @@ class Computing(TorchDispatchMode):
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Give a fake tensor its values."""
-        self._default.synchronize()
+        self.default_stream.synchronize()
         with _disable_current_modes(), torch.no_grad():
-            self._real(tensor).copy_(values)
+            self.real(tensor).copy_(values)
 
     def read(self, tensor: Tensor) -> Tensor:
         """The values of a fake tensor, once the default stream has come so far."""
-        self._default.synchronize()
+        self.default_stream.synchronize()
         with _disable_current_modes():
-            copy: Tensor = self._real(tensor).clone()
+            copy: Tensor = self.real(tensor).clone()
         return copy
 
-    def _real(self, leaf: Any) -> Any:
+    def read_on_host(self, tensor: Tensor) -> Any:
+        """The values of a fake tensor of the host, as they are now."""
+        with _disable_current_modes():
+            return self.real(tensor).tolist()
+
+    def real(self, leaf: Any) -> Any:
         """For a fake tensor a real one in its memory; for the device the CPU; for others themselves."""
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
@@ -157,13 +179,13 @@ class Computing(TorchDispatchMode):
         if function is torch.ops.prim.device.default:
             return args[0].fake_device  # most of all calls, and slow below
         if function.namespace == "c10d":
-            return self._together(function, given)
+            return self.collectives.issue(function, *given)
         result = function(*given[0], **given[1])
         made = [isinstance(each, FakeTensor) and self._comes(each) for each in tree_leaves(result)]
         if "empty" in function._schema.name or not (any(made) or function._schema.is_mutable):
             return result  # nothing is written: the others are views
-        real_args, real_kwargs = tree_map(self._real, given)
-        targets = [self._real(each) for each in itertools.compress(tree_leaves(result), made)]
+        real_args, real_kwargs = tree_map(self.real, given)
+        targets = [self.real(each) for each in itertools.compress(tree_leaves(result), made)]
         tensors = [each for each in tree_leaves((given, result)) if isinstance(each, FakeTensor)]
         on_host = [each for each in tensors if each.fake_device.type == "cpu"]
         moves = 0 < len(on_host) < len(tensors)
@@ -202,35 +224,25 @@ class Computing(TorchDispatchMode):
             owner = memory.stream
             if owner is None:
                 return  # page-locked memory waits for copies by itself (torch's CachingHostAllocator)
-            using = {owner, *memory.lent}
+            using = memory.lent - {owner}
 
             def done(stream: Stream) -> None:
-                using.remove(stream)
+                using.discard(stream)
                 if not using:
+                    self._reserved -= len(memory.content)
                     owner.give(memory.spoil)
 
             for stream in tuple(using):
                 stream.give(partial(done, stream))
+            if not memory.lent - {owner}:
+                done(owner)
 
+        if stream is not None:
+            stream.give(memory.spoil)  # work that it has been given before may still use the memory
+            self._reserved += len(memory.content)
+            self.most_reserved = max(self.most_reserved, self._reserved)
         self._storages[address] = weakref.ref(storage, goes)
         return True
-
-    def _together(self, function: Any, given: Any) -> Any:
-        """A collective, which all ranks run at once."""
-        self._current.synchronize()
-        real = tree_map(self._real, given)
-        fake = {id(each): one for each, one in zip(tree_leaves(real), tree_leaves(given), strict=True)}
-        done = torch.futures.Future[list[Tensor]]()
-        done.set_result([])
-
-        def returned(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return fake[id(leaf)]
-            leaf.wait()  # once: gloo's reduce-scatter moves its result in it
-            return _distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
-
-        with _disable_current_modes():
-            return tree_map(returned, function(*real[0], **real[1]))
 
 
 class _Pinning(TorchFunctionMode):

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
     from zero_tp.data.corpus import prepare
-    from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+    from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
     from zero_tp.planning.plan import plan
     from zero_tp.topology import Topology
     from zero_tp.trainer import ZeroTPTrainer
+    from zero_tp.training.callback import Callback, TrainState
     from zero_tp.training.engine import TrainingEngine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "RunConfig",
     "Topology",
+    "TrainState",
     "TrainingEngine",
     "ZeroTPForCausalLM",
     "ZeroTPForPreTraining",
@@ -31,7 +34,8 @@ __all__ = [
 _WHERE = {
     **{"RunConfig": "config", "Topology": "topology", "TrainingEngine": "training.engine"},
     "ZeroTPTrainer": "trainer",
-    **dict.fromkeys(("ZeroTPForCausalLM", "ZeroTPForPreTraining"), "models.wrapper"),
+    **dict.fromkeys(("Callback", "TrainState"), "training.callback"),
+    **dict.fromkeys(("ZeroTPForCausalLM", "ZeroTPForPreTraining"), "huggingface"),
     **{"plan": "planning.plan", "prepare": "data.corpus"},
 }
 

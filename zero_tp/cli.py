@@ -14,8 +14,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, show_visibly
+from zero_tp.process.stuck import ends_at_signals
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
+END_SECONDS = 5.0  # from a signal on
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,14 +52,16 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
     It ends with status 2 and one line `error: …` on stderr after a `UserError` or a system's error that names a file,
     with 130 after Ctrl-C, with 143 after SIGTERM and with 141 when the reader of standard output has gone (`… | head`),
-    these without a traceback and each after what it has begun to write is cleaned up. Every other exception is a fault
+    these without a traceback and each after what it has begun to write is cleaned up. A command that has not ended 5 s
+    after a signal, because a library does not return, is killed. Every other exception is a fault
     of ours and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
     show_visibly()
     try:
-        status = main() or 0
-        sys.stdout.flush()
+        with ends_at_signals(END_SECONDS):
+            status = main() or 0
+            sys.stdout.flush()
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         status = BAD_INPUT

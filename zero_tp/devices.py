@@ -53,8 +53,11 @@ class Device(Block):
     memory_share: Share = Field(default=0.8, description="Share of the memory bandwidth that is reached.")
     link_share: Share = Field(default=0.75, description="Share of the links of a node that collectives reach.")
     inter_share: Share = Field(default=0.5, description="Share of the links between nodes that collectives reach.")
-    reserved_gib: Annotated[float, Field(ge=0, le=1e9)] = Field(
-        default=1.5, description="Taken by the context, kernels and communication buffers [GiB]."
+    context_gib: Annotated[float, Field(ge=0, le=1e9)] = Field(
+        default=0.92, description="Taken by the process's context and kernels [GiB]."
+    )
+    communicator_gib: Annotated[float, Field(ge=0, le=1e9)] = Field(
+        default=0.67, description="Taken by each communicator, that is each process group of two ranks or more [GiB]."
     )
     varlen: bool = Field(
         default=True, description="Runs torch's `varlen_attn`, so that documents and windows need no mask."
@@ -91,6 +94,7 @@ class Known(NamedTuple):
         units: multiprocessors. channels: those that a collective of NCCL's holds, which products then lack.
         share: of the 16-bit peak that the best product of a search over shapes reaches; None: not known.
         varlen: see `runs_varlen`.
+        per_node: devices that `links.intra` joins. host_memory_gib: of all these together.
     """
 
     pattern: str
@@ -105,25 +109,48 @@ class Known(NamedTuple):
     channels: int = 0
     share: float | None = None
     varlen: bool = True
+    per_node: int = 8
+    host_memory_gib: float = 1024
 
 
 # The first match counts: the special forms of a model stand before its plain name.
 # `share`: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS, 2024 to 2026; of the V100 a
-# product of 8192³ on forums.developer.nvidia.com/t/79781. `channels`: NCCL's own log ("24 coll channels"), one
-# multiprocessor each (github.com/NVIDIA/nccl/issues/1656).
+# product of 8192³ on forums.developer.nvidia.com/t/79781; of A100-PCIE-40GB and H20 the best of five squares
+# (github.com/zzc0721/torch-performance-test-data, issues 108 and 77). `channels`: NCCL's own log ("24 coll channels"),
+# one multiprocessor each (github.com/NVIDIA/nccl/issues/1656).
 DEVICES = (
     Known(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
     Known(r"\bV100-PCIE\b", None, 112, None, 14, "NVIDIA V100 datasheet, 2020"),
     Known(r"\bV100-SXM\d\b", None, 125, None, 15.7, "NVIDIA V100 datasheet, 2020",
           {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12), 80, 12, 0.9, varlen=False),
-    Known(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
+    # Cards reach all others of a node over PCIe 4; NVLink bridges join them in pairs.
+    Known(r"\bA100-PCIE-40GB\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021; product brief PB-10137, 2020",
+          {"a100-pcie-40gb": 39.4}, Links(1555, 32, 25, 25), 108, share=0.774),
+    Known(r"\bA100 80GB PCIe\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021",
+          {"a100-pcie-80gb": 79.1}, Links(1935, 32, 25, 25), 108),
+    Known(r"\bA800-SXM4-80GB\b", 312, 312, 156, 19.5, "NVIDIA A800 datasheet, 2022: the A100's rates, NVLink 400 GB/s",
+          {"a800-80gb": 79.2}, Links(2039, 200, 25, 25), 108),
+    Known(r"\bA800\b", 312, 312, 156, 19.5, "NVIDIA A800 datasheet, 2022 (PCIe and 40 GB)"),
+    Known(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM)",
           {"a100-40gb": 39.4}, Links(1555, 300, 25, 25), 108, 24, 0.859),
-    Known(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM and PCIe are equal)",
+    Known(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM)",
           {"a100-80gb": 79.2}, Links(2039, 300, 25, 25), 108, 24, 0.859),
     Known(r"\bH100 PCIe\b", 756, 756, 378, 51, "NVIDIA H100 datasheet, 2022"),
     Known(r"\bH100 NVL\b", 835, 835, 417, 60, "NVIDIA H100 datasheet, 2024"),
     Known(r"\bH100 80GB HBM3\b", 989, 989, 494, 67, "NVIDIA H100 datasheet, 2023 (SXM)",
           {"h100-80gb": 79.1}, Links(3350, 450, 50, 50), 132, 24, 0.801),
+    Known(r"\bH800 PCIe\b", 756, 756, 378, 51, "NVIDIA H800 datasheet, 2023: the H100 PCIe's rates"),
+    Known(r"\bH800\b", 989, 989, 494, 67, "NVIDIA H800 datasheet, 2023 (SXM): the H100's rates, NVLink 400 GB/s",
+          {"h800-80gb": 79.1}, Links(3350, 200, 50, 50), 132),
+    Known(r"\bH20$", 148, 148, 74, 44, "server makers' sheets, 2024; NVIDIA publishes none",
+          {"h20-96gb": 95.2}, Links(4000, 450, 50, 50), 78, share=0.961),
+    # One superchip is one node: a Grace CPU with its memory behind NVLink-C2C, and a network port.
+    Known(r"\bGH200 (480|120)GB\b", 989, 989, 494, 67, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023 (HBM3)",
+          {"gh200-96gb": 94.5}, Links(4000, 50, 50, 450), 132, per_node=1, host_memory_gib=447),
+    Known(r"\bGH200\b", 989, 989, 494, 67, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023"),
+    # NVLink joins a rack; of each Grace CPU's NVLink-C2C (900 GB/s, both ways) two devices have half each.
+    Known(r"\bGB200\b", 2500, 2500, 1250, 80, "NVIDIA GB200 NVL72 datasheet, 2024, one of 72",
+          {"gb200-186gb": 184.3}, Links(8000, 900, 50, 225), 152, per_node=72, host_memory_gib=15_832),
     Known(r"\bH200 NVL\b", 835, 835, 417, 60, "NVIDIA H200 datasheet, 2024"),
     Known(r"\bH200\b", 989, 989, 494, 67, "NVIDIA H200 datasheet, 2024 (SXM)",
           {"h200-141gb": 139.8}, Links(4800, 450, 50, 50), 132, 24, 0.803),
@@ -175,6 +202,8 @@ def named_device(name: str, ranks: int = 1) -> Device:
         host_gbps=row.links.host,
         units=row.units,
         channels=row.channels,
+        per_node=row.per_node,
+        host_memory_gib=row.host_memory_gib,
         varlen=row.varlen,
         **measured,
     )
@@ -196,7 +225,8 @@ def _this_cpu(ranks: int) -> Device:
         host_gbps=10,
         host_memory_gib=memory,
         per_node=max(1, ranks),
-        reserved_gib=0.5 if memory / ranks > 1 else 0.1,
+        context_gib=0.5 if memory / ranks > 1 else 0.1,
+        communicator_gib=0,
     )
 
 
@@ -261,6 +291,33 @@ def device_peak_flops(device_type: str, dtype: torch.dtype, barrier: Callable[[]
     return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
 
 
+def describe_devices(device: torch.device, ranks: int) -> str:
+    """Return the devices of a run in words: `4 × NVIDIA H100 80GB HBM3`, `1 × CPU`."""
+    import torch
+
+    name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+    return f"{ranks} × {name}"
+
+
+def why_on_cpu(nvidia: str = "/dev/nvidia0") -> str:
+    """Return why a run is on the CPU of a machine with an NVIDIA device; "" where there is none.
+
+    Args:
+        nvidia: the file of the machine's first device.
+    """
+    import torch
+
+    if not os.path.exists(nvidia):
+        return ""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        why = "DS_ACCELERATOR is cpu; unset it"
+    elif torch.version.cuda is None:
+        why = f"torch {torch.__version__} is a build without CUDA; install one with it"
+    else:
+        why = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no device; look at nvidia-smi and the driver"
+    return f"this machine has {nvidia}, but the run is on CPU: {why}"
+
+
 @functools.cache
 def runs_varlen(device: torch.device) -> bool:
     """Return whether torch's flash kernels for packed pieces (`varlen_attn`) run on `device`.
@@ -279,15 +336,3 @@ def multiplies_bf16() -> bool:
 
     has = torch.cpu.get_capabilities()
     return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
-
-
-@functools.cache
-def prefers_cudnn(device: torch.device) -> bool:
-    """Return whether cuDNN's attention is faster than flash kernels on `device`: compute capability 9.0 and 10.0.
-
-    Others measured 1.7 to 2.3 times the rate on an H100, and less than flash's on A100 and newer consumer cards
-    (huggingface/transformers pull request 48163); torchtitan takes it on 10.0. torch 2.13 has the same order by itself.
-    """
-    import torch
-
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))

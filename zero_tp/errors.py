@@ -6,12 +6,51 @@ import contextlib
 import difflib
 import io
 import json
+import re
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 BAD_INPUT = 2
 _LONGEST = 1_500  # characters of an error's line
+_LONGEST_KEY, _LONGEST_LIST, _LONGEST_CAUSE = 160, 160, 200
+_JSON_KINDS = {
+    **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number"},
+    **{"str": "a string", "list": "an array", "tuple": "an array", "dict": "an object"},
+}
+_CLASS_WORDS: dict[type[BaseException], str] = {
+    TypeError: "a value of the wrong kind",
+    MemoryError: "not enough memory",
+    EOFError: "the end of a file, where more is expected",
+}
+_TYPE = rf"({'|'.join(_JSON_KINDS)})"
+_PYTHON_PHRASES = (
+    (rf"argument of type '{_TYPE}' is not iterable", "{0}, where another kind of value is expected"),
+    (
+        rf"'{_TYPE}' object (?:has no attribute '\w+'|is not \w+|cannot be \w.*)",
+        "{0}, where another kind of value is expected",
+    ),
+    (r"expected str, bytes or os.PathLike object, not (\w+)", "{0}, where a path is expected"),
+    (rf"unhashable type: '{_TYPE}'", "{0}, where a name is expected"),
+    (rf"(?:\w+ )?indices must be integers(?: or slices)?, not '?{_TYPE}'?", "{0}, where an integer is expected"),
+    (
+        r"(?:Validation error for field '\w+': )?Field '(\w+)' expected (\w+), got (\w+)(?: \(value: .*?\))?",
+        "{0}: expected {1}, got {2}",
+    ),
+    (r"<class '(?:\w+\.)*(\w+)'>", "{0}"),
+    (rf"'{_TYPE}'", "{0}"),
+    (r"\b(NoneType)\b", "{0}"),
+    (r"(?:\w+\.)?\w+\(\) got an unexpected keyword argument ('.*?')", "unknown key {0}"),
+    (r"Expected YAML dict from .*, got (\w+)$", "an object is expected, not {0}"),
+    (r"either str or AddedToken but got: ", "a string, but is "),
+    (
+        r"(?:Validation error for field '\w+': )?Field '(\w+)' with value (.*?) doesn't match any type in \((.*?)\).*",
+        "{0}: expected one of ({2}), got {1}",
+    ),
+)
+"""Patterns of what Python says of values of the wrong type, and the words instead."""
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
@@ -35,7 +74,7 @@ class ConfigError(UserError):
         self.key = key
         self.problem = problem
         self.remedy = remedy
-        text = f"{key}: {problem}" + (f"; {remedy}" if remedy else "")
+        text = f"{one_line(key, _LONGEST_KEY)}: {problem}" + (f"; {remedy}" if remedy else "")
         super().__init__(one_line(text))
 
 
@@ -114,15 +153,45 @@ def of_a_file(error: OSError) -> UserError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, for use inside another line.
+    """Return the first line of a library's error in a person's words, for use inside another line.
 
     An error that begins with an introduction ("… because:") gives all its lines, joined. An error without a text gives
-    the name of its class.
+    the name of its class, in words. The text is cut after `_LONGEST_CAUSE` characters.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return " ".join(lines) if lines[0].endswith(":") else lines[0]
+    if isinstance(error, KeyError) and len(error.args) == 1:
+        key = error.args[0]
+        text = key if isinstance(key, str) and key.count(" ") > 2 else f"{shown(key)} is missing"
+    elif not lines:
+        text = class_in_words(error)
+    else:
+        text = " ".join(lines) if lines[0].endswith(":") else lines[0]
+    return one_line(in_json_words(text), _LONGEST_CAUSE)
+
+
+def class_in_words(error: BaseException) -> str:
+    """Return the name of an error's class in words: `repository not found` of RepositoryNotFoundError."""
+    if type(error) in _CLASS_WORDS:
+        return _CLASS_WORDS[type(error)]
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(error).__name__)
+    return " ".join(words[:-1] if len(words) > 2 and words[-1] == "Error" else words).lower()
+
+
+def in_json_words(text: str) -> str:
+    """Return a library's text with JSON's names for Python's types, and without the names of its exceptions."""
+    text = re.sub(r"(Class validation error for validator '\w+': )?\b\w+Error: ", "", text)
+    for pattern, words in _PYTHON_PHRASES:
+        text = re.sub(pattern, partial(_with_json_kind, words), text)
+    return text
+
+
+def _with_json_kind(words: str, match: re.Match[str]) -> str:
+    return words.format(*map(json_kind, match.groups()))
+
+
+def json_kind(name: str) -> str:
+    """Return what JSON calls values of the Python type of this name."""
+    return _JSON_KINDS.get(name, name)
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
@@ -144,11 +213,16 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     )
     if near:
         return f'did you mean "{by_spelling[near[0]]}"?'
-    return "valid: " + ", ".join(sorted(name for name in names if "." not in name))
+    listed = sorted(name for name in names if "." not in name)
+    cut = textwrap.shorten(", ".join(listed), _LONGEST_LIST, placeholder=" …")
+    return f"valid: {cut}" + (" (docs/config.md has all)" if cut.endswith("…") else "")
 
 
 def shown(value: object) -> str:
     """Return a JSON value as an error message shows it: as JSON, what doesn't print escaped, and cut after 60
-    characters."""
-    text = visible(json.dumps(value, ensure_ascii=False, default=str))
+    characters. A value of YAML that JSON can't hold is shown as its kind (`an object`)."""
+    try:
+        text = visible(json.dumps(value, ensure_ascii=False, default=str))
+    except (TypeError, ValueError, RecursionError):  # a date as a key, a list in itself, an integer of 5,000 digits
+        return json_kind(type(value).__name__)
     return text if len(text) <= 60 else text[:57] + "..."

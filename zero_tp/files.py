@@ -193,12 +193,14 @@ def exchange(first: Path, second: Path) -> None:
 
 
 def sync(directory: Path, *, below: bool = True) -> None:
-    """Wait until the disk has a directory, and by default all that is below it.
+    """Wait until the disk has a directory, and by default all files and directories that are below it.
 
     Raises:
         OSError: the disk is full or gone.
     """
     for each in (directory.resolve(), *(directory.rglob("*") if below else ())):
+        if each.is_symlink() or not (each.is_file() or each.is_dir()):  # a name in its directory, and nothing more
+            continue
         descriptor = os.open(each, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)

@@ -1,9 +1,7 @@
-"""A machine is told from all others, its processes from those before them, and its file systems from shared ones."""
+"""Facts about this machine: its processes, and which file systems it shares with others."""
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +14,6 @@ VIEW_SECONDS = 60.0
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
 
 
-def this_machine() -> str:
-    """Return what tells this machine, since its start, from all others, and a container from the next."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # there is no /proc
-        return socket.gethostname()
-
-
 def stat_fields(pid: int) -> list[str]:
     """Return what Linux says of a process after its name, from `state` on (proc_pid_stat(5)); nothing without it."""
     try:
@@ -34,21 +23,15 @@ def stat_fields(pid: int) -> list[str]:
     return stat[stat.rindex(")") + 2 :].split()  # the name may hold blanks and brackets
 
 
-def started(pid: int) -> str:
-    """Return when a process started, in ticks since the machine did, which no clock moves; "" where it is gone."""
-    fields = stat_fields(pid)
-    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
+    """Wait until this machine sees what another has written in a directory; return False if it does not.
 
-
-def arrives(there: Callable[[], bool], directory: Path) -> bool:
-    """Wait until something shows that another machine has written in a directory; False where it does not.
-
-    On a file system of this machine alone it is there at once, or not at all.
+    On a local file system it is visible at once or never. On any other one the wait ends after `VIEW_SECONDS` + 5.
     """
     deadline = time.monotonic() + (0 if is_local(directory) else VIEW_SECONDS + 5)
-    while not (found := there()) and time.monotonic() < deadline:
+    while not (visible := is_visible()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    return found
+    return visible
 
 
 def is_local(path: Path) -> bool:

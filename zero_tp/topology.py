@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero_tp.errors import ConfigError, UserError, shown
 
@@ -59,6 +59,8 @@ class Topology:
         tensor_rank, data_rank: this rank's coordinates.
         sequence: sequence parallelism (SP) in the model code, over the TP group.
         tensor_group, data_group: process groups, None when no process group exists (one process).
+        group_names: of this rank's groups, in the order of their creation.
+        fused_products: linear layers fuse their products with their gathers and scatters; see `parallel.fused.fuse`.
     """
 
     def __init__(
@@ -93,19 +95,36 @@ class Topology:
         self.data = data_parallel_size(self.world, tensor)
         assert 0 <= self.rank < self.world, f"rank {self.rank} is not in a world of {self.world}"
         self.sequence = sequence and tensor > 1
+        self.fused_products = False
         self.tensor_rank = self.rank % tensor
         self.data_rank = self.rank // tensor
+        self.group_names = ["world"]
         self.tensor_group: ProcessGroup | None = None
         self.data_group: ProcessGroup | None = None
         if connected:
-            for members in self.tensor_members():
-                group = dist.new_group(members, timeout=timeout)
-                if self.rank in members:
-                    self.tensor_group = group
-            for members in self.data_members():
-                group = dist.new_group(members, timeout=timeout)
-                if self.rank in members:
-                    self.data_group = group
+            self.tensor_group = self._group("TP", self.tensor_members(), timeout)
+            self.data_group = self._group("DP", self.data_members(), timeout)
+
+    def _group(self, name: str, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
+        """Return this rank's group of a partition of the world. Collective over all ranks.
+
+        The world's own group is used where one group holds all ranks. NCCL makes all groups in one split of the
+        world's communicator; `new_group` would be one split a group, each of which all ranks join. A group of one rank
+        is made too, because DeepSpeed takes None for the world.
+        """
+        import torch.distributed as dist
+
+        world = dist.distributed_c10d._get_default_group()
+        if len(members) == 1:
+            return world
+        self.group_names.append(name)
+        device = world.bound_device_id
+        if device is not None and world._get_backend(device).supports_splitting:
+            groups: list[Any] = [dist.split_group(split_ranks=members, timeout=timeout)]
+        else:
+            groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
+        own: ProcessGroup = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
+        return own
 
     def tensor_members(self) -> list[list[int]]:
         """Return the global ranks of every TP group."""

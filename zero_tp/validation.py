@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -68,6 +69,20 @@ def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
             check_keys(inner, value, where)
 
 
+def refuse_nul(raw: Any, path: str = "") -> None:
+    """Refuse a NUL character in a key or a string at any depth: no name of a file has one.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    inner = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    if isinstance(raw, str) and "\0" in raw:
+        raise ConfigError(path, f"{shown(raw)} has a NUL character", "write it without")
+    for key, value in inner:
+        refuse_nul(str(key), path)
+        refuse_nul(value, f"{path}.{key}" if path else str(key))
+
+
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields by every name that JSON may use: the alias, and the field's own where the model allows it."""
     found: dict[str, FieldInfo] = {}
@@ -125,7 +140,7 @@ def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
     message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    message = message.replace("Input should", "must")
+    message = re.sub(r", not \w+$", "", message.replace("Input should", "must").removeprefix(f"{key} "))
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,34 +14,33 @@ from tests.cluster.starts import alone, torchrun
 from tests.cluster.test_ends import LONG, kill_all, say_once, steps, trained
 from tests.cluster.test_starting import losses
 from tests.waits import patience, wait_until
-from zero_tp.checkpoint.run import SILENT_SECONDS
 from zero_tp.machine import VIEW_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 HOLD = """
-import fcntl, sys, time
+import sys
 from pathlib import Path
-if sys.argv[2] == "without locks":
-    fcntl.flock = lambda file, kind: None
 from zero_tp.checkpoint.run import run_directory
 from zero_tp.errors import UserError
 try:
-    with run_directory(Path(sys.argv[1])):
+    with run_directory(Path(sys.argv[1])) as owner:
         print("held", flush=True)
-        time.sleep(float(sys.argv[3]))
+        sys.stdin.readline()
+        owner.check()
+        print("still held")
 except UserError as error:
     print(error)
 """
 
 
-def hold(node: Node, run: str, locks: str, seconds: float = 600) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", HOLD, f"{SHARED}/{run}", locks, str(seconds)]
-    return node.start(*words, output=subprocess.PIPE)
+def hold(node: Node, run: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", HOLD, f"{SHARED}/{run}"]
+    return node.start(*words, output=subprocess.PIPE, given=subprocess.PIPE)
 
 
 def last_line(process: subprocess.Popen[str]) -> str:
-    told, _ = process.communicate(timeout=patience(2 * (VIEW_SECONDS + SILENT_SECONDS)))
+    told, _ = process.communicate("\n", timeout=patience(2 * VIEW_SECONDS))
     return str(told.splitlines()[-1])
 
 
@@ -56,52 +54,31 @@ def late(rack: Rack) -> Iterator[Rack]:
         rack.nodes[1].unmount(SHARED)
 
 
-@pytest.mark.parametrize("locks", ["with locks", "without locks"])
-def test_a_second_launch_is_refused_on_the_same_and_on_another_machine(rack: Rack, locks: str) -> None:
+def test_a_second_launch_is_refused_on_its_machine_and_takes_the_run_over_on_another(rack: Rack) -> None:
     first, second = rack.nodes
-    run = f"held_{locks.replace(' ', '_')}"
-    holder = hold(first, run, locks)
+    holder = hold(first, "held")
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    for node in (first, second):
-        assert f"{SHARED}/{run}: another run is writing there" in last_line(hold(node, run, locks, 0))
-    holder.kill()
+    assert f"{SHARED}/held: another run is writing there" in last_line(hold(first, "held"))
+    assert last_line(hold(second, "held")) == "still held"
+    assert f"on {second.name}) has taken the run over" in last_line(holder)
 
 
-@pytest.mark.parametrize(("server_first", "locks"), [(True, "with locks"), (False, "without locks")])
-def test_a_second_launch_is_refused_where_the_view_lags(late: Rack, server_first: bool, locks: str) -> None:
-    """sshfs shares no locks, and shows attributes and names, missing ones too, for a minute."""
-    owner, other = late.nodes if server_first else reversed(late.nodes)
-    run = f"late_{server_first}"
-    assert other.run("ls", run).returncode  # remembered as missing
-    holder = hold(owner, run, locks)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    assert "another run is writing there (" + owner.name in last_line(hold(other, run, locks, 0))
-    owner.run("pkill", "-KILL", "-f", f"{SHARED}/{run}")
-    begun = time.monotonic()
-    assert last_line(hold(other, run, locks, 0)) == "held"
-    assert time.monotonic() - begun > SILENT_SECONDS
-    begun = time.monotonic()
-    assert last_line(hold(owner, run, locks, 0)) == "held"  # given back
-    assert time.monotonic() - begun < SILENT_SECONDS
-
-
-def test_a_second_launch_of_ranks_is_refused_without_locks_where_the_view_lags(late: Rack, workplace: Path) -> None:
+def test_a_launch_on_another_machine_takes_the_run_over_and_the_first_one_ends(late: Rack, workplace: Path) -> None:
     first, second = late.nodes
-    (workplace / "flock.c").write_text("int flock(int file, int operation) { return 0; }\n")
-    first.shell(f"cc -shared -fPIC -o {SHARED}/flock.so {SHARED}/flock.c")
-    variables, run = {"LD_PRELOAD": f"{SHARED}/flock.so"}, "runs/twice"
+    run = "runs/twice"
     assert second.run("ls", run).returncode  # remembered as missing
     try:
-        launch = trained(alone(late, *LONG, "--output-dir", run, variables=variables), workplace / run)
-        ended = alone(late, *LONG, "--output-dir", run, node=1, variables=variables).ended()
+        launch = trained(alone(late, *LONG, "--output-dir", run), workplace / run)
+        other = trained(alone(late, *LONG, "--output-dir", run, node=1), workplace / run)
+        ended = launch.ended(patience(2 * VIEW_SECONDS))
         assert 0 not in ended.statuses
-        say_once(ended, f"{run}: another run is writing there (node1)")
+        say_once(ended, "has taken the run over")
         before = steps(workplace / run)
-        wait_until(lambda: steps(workplace / run) > before, 30, launch.output, 0.1)
+        wait_until(lambda: steps(workplace / run) > before, 30, other.output, 0.1)
     finally:
         kill_all(first)
+        kill_all(second)
 
 
 def test_a_run_on_a_view_that_lags_is_the_same_run(late: Rack, workplace: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from unittest import mock
 
@@ -12,14 +13,15 @@ from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig, MistralConfig
 
 from zero_tp import devices
+from zero_tp.architectures import architecture_of
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.data.batch import Batch, separated
-from zero_tp.models.architectures import architecture_of
-from zero_tp.models.attention import AttentionCore, SDPACore, back_ends, described
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.attention import AttentionCore, SDPACore, allowed_kernels, described
 from zero_tp.models.context import AttentionMask, Packed, Pieces
-from zero_tp.models.spec import TransformerSpec
-from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
+from zero_tp.training.guards import deterministic_algorithms
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda", 0)
@@ -129,6 +131,15 @@ def test_a_model_of_documents_and_windows(batch: Batch, window: int | None) -> N
         assert float((one - other).float().norm()) <= 3e-2 * float(other.float().norm()) + 1e-6
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_repeated_run_gives_the_same_bits(batch: Batch, window: int | None, masked: bool) -> None:
+    """By the flash kernel for pieces, or by the memory-efficient one beside a mask."""
+    with deterministic_algorithms(), mock.patch.object(devices, "runs_varlen", lambda _: not masked):
+        pairs = zip(gradients(batch, window), gradients(batch, window), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_the_host_waits_for_nothing_of_it(batch: Batch) -> None:
     gradients(batch, 100)  # makes what is made once
     model = model_of(100)
@@ -162,13 +173,18 @@ def test_no_mask_is_made(batch: Batch) -> None:
         assert peak() > without
 
 
-def test_causal_attention_takes_the_first_of_our_back_ends() -> None:
+def test_torch_chooses_and_no_mask_reaches_cudnn() -> None:
+    """torch prefers cuDNN's kernel from cuDNN 9.15.1 on, on compute capability 9 and 10 (`sdp_utils.cpp`)."""
     spec = spec_of(128, 2)
+    preferred = torch.cuda.get_device_capability(DEVICE)[0] in (9, 10) and torch.backends.cudnn.version() > 91500
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        preferred = False
     said = described(spec, 1, 2, 1024, torch.bfloat16, DEVICE, documents=False)
-    assert said == ("SDPA, cuDNN's kernel" if devices.prefers_cudnn(DEVICE) else "SDPA, the flash kernel")
+    assert said == ("SDPA, cuDNN's kernel" if preferred else "SDPA, the flash kernel")
     query = torch.empty(2, 8, 1024, 128, dtype=torch.bfloat16, device=DEVICE)
-    with back_ends(DEVICE):
-        masked = torch._fused_sdp_choice(query, query, query, query.new_zeros(1024, 1024), 0.0, False)
-    assert SDPBackend(masked) != SDPBackend.MATH
+    mask = query.new_zeros(1024, 1024)
+    with allowed_kernels(mask):
+        masked = torch._fused_sdp_choice(query, query, query, mask, 0.0, False)
+    assert SDPBackend(masked) == SDPBackend.EFFICIENT_ATTENTION
     documents = described(spec, 1, 2, 1024, torch.bfloat16, DEVICE, documents=True)
     assert documents == "varlen_attn, the flash kernel for documents, without a mask"

@@ -10,7 +10,8 @@ from transformers import GPT2Config
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import ContiguousBuffer, Host
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.training.guards import deterministic_algorithms
 
 pytestmark = pytest.mark.cuda
 DEVICE = torch.device("cuda", 0)
@@ -52,13 +53,16 @@ def gradients(cpu_checkpointing: bool, recompute: RecomputePolicy) -> tuple[list
 
 
 def test_recomputing_from_the_host_changes_nothing_and_takes_less() -> None:
-    """Dropout is on: the second call draws other masks than the first, the same in every variant."""
-    none, most = gradients(False, RecomputePolicy(mode="none"))
-    full, less = gradients(False, RecomputePolicy(mode="full"))
-    host, least = gradients(True, RecomputePolicy(mode="full"))
+    """Dropout is on: the second call draws other masks than the first, the same in every variant.
+
+    Kernels that add in a fixed order give the same bits; attention's backward has such ones only on request.
+    """
+    with deterministic_algorithms():
+        none, most = gradients(False, RecomputePolicy(mode="none"))
+        full, less = gradients(False, RecomputePolicy(mode="full"))
+        host, least = gradients(True, RecomputePolicy(mode="full"))
     for plain, recomputed, offloaded in zip(none, full, host, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=2e-2, atol=1e-3 * float(plain.abs().max()))
-        torch.testing.assert_close(offloaded, recomputed, rtol=0, atol=1e-3 * float(plain.abs().max()))
+        assert torch.equal(recomputed, plain) and torch.equal(offloaded, plain)
     checkpoints = 11 * 8 * 1024 * 1024 * 2  # 2sbh of the layers that wait on the host, but for two on their way
     assert most > less > least
     assert less - least > 0.7 * checkpoints

@@ -90,9 +90,9 @@ def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation:
 
 def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
     """What `launch/pretrain.py` trains this rank on at step `step`, counted from 0."""
-    from zero_tp.training.run import PreparedRun
+    from zero_tp.training.run import RunInputs
 
-    run = PreparedRun(config, Path("no-such-run"))
+    run = RunInputs(config, Path("no-such-run"))
     sizes = config.global_batch, config.micro_batch, config.accumulation
     return run.samples.rank_batches(step, *sizes, topology.data_rank, topology.data)
 

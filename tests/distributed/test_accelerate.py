@@ -38,7 +38,9 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
     """What is said, and the loss of a step."""
     import deepspeed
     from accelerate.state import AcceleratorState
+    from deepspeed.utils import groups
 
+    groups.mpu = None  # DeepSpeed keeps that of an engine before
     model = parallel_model(
         decoder({**FIELDS, "vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}, 0), grid(tensor, False)
     )

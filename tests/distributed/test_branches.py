@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.checkpoints import rewritten
 from tests.distributed.test_checkpoint import SEQUENCE, VOCABULARY, build, steps_of, straight, write_config
 from tests.pools import Pools
+from tests.run_log import RunLog
 from zero_tp.checkpoint.directory import (
     LATEST,
     MANIFEST,
@@ -28,8 +33,11 @@ from zero_tp.checkpoint.directory import (
     step_directory,
 )
 from zero_tp.checkpoint.manifest import differences
+from zero_tp.checkpoint.resume_point import find_resume_point
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
+from zero_tp.training.metrics_file import METRICS_FILE
+from zero_tp.training.start import _begin_branch
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,8 @@ def go_back(path: str, run: str, to: int, last: int, broken: bool = False) -> tu
 
     engine, config = build(path)
     assert resume(engine.zero, step_directory(Path(run), to), config.zero_tp.training.seed) == to
-    saver = save.Saver(engine.zero, config, Path(run), goes_on_from=to)
+    saver = save.Saver(engine.zero, config, Path(run))
+    notes = directory.start_branch(Path(run), to) if engine.topology.rank == 0 else []
     removed = []
     for step in range(to + 1, last + 1):
         steps_of(engine, step, step)
@@ -75,7 +84,7 @@ def go_back(path: str, run: str, to: int, last: int, broken: bool = False) -> tu
         outcome = saver.outcome()
         assert outcome is not None and bool(outcome[1]) == broken
     told = [f"{count}/{what}" for count in range(saver._count + 1) for what in ("begun", "outcome", "0", "1")]
-    return saver.notes, removed, [key for key in told if saver._store.check([key])]
+    return notes + saver.notes, removed, [key for key in told if saver._store.check([key])]
 
 
 def full(*arguments: Any) -> None:
@@ -92,7 +101,7 @@ def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tupl
     assert complete_steps(run) == [2] and latest(run) == step_directory(run, 2)
     assert removed == [1], "what was just saved stays"
     assert len(notes) == 2
-    for step, note in zip((3, 2), notes, strict=True):
+    for step, note in zip((2, 3), notes, strict=True):
         aside = checkpoints_of(run) / f"abandoned_step_{step:08d}"
         assert (aside / MANIFEST).read_bytes() == contents[step] and read_manifest(aside).step == step
         assert note == f"step {step} is of the branch that was left at step 1: set aside as {aside}"
@@ -107,6 +116,52 @@ def test_a_branch_whose_first_save_fails_is_followed_all_the_same(ranks: Pools, 
     path, run = copied
     notes, *_ = ranks(2).run(go_back, str(path), str(run), 1, 2, True)[0]
     assert len(notes) == 2 and complete_steps(run) == [1] and latest(run) == step_directory(run, 1)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def killed_after(renames: int, run: Path, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Begin a branch at step 1 as a start does, and be killed before a rename; return whether one came."""
+    done = 0
+
+    def replace(source: str | Path, target: str | Path) -> None:
+        nonlocal done
+        if done == renames:
+            raise Killed
+        done += 1
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        try:
+            _begin_branch(inputs, 1)
+            with RunLog(run, step=1):
+                pass
+        except Killed:
+            return True
+    return False
+
+
+def test_a_kill_while_a_branch_begins_leaves_one_of_both_whole(
+    copied: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, saved = copied
+    outcomes = []
+    for renames in count():
+        run = tmp_path / f"killed-{renames}"
+        shutil.copytree(saved, run)
+        (run / METRICS_FILE).write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+        inputs = SimpleNamespace(config=RunConfig.load(path, world_size=2), directory=run)
+        killed = killed_after(renames, run, inputs, monkeypatch)
+        newest, lines = complete_steps(run)[-1], (run / METRICS_FILE).read_text().splitlines()
+        assert newest in (1, 3), "the branch that was left, or the new one"
+        assert [json.loads(line)["step"] for line in lines][:newest] == list(range(1, newest + 1)), "with all its lines"
+        outcomes.append((newest, len(lines)))
+        if not killed:
+            break
+    assert outcomes[0] == (3, 3) and (1, 3) in outcomes and outcomes[-1] == (1, 1)
 
 
 def test_what_is_set_aside_replaces_nothing(copied: tuple[Path, Path]) -> None:
@@ -131,83 +186,78 @@ def test_what_was_just_saved_is_never_pruned(copied: tuple[Path, Path]) -> None:
 
 
 def test_a_checkpoint_whose_manifest_is_gone_is_named(copied: tuple[Path, Path]) -> None:
-    from zero_tp.checkpoint.found import look
-
     path, run = copied
     config = RunConfig.load(path, world_size=2)
-    assert look(run, config).notes == ()
+    assert find_resume_point(run, config).notes == ()
     gone = [step_directory(run, step) for step in (2, 3)]
     for checkpoint in reversed(gone):
         (checkpoint / MANIFEST).unlink()
-        found = look(run, config)
+        found = find_resume_point(run, config)
         assert found.checkpoint is not None and found.checkpoint < checkpoint
+        assert (
+            find_resume_point(run, config, run) == found
+            and find_resume_point(run, config, found.checkpoint).notes == ()
+        )
     assert found.notes == tuple(f"{each}: has no {MANIFEST}, so that it is no checkpoint" for each in gone)
 
 
-def agreed(path: str, runs: list[str], given: list[str | None]) -> str:
-    """What this rank, which sees a run directory of its own, takes after all have agreed, or why not."""
+def resumed(path: str, run: str, seen: list[str | None], given: str | None) -> str:
+    """What this rank, which sees the manifest of a directory of its own, resumes, or why not."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.found import agree, look
+    from zero_tp.checkpoint import resume_point
     from zero_tp.errors import UserError
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    rank = dist.get_rank()
-    own = given[rank]
-    found = look(Path(runs[rank]), config, None if own is None else Path(own))
-    try:
-        return str(agree(found, Path("RUN")).checkpoint)
-    except UserError as error:
-        return f"error: {error}"
+    own = seen[dist.get_rank()]
+    find = partial(resume_point.find_resume_point, Path(run), config, None if given is None else Path(given))
+    with pytest.MonkeyPatch.context() as patch:
+        if own is not None:
+            patch.setattr(resume_point, "read_manifest", lambda checkpoint: read_manifest(Path(own)))
+        try:
+            return str(resume_point.broadcast_resume_point(find).checkpoint)
+        except UserError as error:
+            return f"error: {error}"
 
 
-def test_ranks_agree_on_what_they_resume(ranks: Pools, copied: tuple[Path, Path], tmp_path: Path) -> None:
+def test_rank_0_finds_what_all_ranks_resume(ranks: Pools, copied: tuple[Path, Path], tmp_path: Path) -> None:
     path, run = copied
-    other, nothing = tmp_path / "other", tmp_path / "nothing"
+    other, newest = tmp_path / "other" / "step_00000003", step_directory(run, 3)
 
-    def ask(second: Path, given: Path | None = None) -> list[str]:
-        shown = None if given is None else str(given)
-        return ranks(2).run(agreed, str(path), [str(run), str(second)], [shown, shown])
+    def ask(second: Path | None = None, given: Path | None = None) -> list[str]:
+        seen = [None, None if second is None else str(second)]
+        return ranks(2).run(resumed, str(path), str(run), seen, None if given is None else str(given))
 
-    def fresh() -> Path:
-        shutil.rmtree(other, ignore_errors=True)
-        shutil.copytree(run, other)
-        return other
-
-    assert ask(run) == [str(step_directory(run, 3))] * 2
-    assert ask(fresh()) == [str(step_directory(each, 3)) for each in (run, other)], "the same content"
-    shutil.rmtree(step_directory(fresh(), 3))
-    pattern = "error: RUN: the ranks do not see the same checkpoint: step 3 (manifest "
-    for said in ask(other):
-        assert said.startswith(pattern) and ") on rank 0 (" in said and "; step 2 (manifest " in said, said
-        assert ") on rank 1 (" in said and "\n" not in said
-    for said in ask(nothing):
-        assert said.startswith(pattern) and "; no checkpoint on rank 1 (" in said, said
-    with rewritten(step_directory(fresh(), 3)) as manifest:
+    shutil.copytree(newest, other)
+    assert ask() == ask(other) == [str(newest)] * 2
+    assert ask(given=step_directory(run, 1)) == [str(step_directory(run, 1))] * 2
+    pattern = f"error: {newest}: the ranks do not read the same manifest: SHA-256 "
+    with rewritten(other) as manifest:
         manifest["progress"]["optimizer_steps"] = 5
     for said in ask(other):
-        assert said.startswith(pattern) and said.count("step 3 (manifest ") == 2, said
-    (step_directory(fresh(), 3) / MANIFEST).write_text("")
+        assert said.startswith(pattern) and said.count("SHA-256") == 2 and "\n" not in said, said
+    (other / MANIFEST).unlink()
     for said in ask(other):
-        assert said.startswith(pattern) and f"an error ({step_directory(other, 3)}" in said, said
-    for said in ask(run, nothing):
-        assert said.startswith(f"error: {nothing}: no complete checkpoint there"), said
+        assert said.startswith(pattern) and "; nothing on rank 1 (" in said, said
+    for said in ask(given=tmp_path / "nothing"):
+        assert said.startswith(f"error: {tmp_path / 'nothing'}: no complete checkpoint there"), said
 
 
 def reading(path: str, corpora: list[str], changed_for_the_last: str = "") -> str:
     """What a rank, for which the config names a corpus of its own, is told of what the others read."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.found import Found, agree
     from zero_tp.errors import UserError
-    from zero_tp.training.run import PreparedRun
+    from zero_tp.parallel.agreement import require_same_on_all_ranks
+    from zero_tp.training.run import RunInputs
 
     last = dist.get_rank() == dist.get_world_size() - 1
     changes = [changed_for_the_last] if last and changed_for_the_last else []
     config = RunConfig.load(path, changes, dist.get_world_size())
     with contextlib.chdir(corpora[dist.get_rank()]):
         try:
-            agree(Found(), Path("RUN"), PreparedRun(config, Path("RUN"), whole=dist.get_rank() == 0).read())
+            read = RunInputs(config, Path("RUN"), whole=dist.get_rank() == 0).read()
+            require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in read.items()})
         except UserError as error:
             return str(error)
     return ""
@@ -259,7 +309,7 @@ def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> 
     raw = json.loads(path.read_text())
     manifest = read_manifest(step_directory(run, 3))
     before = RunConfig.load(path, world_size=2)
-    assert differences(manifest, before, manifest.config, {}) == []
+    assert differences(manifest, before, {}) == []
     raw["scheduler"]["params"]["warmup_max_lr"] = 0.5
     raw["gradient_clipping"] = 3.0
     raw["zero_tp"]["data"]["validation"] = "nowhere/validation"
@@ -269,7 +319,7 @@ def test_what_differs_from_the_last_start_is_said(copied: tuple[Path, Path]) -> 
     other = manifest.model_copy(
         update={"versions": {**manifest.versions, "torch": "1.0"}, "validation": {"a": {"tokens": 5}, "b": {}}}
     )
-    lines = differences(other, changed, manifest.config, {"a": {"tokens": 6}, "b": {}})
+    lines = differences(other, changed, {"a": {"tokens": 6}, "b": {}})
     when = "when step 3 was saved"
     for line in (
         f"scheduler.params.warmup_max_lr: 0.5, was 0.01 {when}",

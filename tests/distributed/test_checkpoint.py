@@ -17,8 +17,9 @@ from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import LATEST, checkpoints_of, complete_steps, step_directory
-from zero_tp.checkpoint.found import Found, look
+from zero_tp.checkpoint.resume_point import ResumePoint, find_resume_point
 from zero_tp.config import RunConfig
+from zero_tp.errors import UserError
 
 VOCABULARY, SEQUENCE, BATCH = 101, 16, 24
 STOP, STEPS = 10, 20
@@ -102,7 +103,8 @@ def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
     done = []
     for step in range(first, last + 1):
         own = batch_of(step).chunk(engine.topology.data)[engine.topology.data_rank]
-        done.append((engine.train_step([(w[:, :-1], w[:, 1:]) for w in own.chunk(2)]), engine.gradient_norm))
+        micro_batches = own.chunk(engine.engine.gradient_accumulation_steps())
+        done.append((engine.train_step([(w[:, :-1], w[:, 1:]) for w in micro_batches]), engine.gradient_norm))
     return done
 
 
@@ -136,7 +138,7 @@ def resumed(path: str, run: str, last: int) -> dict[str, Any]:
     from zero_tp.checkpoint.resume import resume
 
     engine, config = build(path)
-    checkpoint = look(Path(run), config).checkpoint
+    checkpoint = find_resume_point(Path(run), config).checkpoint
     assert checkpoint is not None
     step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
     return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step}
@@ -250,7 +252,7 @@ def resumed_in(path: str, run: str) -> tuple[float | None, float]:
 
     with fp16_supported():
         engine, config = build(path)
-        checkpoint = look(Path(run), config).checkpoint
+        checkpoint = find_resume_point(Path(run), config).checkpoint
         assert checkpoint is not None
         step = resume(engine.zero, checkpoint, config.zero_tp.training.seed)
         scale = engine.zero.loss_scale
@@ -291,13 +293,15 @@ def test_what_cannot_be_resumed_is_refused(ranks: Pools, tmp_path: Path) -> None
     ranks(2).run(straight, str(path), str(run), [1], 1)
 
     def refused(config: str) -> str:
-        return str(look(run, RunConfig.load(config, world_size=2)).refusal)
+        with pytest.raises(UserError) as refusal:
+            find_resume_point(run, RunConfig.load(config, world_size=2))
+        return str(refusal.value)
 
     seed = write_config(tmp_path / "seed.json", 1, "fp32", 1, seed=8)
     assert re.match(r"zero_tp\.training\.seed: 8, but the run of .* was started with 7", refused(str(seed)))
     reset = json.loads(Path(path).read_text())
     reset["zero_tp"]["data"]["document_attention"] = "reset"
     (tmp_path / "reset.json").write_text(json.dumps(reset))
-    pattern = r"zero_tp\.data\.document_attention: 'reset', but the run of .* with 'continue'"
+    pattern = r'zero_tp\.data\.document_attention: "reset", but the run of .* with "continue"'
     assert re.match(pattern, refused(str(tmp_path / "reset.json")))
-    assert look(tmp_path / "new", RunConfig.load(path, world_size=2)) == Found()
+    assert find_resume_point(tmp_path / "new", RunConfig.load(path, world_size=2)) == ResumePoint()

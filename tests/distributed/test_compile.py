@@ -184,6 +184,25 @@ def test_a_kernel_computes_what_is_written(
     elementwise._compiled.cache_clear()
 
 
+def test_auto_compiles_on_cuda_alone() -> None:
+    places = {place: torch.device(place) for place in ("cpu", "cuda")}
+    decided = [[elementwise.is_compiled(each, place) for place in places.values()] for each in ("auto", True, False)]
+    assert decided == [[False, True], [True, True], [False, False]]
+
+
+def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked tokens differ in number from batch to batch; dynamo gives up after eight kernels of one function."""
+    logits = torch.randn(40, 24)
+    elementwise._compiled.cache_clear()
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for count in (37, 1, 0, *range(2, 20)):
+        rows = logits[:count].clone()
+        for found, expected in zip(elementwise.COMPILED.rows(_sums, (rows,), 21), _sums(rows, 21), strict=True):
+            torch.testing.assert_close(found, expected)
+    elementwise._compiled.cache_clear()
+
+
 def test_a_machine_without_a_compiler_is_told() -> None:
     from torch._dynamo.exc import BackendCompilerFailed
 

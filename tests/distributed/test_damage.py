@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +19,13 @@ from tests.distributed.test_checkpoint import build, changed, masters_of, steps_
 from tests.pools import Pools
 from zero_tp.checkpoint.directory import (
     MANIFEST,
+    Damaged,
     checkpoints_of,
     complete_steps,
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.manifest import states_file
+from zero_tp.checkpoint.manifest import Manifest, states_file
 from zero_tp.checkpoint.reader import CheckpointReader
 
 
@@ -56,8 +58,8 @@ def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) 
     """
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.found import agree, look, take_whole
     from zero_tp.checkpoint.resume import Verification, check_all_there
+    from zero_tp.checkpoint.resume_point import broadcast_resume_point, find_resume_point, load_resume_point
     from zero_tp.config import RunConfig
     from zero_tp.errors import UserError
 
@@ -68,19 +70,19 @@ def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     chosen = Path(given) if given else None
     try:
-        found = agree(look(Path(run), config, chosen), Path(run))
-        for take in (check_all_there, verify) if sizes else (verify,):
-            found = take_whole(found, Path(run), config, take, chosen)
+        found = broadcast_resume_point(partial(find_resume_point, Path(run), config, chosen))
+        for load in (check_all_there, verify) if sizes else (verify,):
+            found = load_resume_point(found, Path(run), config, load, chosen)
     except UserError as error:
         return f"error: {error}", []
     return str(found.checkpoint), list(found.notes)
 
 
 def start_with_an_old_view(path: str, run: str) -> str:
-    """The checkpoint that a start takes whose last rank still sees the damaged one after it was set aside."""
+    """The checkpoint that a start takes whose last rank sees the one before only after a while."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint import found
+    from zero_tp.checkpoint import resume_point
     from zero_tp.checkpoint.resume import Verification
     from zero_tp.config import RunConfig
 
@@ -88,15 +90,18 @@ def start_with_an_old_view(path: str, run: str) -> str:
         with Verification(checkpoint, read_manifest(checkpoint).files) as whole:
             whole.agree()
 
+    def read_late(checkpoint: Path) -> Manifest:
+        if views:
+            raise Damaged(checkpoint / MANIFEST, views.pop())
+        return read_manifest(checkpoint)
+
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    look = found.look
-    first = found.agree(look(Path(run), config), Path(run))
-    views = [first] if dist.get_rank() == dist.get_world_size() - 1 else []
+    first = resume_point.broadcast_resume_point(partial(resume_point.find_resume_point, Path(run), config))
+    views = ["is of an old view"] if dist.get_rank() == dist.get_world_size() - 1 else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found, "look", lambda *asked: views.pop() if views else look(*asked))
-        patch.setattr(found, "is_local", lambda directory: False)
-        patch.setattr(found, "LOOK_SECONDS", 1.0)
-        return str(found.take_whole(first, Path(run), config, verify).checkpoint)
+        patch.setattr(resume_point, "read_manifest", read_late)
+        patch.setattr("zero_tp.machine.is_local", lambda directory: False)
+        return str(resume_point.load_resume_point(first, Path(run), config, verify).checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -194,15 +199,15 @@ def damage_header(file: Path) -> None:
 
 def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str, torch.Tensor]]:
     """(the checkpoint that an engine resumed or the error, what it says of others, this rank's masters)."""
-    from zero_tp.checkpoint.found import look, take_whole
     from zero_tp.checkpoint.resume import resume
+    from zero_tp.checkpoint.resume_point import find_resume_point, load_resume_point
     from zero_tp.errors import UserError
 
     engine, config = build(path)
     steps_of(engine, 1, 1)
-    found = look(Path(run), config)
+    found = find_resume_point(Path(run), config)
     try:
-        found = take_whole(
+        found = load_resume_point(
             found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config.zero_tp.training.seed)
         )
     except UserError as error:

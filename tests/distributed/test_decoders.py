@@ -19,8 +19,8 @@ from tests.distributed.families import ENCODERS, FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import in_tiers
+from zero_tp.architectures import architecture_of
 from zero_tp.models import flash
-from zero_tp.models.architectures import architecture_of
 from zero_tp.parallel.agreement import random_numbers_of_first
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 
@@ -193,6 +193,9 @@ def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: st
     prompt = data.draw(st.lists(st.lists(tokens, min_size=length, max_size=length), min_size=2, max_size=2))
     # Sampled to the full length: ranks that disagreed would otherwise wait for one that has ended.
     ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "top_k": 4, "min_new_tokens": 6}]
+    ways += [
+        {"do_sample": False, "cache_implementation": "static", **chunks} for chunks in ({}, {"prefill_chunk_size": 2})
+    ]
     seed = data.draw(st.integers(0, 2**31), label="seed")
     for pairs in ranks(world).run(generated, world, fields, seed, prompt, ways):
         assert len(pairs) == 2 * len(ways)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.device import ITEMS
+from benchmarks.device_rank import replace
 from tests.launched import launch, run
 from tests.tiers import THOROUGH
 
@@ -36,6 +39,33 @@ def test_the_rows_of_one_device(tmp_path: Path) -> None:
     assert recomputed["losses"] == plain["losses"]
     assert 0 < recomputed["planned_gib"] < plain["planned_gib"]
     assert [line.split()[0] for line in done.stdout.splitlines()[1:3]] == ["1.3b", "3b-recomputed"]
+
+
+@THOROUGH
+def test_the_items_of_two_devices(tmp_path: Path) -> None:
+    """What a switch changes trains the same model; two replicas do twice the work."""
+    items = ["one-product-after-the-gather", "replicas", "replicas-reduced-to-owners"]
+    words = ["--tiny", "--ranks", "2", "--rows", "1.3b", "--items", *items, "--steps", "1", "--output", str(tmp_path)]
+    done = run([*DEVICE, *words], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, after, replicas, owners = written(tmp_path, "*-device-tiny.json")["runs"]
+    assert after["changes"] == ["zero_tp.parallel.linear.OWN_ROWS_FIRST=false"]
+    assert after["losses"] == pytest.approx(first["losses"], rel=1e-3)
+    assert owners["losses"] == pytest.approx(replicas["losses"], rel=1e-3)
+    assert replicas["flops_per_step"] == owners["flops_per_step"] == 2 * first["flops_per_step"]
+
+
+def test_the_constants_of_items_are_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = [constant for item in ITEMS.values() for constant in item.constants]
+    assert constants
+    for constant in constants:
+        path, value = constant.split("=")
+        module, _, name = path.rpartition(".")
+        before = getattr(importlib.import_module(module), name)
+        monkeypatch.setattr(path, before)  # which puts it back
+        replace(path, value)
+        now = getattr(importlib.import_module(module), name)
+        assert now == json.loads(value) != before and type(now) is type(before)
 
 
 @THOROUGH

@@ -28,7 +28,7 @@ from tests.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.samples import PackedSamples
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
 

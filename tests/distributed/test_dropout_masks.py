@@ -19,7 +19,7 @@ from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 
 LAYERS, LENGTH, BATCH = 3, 16, 2
 # Different ones, so that a mask tells which of them it was drawn with.

@@ -19,7 +19,7 @@ from tests.encoders import LENGTH, MODEL_TYPES, config_of, encoder, encoder_fiel
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.models.wrapper import ZeroTPForPreTraining
+from zero_tp.huggingface import ZeroTPForPreTraining
 from zero_tp.parallel.collectives import gather_rows
 from zero_tp.parallel.layout import audit, split_vocabulary
 from zero_tp.parallel.loss import vocab_parallel_loss_and_choices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +19,8 @@ from tests.distributed.test_model import SIZES, batch, reference_model
 from tests.native import Native, gradients, native_tensors, parallel_model, to_ours
 from tests.pools import Pools
 from tests.tiers import in_tiers
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.causal_lm import shifted
-from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm
 from zero_tp.topology import Topology
 
@@ -197,7 +198,7 @@ def test_norm_and_clipping_without_zero(ranks: Pools, limit: float) -> None:
 
 def decayed(stage: int) -> dict[str, float]:
     """Each parameter's weight decay, asked for as the engine does."""
-    from zero_tp.training.engine import parameter_groups
+    from zero_tp.training.build import parameter_groups
 
     model = build(grid(2, True), stage).model
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -236,7 +237,7 @@ def frequencies_of_an_engine() -> list[Tensor]:
     """Of a bf16 ZeRO-3 engine's model, and of its config alone: `zero.Init` rounds the tensors that are made in it."""
     from transformers import LlamaConfig
 
-    from zero_tp.models.architectures import architecture_of
+    from zero_tp.architectures import architecture_of
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
 
@@ -258,3 +259,34 @@ def frequencies_of_an_engine() -> list[Tensor]:
 def test_rotary_frequencies_are_not_rounded_to_the_models_dtype(ranks: Pools) -> None:
     for ours, expected in ranks(1).run(frequencies_of_an_engine):
         assert ours.dtype == torch.float32 and torch.equal(ours, expected)
+
+
+def engine_of_a_script() -> tuple[str, bool]:
+    """An engine whose config has blocks that are off and a schedule without params, given too few micro-batches.
+
+    Returns:
+        The error, and whether the right number trains.
+    """
+    from zero_tp.errors import UserError
+
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "scheduler": {"type": "WarmupLR"},
+        "pipeline": False,
+        "datastates_ckpt": {},
+    }
+    engine = build(grid(1, False), 1, **settings)
+    row = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        engine.train_step([(row, row)])
+    except UserError as error:
+        return str(error), math.isfinite(engine.train_step([(row, row)] * 2))
+    return "", False
+
+
+def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> None:
+    """With fewer DeepSpeed would update in the middle of a later step."""
+    for error, trained in ranks(1).run(engine_of_a_script):
+        assert error.startswith("a step was given 1 micro-batches, and gradient_accumulation_steps is 2: ")
+        assert trained

@@ -86,7 +86,7 @@ def weights_of_seeds(directory: Path, tensor: int, seeds: list[int]) -> str:
     """What is said of ranks that have drawn their weights from these seeds."""
     from zero_tp.errors import UserError
     from zero_tp.evaluation.zero_shot import check_same_weights
-    from zero_tp.models.wrapper import ZeroTPForCausalLM
+    from zero_tp.huggingface import ZeroTPForCausalLM
 
     topology, config = grid(tensor), open_directory(directory).config
     model = ZeroTPForCausalLM(config, topology, seed=seeds[topology.rank])
@@ -189,7 +189,7 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
 
 def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> Subject:
     """A DeepSpeed engine that has made no step. `scorer` is made of it."""
-    from zero_tp.models.wrapper import ZeroTPForCausalLM
+    from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.weights.load import PretrainedSource
 

@@ -1,4 +1,4 @@
-"""launch/finetune.py as a person starts it: two ranks, both variants, one table, and the model that it saves."""
+"""launch/finetune.py as a user starts it: two ranks, both variants, one table, and the saved model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attenti
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT as an export has it, and sentences to be told from such without their first word."""
+    """A small exported BERT, and sentences that are labelled with their first word."""
     folder = tmp_path_factory.mktemp("finetune")
     text = next(iter(read_documents(ROOT / "launch/corpus/sotu.jsonl.gz")))
     tokenizer = train_wordpiece(lambda: iter([text]), 300, cased=False)
@@ -48,7 +48,7 @@ def test_both_variants_are_in_one_table(workplace: Path) -> None:
     assert table[0] == "classification, 320 training examples"
     assert [line.split()[0] for line in table[1:]] == ["weights", "pretrained", "random"]
     assert table[1].split()[1:] == ["accuracy"]
-    assert float(table[2].split()[1].rstrip("%")) > 95, "its first word says which it is"
+    assert float(table[2].split()[1].rstrip("%")) > 95, "the label is the first word"
     model = AutoModelForSequenceClassification.from_pretrained(workplace / "saved")
     assert model.config.id2label == {0: "congress", 1: "people"}
 
@@ -56,7 +56,11 @@ def test_both_variants_are_in_one_table(workplace: Path) -> None:
 @pytest.mark.thorough
 def test_a_mistake_is_one_line(workplace: Path) -> None:
     given = ["--model", "export", "--train", "train.jsonl", "--validation", "validation.jsonl"]
-    for task, message in {"mnli": "no field 'sentence1'", "squad": "not valid JSON", "qnli": "invalid choice"}.items():
+    for task, message in {
+        "mnli": "has no field 'sentence1'",
+        "squad": "not valid JSON",
+        "qnli": "invalid choice",
+    }.items():
         done = script("launch/finetune.py", workplace, *given, "--task", task)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
@@ -85,4 +89,28 @@ def test_a_decoder_with_a_padding_token_is_fine_tuned(workplace: Path) -> None:
         "--validation", "validation.jsonl", "--epochs", "1", "--lr", "3e-3", "--length", "32", "--ranks", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-2].split()[1].rstrip("%")) > 75, "its first word says which it is"
+    assert float(done.stdout.splitlines()[-2].split()[1].rstrip("%")) > 75, "the label is the first word"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("task", "metrics"), [("squad", "F1 exact match"), ("race", "accuracy")])
+def test_spans_and_choices_are_trained(workplace: Path, task: str, metrics: str) -> None:
+    context = "The university's library opened in 1892. It holds eleven million volumes, and it is well lit."
+    if task == "squad":
+        answer = {"text": "1892", "answer_start": context.index("1892")}
+        entries = [{"question": "When did it open?", "answers": [answer]}, {"question": "Who burnt it?", "answers": []}]
+        content: Any = {"data": [{"paragraphs": [{"context": context, "qas": entries}] * 4}]}
+    else:
+        options = [["1492", "1692", "1892", "1992"], ["rivers", "volumes", "bridges", "lamps"]]
+        questions = ["It opened in _ .", "What does it hold?"]
+        content = {"article": context, "questions": questions, "options": options, "answers": ["C", "B"]}
+    (workplace / f"{task}.txt").write_text(json.dumps(content))
+    done = script(
+        "launch/finetune.py", workplace, "--model", "export", "--task", task, "--train", f"{task}.txt",
+        "--validation", f"{task}.txt", "--epochs", "1", "--length", "48", "--batch-size", "2", "--ranks", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.splitlines()[-4:]
+    assert table[0] == f"{task}, {8 if task == 'squad' else 2} training examples"
+    assert table[1].split() == ["weights", *metrics.split()]
+    assert [line.split()[0] for line in table[2:]] == ["pretrained", "random"]

@@ -132,10 +132,11 @@ def test_a_run_in_fp16_is_that_of_torchs_scaler(
 
 
 def expected_scales(
-    overflows: Sequence[bool], power: int, window: int, hysteresis: int, smallest: float
+    overflows: Sequence[bool], power: int, window: int, hysteresis: int, smallest: float, consecutive: bool = False
 ) -> list[float]:
     """The rule in words: the scale halves, not below `smallest`, at each overflow but the first `hysteresis` - 1. It
-    doubles at every `window`th step without one, not counting the first, which also gives those back."""
+    doubles at every `window`th step without one, not counting the first, which also gives those back. With
+    `consecutive` every step without one gives them back."""
     scale, spare, good, scales = 2.0**power, hysteresis - 1, 0, []
     for overflow in overflows:
         if overflow:
@@ -146,6 +147,8 @@ def expected_scales(
                 scale = max(scale / 2, smallest)
         else:
             good += 1
+            if consecutive:
+                spare = hysteresis - 1
             if good > 1 and (good - 1) % window == 0:
                 scale, spare = scale * 2, hysteresis - 1
         scales.append(scale)
@@ -156,12 +159,12 @@ def expected_scales(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_hysteresis_and_the_smallest_scale_hold_under_every_stage(ranks: Pools, run_seed: int, stage: int) -> None:
     chance = random.Random(run_seed)
-    hysteresis, window = chance.randint(2, 3), chance.randint(1, 3)
+    hysteresis, window, consecutive = chance.randint(2, 3), chance.randint(1, 3), chance.random() < 0.5
     overflows = [chance.random() < 0.6 for _ in range(16)]
     settings = {**FP16, "initial_scale_power": 3, "min_loss_scale": 2.0}
-    fp16 = {**settings, "hysteresis": hysteresis, "loss_scale_window": window}
+    fp16 = {**settings, "hysteresis": hysteresis, "loss_scale_window": window, "consecutive_hysteresis": consecutive}
     at = [step for step, overflow in enumerate(overflows) if overflow]
-    expected = expected_scales(overflows, 3, window, hysteresis, 2.0)
+    expected = expected_scales(overflows, 3, window, hysteresis, 2.0, consecutive)
     for run in ranks(2).run(parallel, 2, stage, at, {}, len(overflows), fp16=fp16):
         assert run.scales == expected
         assert [value != value for value in run.norms] == overflows

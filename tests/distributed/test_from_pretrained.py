@@ -24,7 +24,7 @@ from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.inspect import inspect
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import layout_of
 from zero_tp.topology import Topology
 

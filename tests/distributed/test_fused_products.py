@@ -20,6 +20,7 @@ from zero_tp.errors import UserError
 from zero_tp.parallel import fused
 from zero_tp.parallel.linear import ColumnParallelLinear
 from zero_tp.parallel.parameter import Normal
+from zero_tp.topology import Topology
 
 REFERENCES = {
     "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,
@@ -28,8 +29,8 @@ REFERENCES = {
 
 
 @contextmanager
-def on_cpu(group: Any) -> Iterator[list[str]]:
-    """Give this group's layers the references; the list gets each call."""
+def on_cpu(topology: Topology) -> Iterator[list[str]]:
+    """Give this topology's layers the references; the list gets each call."""
     calls: list[str] = []
     library = torch.library.Library("symm_mem", "IMPL")
     for name, reference in REFERENCES.items():
@@ -40,7 +41,7 @@ def on_cpu(group: Any) -> Iterator[list[str]]:
 
         library.impl(name, called, "CPU")
     try:
-        with patch.object(fused, "_groups", {group.group_name}):
+        with patch.object(topology, "fused_products", True):
             yield calls
     finally:
         library._destroy()
@@ -48,7 +49,7 @@ def on_cpu(group: Any) -> Iterator[list[str]]:
 
 def same_as_native_fused(world: int, padding: str) -> list[int]:
     """How many gathers and scatters were fused while a model was compared."""
-    with on_cpu(grid(world, True).tensor_group) as calls:
+    with on_cpu(grid(world, True)) as calls:
         same_as_native(world, True, padding, {})
     return [calls.count(name) for name in REFERENCES]
 
@@ -70,7 +71,7 @@ def rounded_once_more() -> tuple[Tensor, Tensor, Tensor]:
         maker(topology, torch.bfloat16, weight=weight, bias=bias), 10, (28,), bias=True, init=Normal(1.0)
     )
     plain = layer(piece_of(whole, topology), sequence=True).detach()
-    with on_cpu(topology.tensor_group):
+    with on_cpu(topology):
         found = layer(piece_of(whole, topology), sequence=True).detach()
     rows = slice(topology.tensor_rank * 14, (topology.tensor_rank + 1) * 14)
     return found, (whole.float() @ weight[rows].float().t()).bfloat16() + bias[rows], plain
@@ -84,8 +85,8 @@ def test_a_bias_rounds_once_more_in_16_bits(ranks: Pools) -> None:
 
 def refused_on_cpu() -> str:
     with pytest.raises(UserError) as raised:
-        fused.fuse(grid(2, True).tensor_group, torch.device("cpu"))
-    assert not fused.fuses(grid(2, True).tensor_group)
+        fused.fuse(grid(2, True), torch.device("cpu"))
+    assert not grid(2, True).fused_products
     return str(raised.value)
 
 

@@ -16,7 +16,7 @@ from tests.native import gradients, native_tensors, parallel_model, to_theirs
 from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 DECODER: dict[str, Any] = {**SIZES, "model_type": "llama", "vocab_size": 31, "pad_token_id": None}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.compare import check_close, grid, leaf, maker, piece_of, whole_gradient
 from tests.pools import Pools
 from zero_tp.parallel import collectives
+from zero_tp.parallel import linear as products
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Sharded
@@ -189,6 +194,41 @@ def test_frozen_parameters_and_inputs(ranks: Pools, sequence: bool, kind: str, f
 def test_linear_layers_in_bf16(ranks: Pools, sequence: bool, kind: str) -> None:
     compared = {"output", "input", "weight", "bias"}
     assert ranks(4).run(linear, 4, sequence, kind, (24,), True, dtype=torch.bfloat16) == [compared] * 4
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products that write where they are told."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.mm.out, torch.ops.aten.addmm.out)
+        return function(*args, **(kwargs or {}))
+
+
+def after_the_gather(world: int) -> int:
+    """How many products less a gather has where all its rows are multiplied at once."""
+    topology = grid(world, True)
+    whole = torch.randn(3 * world, BATCH, HIDDEN)
+    matrices, biases = (torch.randn(HIDDEN, 8), torch.randn(HIDDEN, 5)), (torch.randn(8), None)
+    shard, counts, found = whole.chunk(world)[topology.tensor_rank], [], []
+    for own_rows_first in (True, False):
+        with patch.object(products, "OWN_ROWS_FIRST", own_rows_first), Products() as counted:
+            gathered, outputs = products._gathered_products(shard, matrices, biases, topology.tensor_group)
+        assert torch.equal(gathered, whole)
+        counts.append(counted.count)
+        found.append(dict(zip("ab", outputs, strict=True)))
+    check_close(*found, relative=1e-6)
+    assert counts[1] == len(matrices)
+    with patch.object(products, "OWN_ROWS_FIRST", False):
+        linear(world, True, "column", (12, 24, 12), True)
+        linear(world, True, "row", (24,), True)
+    return counts[0] - counts[1]
+
+
+def test_products_after_the_gather_are_the_same(ranks: Pools) -> None:
+    """And every gradient equals torch's."""
+    assert ranks(3).run(after_the_gather, 3) == [2, 4, 2]
 
 
 def indivisible(world: int) -> str:

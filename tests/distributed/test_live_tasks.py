@@ -51,8 +51,8 @@ def write_files(directory: Path) -> dict[str, Any]:
 
 def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
     """Of three steps with dropout, and what the tasks gave between them."""
+    from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.models.causal_lm import CausalLM
-    from zero_tp.models.wrapper import ZeroTPForCausalLM
     from zero_tp.training.engine import TrainingEngine
 
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))

@@ -14,7 +14,7 @@ from tests.compare import check_close, grid, whole_gradients
 from tests.native import gradients, parallel_model, perturbed, to_ours
 from tests.pools import Pools
 from zero_tp.errors import UserError
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 

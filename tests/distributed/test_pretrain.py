@@ -40,7 +40,7 @@ METRICS = {
 SLOW_TO_IMPORT = {
     *("datasets", "lm_eval", "matplotlib", "pandas", "scipy", "sklearn"),
     *("torch._inductor.compile_fx", "transformers.generation.utils", "transformers.modeling_utils"),
-    *("zero_tp.evaluation.subject", "zero_tp.models.wrapper", "zero_tp.planning.profile"),
+    *("zero_tp.evaluation.subject", "zero_tp.huggingface", "zero_tp.planning.profile"),
 }
 """What a plain run of pretraining has no use for."""
 
@@ -62,7 +62,11 @@ def trained_steps(run: Path) -> list[dict[str, Any]]:
 def test_a_run(workplace: Path, finished: Output) -> None:
     lines = list(finished)
     assert lines[0].startswith("gpt2: ") and "TP 2 × DP 2, SP, ZeRO-2" in lines[0]
+    assert lines.pop(1) == "devices: 4 × CPU"
+    if Path("/dev/nvidia0").exists():
+        assert lines.pop(1).startswith("warning: this machine has /dev/nvidia0, but the run is on CPU: DS_ACCELERATOR")
     assert lines.pop(1) == "attention: SDPA, the maths path, which keeps the scores"
+    assert lines.pop(1) == 'compile: off ("auto")'
     planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
     assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")
     (told,) = (line for line in lines if line.startswith("profile of steps 2 to 3: runs/small/profile/steps_2-3.html"))

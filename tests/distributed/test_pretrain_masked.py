@@ -15,7 +15,7 @@ from tests.launched import metrics_of, pretrain, said, script
 from tests.tiers import THOROUGH
 from tests.tiny_models import CORPUS, bert_fields
 from zero_tp.config import RunConfig
-from zero_tp.training.run import PreparedRun
+from zero_tp.training.run import RunInputs
 
 FIGURES = ("loss", "masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
 CONFIG: dict[str, Any] = {
@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def scored(model: Any, run: PreparedRun, samples: int) -> dict[str, float]:
+def scored(model: Any, run: RunInputs, samples: int) -> dict[str, float]:
     """A plain transformers loop over the first validation samples, as the run takes them."""
     assert run.validation is not None
     (batch,) = run.validation.batches(samples, samples, 0, 1)
@@ -72,7 +72,7 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = said(done.stdout + done.stderr)
     assert lines[0].startswith("megatron-bert: ") and "TP 2 × DP 2, SP, ZeRO-2" in lines[0]
-    assert "for padding (padding takes one)" in lines[1]
+    assert "for padding (padding takes one)" in lines[2]
     header = next(line for line in lines if line.split()[:1] == ["step"])
     assert "masked right  sentence right" in header
     records = metrics_of(place / "runs" / "run")
@@ -102,7 +102,7 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
     config = RunConfig.load(place / "run.json", (), 4)
     data = {"train": str(place / "data/train"), "validation": str(place / "data/validation")}
     overrides = [f"zero_tp.data.{name}={prefix}" for name, prefix in data.items()]
-    run = PreparedRun(RunConfig.load(place / "run.json", overrides, 4), place / "none")
+    run = RunInputs(RunConfig.load(place / "run.json", overrides, 4), place / "none")
     expected = scored(model, run, config.global_batch)
     assert {name: validated[8][f"validation_{name}"] for name in FIGURES} == pytest.approx(expected, rel=1e-4)
     assert AutoTokenizer.from_pretrained(place / "export").mask_token == "[MASK]"

@@ -13,7 +13,7 @@ from transformers import GPT2Config
 
 from tests.compare import grid
 from tests.pools import Pools
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 from zero_tp.topology import Topology
 

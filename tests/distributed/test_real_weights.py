@@ -24,7 +24,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
 from zero_tp.evaluation.perplexity import perplexity
 from zero_tp.evaluation.subject import ParallelScorer, Subject
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
 CORPUS = Path(__file__).resolve().parents[2] / "launch" / "corpus" / "sotu.jsonl.gz"

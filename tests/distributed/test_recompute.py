@@ -20,7 +20,7 @@ from zero_tp.topology import Topology
 STEPS, ACCUMULATION, BATCH, SEQUENCE = 2, 2, 8, 12
 
 P_A, CPU = {"partition_activations": True}, {"cpu_checkpointing": True}
-CONTIGUOUS = {**P_A, "contiguous_memory_optimization": True}
+CONTIGUOUS = {"contiguous_memory_optimization": True}
 ALL_MODULES = ["attention_core", "mlp_activation", "norm"]
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "attention_core": ({"mode": "selective"}, {}),
@@ -35,7 +35,12 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full, on the host": ({"mode": "full"}, CPU),
     "full, partitioned on the host": ({"mode": "full"}, P_A | CPU),
     "full, contiguous": ({"mode": "full"}, CONTIGUOUS),
-    "full, contiguous on the host": ({"mode": "full"}, CONTIGUOUS | CPU | {"number_checkpoints": 4}),
+    "full, every other layer, contiguous": ({"mode": "full", "every": 2}, CONTIGUOUS),
+    "full, first layer, first micro-batch kept, contiguous": (
+        {"mode": "full", "layers": 1, "keep_micro_batches": 1},
+        CONTIGUOUS,
+    ),
+    "full, partitioned, contiguous on the host": ({"mode": "full"}, P_A | CONTIGUOUS | CPU | {"number_checkpoints": 4}),
 }
 
 
@@ -164,13 +169,12 @@ def test_recomputing_an_encoder_changes_no_bit(ranks: Pools, seed: int, kind: st
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:
     """Of every policy, with dropout: the masks are drawn again as they were."""
     attention = ("sdpa", "eager")[seed % 2]
-    names = [name for name in POLICIES if not (sequence and "contiguous" in name)]
-    for found in ranks(2).run(run, kind, seed, tensor, sequence, stage, attention, 0.2, ["none", *names]):
+    for found in ranks(2).run(run, kind, seed, tensor, sequence, stage, attention, 0.2, ["none", *POLICIES]):
         losses, norms, weights, _ = found["none"]
-        for name in names:
+        for name in POLICIES:
             assert found[name][0] == losses, name
             assert found[name][1] == norms, name
             for key, expected in weights.items():
                 assert torch.equal(found[name][2][key], expected), (name, key)
             noted = "nothing to partition" in " ".join(found[name][3])
-            assert noted == ("partitioned" in name and (sequence or tensor == 1)) or "contiguous" in name
+            assert noted == ("partitioned" in name and (sequence or tensor == 1))

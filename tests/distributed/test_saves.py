@@ -47,6 +47,50 @@ def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
     return outcomes
 
 
+def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
+    """(steps that are saved, the error of the second save), after another launch has taken the run over."""
+    from zero_tp.checkpoint import directory, owner
+    from zero_tp.checkpoint.save import Saver
+
+    engine, config = build(path)
+    checkpoints_of(Path(run)).mkdir(parents=True, exist_ok=True)
+    first = owner.RunOwner(Path(run)) if engine.topology.rank == 0 else None
+    saver = Saver(engine.zero, config, Path(run), check_owner=first.check if first else lambda: None)
+    saver.save(1)
+    saver.wait()
+    assert saver.outcome() == (1, "")
+    begin = directory.begin
+
+    def begin_and_lose(folder: Path) -> Path:
+        temporary = begin(folder)
+        owner.RunOwner(folder)
+        return temporary
+
+    with pytest.MonkeyPatch.context() as patch:
+        if when == "before it begins" and first:
+            owner.RunOwner(Path(run))
+        if when == "while it writes":
+            patch.setattr(directory, "begin", begin_and_lose)
+        saver.save(2)
+        saver.wait()
+    with pytest.raises(owner.TakenOver) as error:
+        saver.outcome()
+    return len(complete_steps(Path(run))), str(error.value)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("when", ["before it begins", "while it writes"])
+def test_a_run_that_was_taken_over_writes_nothing_more(
+    ranks: Pools, tmp_path: Path, when: str, background: bool
+) -> None:
+    path, run = changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background), tmp_path / "run"
+    for saved, error in ranks(2).run(taken_over, str(path), str(run), when):
+        assert saved == 1 and error.startswith(f"{run}: another launch (process "), error
+        assert error.endswith(") has taken the run over; this one writes nothing more")
+    assert (checkpoints_of(run) / "latest").read_text() == "step_00000001\n"
+    assert not list(checkpoints_of(run).glob(f"{TEMPORARY}/*"))
+
+
 @pytest.mark.parametrize("broken", [0, 1])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_costs_one_checkpoint(ranks: Pools, tmp_path: Path, broken: int, background: bool) -> None:

@@ -1,4 +1,4 @@
-"""Step k of a run trains at its schedule's value at k; one that was begun before keeps the schedule that it has."""
+"""Step k of a run trains at its schedule's value at k, also of a run that is resumed with another schedule."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
         {**LINEAR, "total_num_steps": 9, "cos_min_ratio": 0.1},
         lambda k: RATE * (k / 4 if k < 4 else 0.1 + 0.9 * cosine((k - 3) / 5)),
     ),
+    "cosine decay from a part of the rate": (
+        "WarmupCosineLR",
+        {**LINEAR, "total_num_steps": 9, "warmup_min_ratio": 0.2},
+        lambda k: RATE * (0.2 + 0.8 * k / 4 if k < 4 else 1e-4 + (1 - 1e-4) * cosine((k - 3) / 5)),
+    ),
     "range test": ("LRRangeTest", RANGE, lambda k: LOW * (1 + 2 * k / 3)),
     "range test in stairs": (
         "LRRangeTest",
@@ -59,11 +64,16 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
         {**CYCLE, "decay_lr_rate": 0.5, "decay_step_size": 2},
         lambda k: LOW + (HIGH - LOW) * min(k / 3, (7 - k) / 4) if k <= 7 else LOW / (1 + 0.5 * (k - 7) / 2),
     ),
+    "one cycle in stairs": (
+        "OneCycle",
+        {**CYCLE, "cycle_first_step_size": 4, "cycle_first_stair_count": 2, "cycle_second_stair_count": 1},
+        lambda k: LOW + (HIGH - LOW) * (k // 2 / 2 if k <= 4 else max(0, (8 - k) // 4)),
+    ),
 }
 """DeepSpeed's schedules: type, params, and the rate at k as its documentation says it."""
 
 
-def engine_of(scheduler: str, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
+def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
     from transformers import GPT2Config
 
     from zero_tp.training.engine import TrainingEngine
@@ -73,7 +83,7 @@ def engine_of(scheduler: str, params: dict[str, Any], stage: int, optimizer: str
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "optimizer": {"type": optimizer, "params": {"lr": RATE, **torch_adam}},
-        "scheduler": {"type": scheduler, "params": params},
+        **({"scheduler": {"type": scheduler, "params": params}} if scheduler else {}),
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
@@ -114,45 +124,70 @@ def test_step_k_trains_at_the_schedule_s_value_at_k(ranks: Pools, stage: int) ->
         assert [moved for _, moved in found[name]] == pytest.approx(expected, rel=1e-3, abs=1e-6), name
 
 
-def begun_before() -> tuple[list[float], list[float]]:
-    """The rates of steps 4 to 9 of a run whose first three steps were of a version that followed DeepSpeed: as it goes
-    on here, and as DeepSpeed's schedule would have had them."""
-    from deepspeed.runtime.lr_schedules import WarmupCosineLR
-
-    params = {**LINEAR, "total_num_steps": 8}
-    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
-    schedule = WarmupCosineLR(plain, **params)
-    for _ in range(3):
-        schedule.step()
-    engine = engine_of("WarmupCosineLR", params, 0)
-    progress = engine.zero.progress()
-    progress |= {"schedule": schedule.state_dict(), "learning_rates": [plain.param_groups[0]["lr"]] * 2}
-    engine.zero.restore_progress(json.loads(json.dumps(progress)))
-    ours, theirs = [], []
-    for _ in range(6):
-        ours.append(engine.learning_rate)
-        theirs.append(plain.param_groups[0]["lr"])
-        engine.train_step(ROWS)
-        schedule.step()
-    return ours, theirs
+RESUMED: list[tuple[str | None, str | None]] = [
+    ("cosine decay", None),
+    (None, "linear warm-up"),
+    ("cosine decay", "linear warm-up"),
+    ("linear decay", "one cycle"),
+    ("range test", "cosine decay"),
+    ("one cycle", "one cycle"),
+]
+"""The schedule of a run and of the one that goes on from it, by the names of FORMULAS."""
 
 
-def cycled_betas() -> tuple[Any, Any]:
-    """The betas of step 4 under OneCycle: of a run, and of one that was resumed there."""
-    whole, resumed = (engine_of("OneCycle", CYCLE, 0, "AdamW") for _ in range(2))
-    for _ in range(3):
-        whole.train_step(ROWS)
-    resumed.train_step(ROWS)  # which gives its optimizer states to set
-    resumed.zero.restore_progress(whole.zero.progress())
-    return whole.zero.optimizer.param_groups[0]["betas"], resumed.zero.optimizer.param_groups[0]["betas"]
+def resumed_rates(stage: int, skipped: int) -> list[list[float]]:
+    """The rates of steps 4 to 9 of each pair; step `skipped` updates nothing."""
+    found: list[list[float]] = []
+    for before, after in RESUMED:
+        first, resumed = (
+            engine_of(FORMULAS[name][0], FORMULAS[name][1], stage) if name else engine_of(None, {}, stage)
+            for name in (before, after)
+        )
+        for step in range(1, 4):
+            parameters = first.model.parameters() if step == skipped else ()
+            hooks = [parameter.register_hook(lambda gradient: gradient * math.nan) for parameter in parameters]
+            first.train_step(ROWS)
+            for hook in hooks:
+                hook.remove()
+        resumed.zero.restore_progress(json.loads(json.dumps(first.zero.progress())))
+        found.append([])
+        for _ in range(6):
+            found[-1].append(resumed.learning_rate)
+            resumed.train_step(ROWS)
+    return found
 
 
-def test_a_run_that_was_begun_before_keeps_its_schedule(ranks: Pools) -> None:
-    ours, theirs = ranks(2).run(begun_before)[0]
-    assert ours == theirs, "bit for bit"
-    assert len(set(ours)) > 4
+@pytest.mark.parametrize(("stage", "skipped"), in_tiers([(0, 0), (2, 0), (1, 2), (3, 2)], [(1, 2)]))
+def test_a_resumed_run_has_the_rates_of_its_own_config(ranks: Pools, stage: int, skipped: int) -> None:
+    """At the step that it goes on from, whatever schedule the run had before. A skipped step does not move one."""
+    done = 3 - (skipped > 0)
+    for (_, after), rates in zip(RESUMED, ranks(2).run(resumed_rates, stage, skipped)[0], strict=True):
+        formula = FORMULAS[after][2] if after else lambda _: RATE
+        assert rates == pytest.approx([formula(k) for k in range(done + 1, done + 7)], rel=1e-9), after
 
 
-def test_a_resumed_cycle_has_the_momentum_of_its_step(ranks: Pools) -> None:
+MOMENTUM = {**CYCLE, "cycle_momentum": True, "cycle_min_mom": 0.5, "cycle_max_mom": 0.9}
+
+
+def cycled_betas() -> list[list[tuple[float, float]]]:
+    """The betas of steps 1 to 8 under OneCycle: of a run, and of one that was resumed at step 4."""
+    whole, resumed = (engine_of("OneCycle", MOMENTUM, 0, "AdamW") for _ in range(2))
+    betas: list[list[tuple[float, float]]] = [[], []]
+    for step in range(8):
+        if step == 3:
+            resumed.train_step(ROWS)  # which gives its optimizer states to set
+            resumed.zero.restore_progress(whole.zero.progress())
+        for engine, found in zip((whole, resumed), betas, strict=True):
+            if engine is whole or step >= 3:
+                found.append(engine.zero.optimizer.param_groups[0]["betas"])
+                engine.train_step(ROWS)
+    return betas
+
+
+def test_a_cycle_has_the_momentum_of_its_step(ranks: Pools) -> None:
+    """The first beta falls while the rate rises; the second is DeepSpeed's own."""
     whole, resumed = ranks(2).run(cycled_betas)[0]
-    assert whole == resumed
+    expected = [0.9 - 0.4 * max(0.0, min(k / 3, (7 - k) / 4)) for k in range(1, 9)]
+    assert [first for first, _ in whole] == pytest.approx(expected)
+    assert {second for _, second in whole} == {0.99}
+    assert resumed == whole[3:]

@@ -116,6 +116,7 @@ def script(
     accumulation: int,
     *,
     resume: str | None = None,
+    collator: Any = collated,
     **arguments: Any,
 ) -> tuple[list[dict[str, float]], Any]:
     """What a person writes. `trainer` is a class, or one with more arguments."""
@@ -132,19 +133,18 @@ def script(
         max_grad_norm=0.5,
         warmup_steps=2,
         max_steps=STEPS,
-        eval_strategy="steps",
         eval_steps=2,
         logging_steps=1,
         seed=5,
         report_to=[],
         disable_tqdm=True,
         optim="adamw_torch",
-        **{"save_strategy": "no", "per_device_eval_batch_size": 2, **arguments},
+        **{"eval_strategy": "steps", "save_strategy": "no", "per_device_eval_batch_size": 2, **arguments},
     )
     made = trainer(
         opened(kind, directory),
         settings,
-        data_collator=collated,
+        data_collator=collator,
         train_dataset=rows_of(kind, 24, 1),
         eval_dataset=rows_of(kind, 16, 2),
         compute_metrics=right,
@@ -229,7 +229,7 @@ def ours(model: Any, *arguments: Any, **options: Any) -> Any:
     """transformers' own Trainer around our model, which is not split."""
     from transformers import Trainer
 
-    from zero_tp.models.wrapper import parallel_model
+    from zero_tp.huggingface import parallel_model
     from zero_tp.topology import Topology
 
     return Trainer(parallel_model(model, Topology()), *arguments, **options)
@@ -300,34 +300,6 @@ def test_the_same_script_gives_the_same(
         check(found, tmp_path, plain[kind])
 
 
-def given(attention_mask: list[list[int]], more: bool) -> str:
-    """What a rank of a TP group of two is told whose second rank was given another mask, or a tensor more."""
-    import torch.distributed as dist
-
-    from zero_tp.errors import UserError
-    from zero_tp.topology import Topology
-    from zero_tp.trainer.batches import check_alike
-
-    second = dist.get_rank() == 1
-    mask = torch.tensor(attention_mask if second else [[1, 1, 1]] * 2, dtype=torch.bfloat16)
-    inputs: dict[str, Any] = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": mask}
-    if second and more:
-        inputs["token_type_ids"] = torch.zeros(2, 3, dtype=torch.int64)
-    try:
-        check_alike({**inputs, "return_dict": second}, Topology(2, True))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_other_samples_on_a_rank_of_a_tp_group_are_told_on_all(ranks: Pools) -> None:
-    alike = [[1, 1, 1]] * 2
-    assert ranks(2).run(given, alike, False) == ["", ""]
-    for mask, more in (([[1, 1, 1], [1, 1, 0]], False), (alike, True)):
-        for told in ranks(2).run(given, mask, more):
-            assert told.startswith("attention_mask, input_ids") and "were given different samples" in told
-
-
 def resumed(directory: str, folder: str, before: tuple[int, int], after: tuple[int, int]) -> tuple[Any, ...]:
     """Trained to step 2 on one grid and ZeRO stage, and on to the last on another."""
     (tensor, stage), (then, stage_then) = before, after
@@ -346,3 +318,17 @@ def test_a_checkpoint_goes_on_on_any_topology(
     for history, text, grid in ranks(4).run(resumed, reference[3], str(tmp_path), before, after):
         assert grid.startswith(f"TP {after[0]} ")
         check((history, text, grid), tmp_path, reference)
+
+
+def test_a_script_with_packed_rows_gives_the_same(ranks: Pools, plain: dict[str, Any], tmp_path: Path) -> None:
+    """Other rows are packed together on each side, and a step's loss is the same mean over its tokens."""
+    from transformers import DataCollatorWithFlattening, Trainer
+
+    options: dict[str, Any] = {"collator": DataCollatorWithFlattening(), "eval_strategy": "no"}
+    directory = plain["causal"][3]
+    expected, _ = script(Trainer, "causal", directory, str(tmp_path / "plain"), ROWS // 2, 2, **options)
+    weights = load_file(tmp_path / "plain" / "model" / "model.safetensors")
+    for history, *_ in ranks(2).run(on_ranks, "causal", directory, str(tmp_path), 2, 1, ROWS // 2, 2, **options):
+        for line, wanted in zip(history, expected, strict=True):
+            assert line == pytest.approx(wanted, rel=1e-5), (line, wanted)
+    check_close(load_file(tmp_path / "model" / "model.safetensors"), weights)

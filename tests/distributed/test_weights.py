@@ -15,7 +15,7 @@ from tests.distributed.test_model import SIZES, batch, reference_model
 from tests.native import parallel_model
 from tests.pools import Pools, RankError
 from zero_tp.errors import UserError
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 
 
 def save(world: int, directory: Path, changes: dict[str, Any]) -> None:

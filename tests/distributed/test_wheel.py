@@ -69,7 +69,7 @@ def test_a_wheel_holds_what_is_shipped_and_nothing_of_the_tests(wheel: Path) -> 
     shipped = {name.removeprefix("zero_tp/_shipped/") for name in names if name.startswith("zero_tp/_shipped/")}
     configs = {str(path.relative_to(ROOT)) for path in (ROOT / "ds_configs").rglob("*.json")}
     corpus = {"launch/corpus/LICENSE.md", "launch/corpus/sotu.jsonl.gz"}
-    assert shipped == configs | corpus | {"launch/pretrain.py", "eval/zero_shot.py"}
+    assert shipped == configs | corpus | {"launch/pretrain.py", "launch/finetune.py", "eval/zero_shot.py"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "zero_tp").rglob("*.py")}
     assert {name for name in names if name.endswith(".py") and "_shipped" not in name} == sources
     assert "zero_tp/py.typed" in names

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_tp.papers import allocator
-from zero_tp.papers.allocator import CachingAllocator, OutOfMemory, least_capacity, replay
+from benchmarks.papers import allocator
+from benchmarks.papers.allocator import CachingAllocator, OutOfMemory, least_capacity, replay
 
 KIB, MIB = 2**10, 2**20
 

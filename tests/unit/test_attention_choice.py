@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from transformers import Qwen2Config
 
 from tests.mistakes import RIGHT
 from tests.packed import packed_kernels
 from zero_tp import devices
+from zero_tp.architectures import architecture_of
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
-from zero_tp.models.architectures import architecture_of
-from zero_tp.models.attention import CORES, Attention, SDPACore, back_ends, described, why_masked
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.attention import CORES, Attention, SDPACore, described, why_masked
 from zero_tp.models.context import AttentionMask, Pieces
-from zero_tp.models.spec import TransformerSpec
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.parallel.random import RandomStreams
+from zero_tp.topology import Topology
 
 
 def cores_of(config: RunConfig) -> set[type]:
@@ -113,17 +116,31 @@ def test_a_run_says_what_computes_its_attention(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(mask, torch.Tensor) and mask.nbytes == 2 * facts.elements == 6 * 2**20
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_the_back_ends_are_tried_in_our_order(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    devices.prefers_cudnn.cache_clear()
-    before = torch._C._get_sdp_priority_order()
-    cudnn = [SDPBackend.CUDNN_ATTENTION] if capability == (9, 0) else []
-    order = [*cudnn, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with back_ends(CUDA):
-        assert torch._C._get_sdp_priority_order()[: len(order)] == [each.value for each in order]
-        assert torch.backends.cuda.cudnn_sdp_enabled() == bool(cudnn)
-    assert torch._C._get_sdp_priority_order() == before
-    with back_ends(torch.device("cpu")):
-        assert torch._C._get_sdp_priority_order() == before
-    devices.prefers_cudnn.cache_clear()
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_no_mask_reaches_cudnn(masked: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask torch chooses as it would without us; afterwards everything is as before."""
+    seen: list[tuple[bool, list[int]]] = []
+
+    def kernel(query: torch.Tensor, *_: Any, **__: Any) -> Any:
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch._C._get_sdp_priority_order()))
+        return query
+
+    def choice(query: torch.Tensor, *_: Any, **__: Any) -> int:
+        kernel(query)
+        return SDPBackend.EFFICIENT_ATTENTION.value
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    order, spec = torch._C._get_sdp_priority_order(), spec_of(use_sliding_window=False)
+    heads = torch.zeros(2, spec.heads, 8, spec.head_size)
+    mask = torch.zeros(1, 1, 8, 8) if masked else None
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        SDPACore(spec, RandomStreams(Topology(world=1), 0, torch.device("cpu")))(heads, heads, heads, mask)
+        described(spec, 1, 2, 8, torch.float32, torch.device("cpu"), documents=masked)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert seen == [(allowed and not masked, order)] * (1 + spec.layers)

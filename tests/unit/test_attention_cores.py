@@ -17,11 +17,11 @@ from transformers import GPT2Config, LlamaConfig
 from tests.packed import packed_kernels
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.architectures import architecture_of
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models import flash
-from zero_tp.models.architectures import architecture_of
 from zero_tp.models.attention import CORES, SDPACore
 from zero_tp.models.context import AttentionMask, Packed, Pieces
-from zero_tp.models.wrapper import ZeroTPForCausalLM
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 

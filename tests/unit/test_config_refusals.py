@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from tests.mistakes import Mistake
+from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
+from tests.tools.fuzz.configs import BASE, LLAMA, ODD, at, places
 from zero_tp.config import ConfigError, RunConfig, describe
 from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
-from zero_tp.config.optimizer import REFUSED_OPTIMIZERS
-from zero_tp.config.refusals import NOT_BUILT, REFUSALS, View
-from zero_tp.config.schema import ZeroTP
+from zero_tp.config.optimizer import REFUSED_OPTIMIZERS, choose_implementation
+from zero_tp.config.refusals import NOT_BUILT, REFUSALS, check_deepspeed
+from zero_tp.config.schema import Parallel, ZeroTP
+from zero_tp.config.view import Door, View
+from zero_tp.topology import Topology
 
 ACTIVATIONS = "activation_checkpointing"
+SGD: dict[str, Any] = {"optimizer.type": "SGD", "zero_allow_untested_optimizer": True}
 REFUSED: tuple[dict[str, Any], ...] = (
     {"fp16.enabled": True},
     {"data_types.param_dtype": "fp32"},
     {"gradient_allreduce_op": "sum"},
+    {"communication_data_type": "fp16"},
+    {"data_types.grad_accum_dtype": "fp16"},
+    {"bf16.enabled": False, "fp16.enabled": True, "data_types.grad_accum_dtype": "fp32"},
+    {"bf16.enabled": False, "fp16.enabled": True, "communication_data_type": "fp32"},
+    {"zero_optimization.allgather_bucket_size": 2001},
     {"managed_gradient_accumulation": False},
     {"prescale_gradients": True},
     {"gradient_predivide_factor": 2.0},
@@ -27,6 +41,22 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"zero_optimization.compute_grad_norm": False},
     {"bf16.check_grad_overflow": False},
     {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    {"optimizer.legacy_fusion": True},
+    {"optimizer.params": {"lr": 0.1, "bias_correction": False}},
+    {
+        "optimizer.params": {"lr": 0.1, "fp32_optimizer_states": False},
+        "zero_optimization.offload_optimizer": {"device": "cpu"},
+    },
+    {"optimizer.params.maximize": True},
+    {"optimizer.params.eps": 1e9},
+    {"optimizer.params.weight_decay": 5000},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 20}}},
+    {**SGD, "optimizer.params": {"lr": 0.1, "nesterov": True}},
+    {"optimizer.params": {"lr": 0.1, "foreach": True, "fused": True}},
+    {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1.0}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1.0, "cycle_max_lr": 0.5}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": 0.95}}},
+    {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_mom_rate": 0.1}}},
     {"zero_tp.model": {"model_type": "bert"}, "zero_tp.objective": "masked", "zero_tp.evaluation.tasks": ["lambada"]},
     {"sequence_parallel_size": 2},
     {"zero_tp.parallel.sequence": False, "zero_tp.parallel.fused_products": True},
@@ -36,6 +66,10 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"zero_optimization.zero_quantized_weights": True},
     {"zero_optimization.zero_quantized_nontrainable_weights": True},
     {"zero_optimization.zero_quantized_gradients": True},
+    {"zero_optimization.round_robin_gradients": True},
+    {"zero_optimization.stage3_module_granularity_threshold": 1},
+    {"zero_optimization.leaf_module": {"names": ["layers"]}},
+    {"zero_optimization.offload_optimizer": {"device": "cpu", "ratio": 0.5}, "zero_optimization.stage": 3},
     {"zero_optimization.offload_param": {"device": "cpu"}},
     {"zero_optimization.offload_optimizer": {"device": "cpu"}, "zero_optimization.stage": 0},
     {"zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
@@ -47,12 +81,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"zero_optimization.zenflow": {"topk_ratio": 0.1}},
     {f"{ACTIVATIONS}.partition_activations": True},
     {f"{ACTIVATIONS}.cpu_checkpointing": True},
-    {f"{ACTIVATIONS}.contiguous_memory_optimization": True, "zero_tp.parallel.sequence": False},
-    {
-        f"{ACTIVATIONS}.contiguous_memory_optimization": True,
-        f"{ACTIVATIONS}.partition_activations": True,
-        "zero_tp.recompute": "full",
-    },
+    {f"{ACTIVATIONS}.contiguous_memory_optimization": True},
     {"dataloader_drop_last": True},
     {"checkpoint.load_universal": True},
     {"checkpoint.use_node_local_storage": True},
@@ -86,15 +115,62 @@ def rows(changes: dict[str, Any]) -> set[tuple[str, str]]:
     return {(row.key, row.when) for row in REFUSALS if row.test(view)}
 
 
+IN_TRAINER: dict[str, dict[str, Any]] = {
+    "activation_checkpointing": {"partition_activations": True},
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
+}
+"""Blocks that a run's file may have and a Trainer's config may not."""
+
+
+def rows_in_trainer() -> set[tuple[str, str]]:
+    batch = {"train_batch_size": 1}
+    views = [
+        View.without_block({**batch, key: block}, Topology(world=1), Door.TRAINER) for key, block in IN_TRAINER.items()
+    ]
+    return {(row.key, row.when) for view in views for row in REFUSALS if row.test(view)}
+
+
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
 def test_a_refused_combination_is_named_with_its_reason(changes: dict[str, Any], tmp_path: Path) -> None:
     found = line(changes, tmp_path)
     assert any(found.startswith(f"{key}: refused {when}: ") for key, when in rows(changes)), found
 
 
+@pytest.mark.parametrize("door", [Door.ENGINE, Door.TRAINER])
+def test_other_doors_refuse_what_a_file_is_refused_for(door: Door, tmp_path: Path) -> None:
+    """In the same words, but for what is refused in a Trainer alone."""
+    compared = 0
+    for changes in REFUSED:
+        if any(key.startswith("zero_tp") for key in changes):
+            continue
+        config = Mistake(changes, "", ()).config()
+        parallel = Parallel(**config.pop("zero_tp")["parallel"])
+        if "total_num_steps" in config["scheduler"]["params"]:
+            config["scheduler"]["params"]["total_num_steps"] = 100
+        choose_implementation(config)
+        with pytest.raises(ConfigError) as caught:
+            check_deepspeed(View.without_block(config, Topology(parallel.tensor, True, world=2), door))
+        if "in ZeroTPTrainer" not in str(caught.value):
+            assert str(caught.value) == line(changes, tmp_path)
+            compared += 1
+    assert compared > 40
+
+
+def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And `optimizer.type` as the command line does: Muon would train on shards."""
+    from zero_tp.training.engine import TrainingEngine
+
+    monkeypatch.setattr("zero_tp.training.build.zero_engine", lambda *_: pytest.fail("the engine is built"))
+    settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'):
+        TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1)
+    with pytest.raises(ConfigError, match=r"^gradient_acumulation_steps: unknown key; did you mean"):
+        TrainingEngine(LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1)
+
+
 def test_every_refusal_has_a_config_here_and_the_right_config_has_none() -> None:
     assert rows({}) == set()
-    assert set().union(*map(rows, REFUSED)) == {(row.key, row.when) for row in REFUSALS}
+    assert set().union(rows_in_trainer(), *map(rows, REFUSED)) == {(row.key, row.when) for row in REFUSALS}
 
 
 @pytest.mark.parametrize("key", NOT_BUILT_VALUES)
@@ -172,7 +248,8 @@ def test_no_job_has_so_many_ranks(tmp_path: Path) -> None:
         ({"zero_tp.evaluation": {"task_limit": 5}}, "zero_tp.evaluation.task_limit"),
         ({"zero_tp.evaluation": {"task_include_path": "x"}}, "zero_tp.evaluation.task_include_path"),
         ({"zero_tp.evaluation": {"task_data": {"lambada": "x"}}}, "zero_tp.evaluation.task_data.lambada"),
-        ({"aio": {"block_size": 1024}}, "aio"),
+        ({f"{ACTIVATIONS}.number_checkpoints": 4}, f"{ACTIVATIONS}.number_checkpoints"),
+        ({"aio": {"block_size": 1024}}, "aio.block_size"),
         ({"zero_tp.evaluation": {"interval": 5, "tasks": ["a"], "task_data": {"a": "x"}, "task_limit": 3}}, None),
         ({"zero_tp.evaluation": {"interval": 5, "batches": 2}, "zero_tp.data.validation": "v"}, None),
         ({}, None),
@@ -214,3 +291,50 @@ def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert notes == ["not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"]
     with pytest.raises(ConfigError, match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)"):
         RunConfig.load(path).pinned()
+
+
+def refusal_of(tmp_path: Path, place: tuple[Any, ...], value: Any, base: dict[str, Any] = BASE) -> str:
+    """What a config is refused with that has this value there; "" where it is accepted."""
+    config = copy.deepcopy(base)
+    at(config, place[:-1])[place[-1]] = copy.deepcopy(value)
+    (tmp_path / "run.json").write_text(json.dumps(config))
+    try:
+        RunConfig.load(tmp_path / "run.json", world_size=1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_refusals_are_short_and_in_json_s_words(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    cases: list[tuple[tuple[Any, ...], Any, dict[str, Any]]] = [
+        (place, value, BASE) for place in places(BASE)[1:] for value in chance.sample(ODD, 3)
+    ]
+    llama = copy.deepcopy(BASE)
+    llama["zero_tp"]["model"] = LLAMA
+    cases += [
+        (("zero_optimization",), {"a": 1}, BASE),
+        (("fp16",), {"enabled": True, "loss_scale": True}, BASE),
+        (("zero_tp", "x" * 300), 1, BASE),
+        (("zero_tp", "model", "y"), 1, BASE),
+        (("zero_tp", "model", "hidden_size"), 1, llama),
+    ]
+    refused = [(case, refusal_of(tmp_path, *case)) for case in cases]
+    assert all(text for _, text in refused[-5:])
+    for case, text in refused:
+        assert len(text) <= LONGEST_REFUSAL, (case[:2], text)
+        assert not PYTHON_WORDS.search(text), (case[:2], text)
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [
+        (("zero_tp", "data", "train"), "zero_tp.data.train"),
+        (("zero_tp", "tokenizer"), "zero_tp.tokenizer"),
+        (("csv_monitor",), "csv_monitor.job_name"),
+    ],
+)
+def test_a_nul_character_is_refused(tmp_path: Path, place: tuple[str, ...], key: str) -> None:
+    value: Any = {"enabled": True, "job_name": "a\0b"} if place == ("csv_monitor",) else "a\0b"
+    assert re.match(rf"^{re.escape(key)}: .* has a NUL character; ", refusal_of(tmp_path, place, value))
+    assert re.match(r"^zero_tp\.data\.train: ", refusal_of(tmp_path, ("zero_tp", "data", "train"), {"a\0b": 1.0}))

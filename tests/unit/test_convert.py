@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -17,9 +18,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from tests.checkpoints import drawn, rewritten, write_checkpoint
 from tests.memory import PeakMemory
 from tests.native import to_ours, to_theirs
-from zero_tp.checkpoint.convert import to_huggingface
+from zero_tp import commands
+from zero_tp.checkpoint.convert import as_huggingface, to_huggingface
+from zero_tp.checkpoint.directory import MANIFEST, Damaged, find_checkpoint, passed_over
 from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.errors import UserError
+from zero_tp.evaluation import pretrained
+from zero_tp.huggingface import ZeroTPForCausalLM
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 61  # no TP size divides it
@@ -83,6 +88,20 @@ def test_files_are_as_transformers_writes_them(tmp_path: Path) -> None:
         if "weight_map" in ours:  # the order of the tensors, and so the files, are theirs and ours
             assert ours.pop("weight_map").keys() == theirs.pop("weight_map").keys()
         assert ours == theirs, name
+
+
+def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> None:
+    """Published files have them: sampling flags without do_sample, which transformers takes and does not save."""
+    flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
+    write_checkpoint(tmp_path / "run", config())
+    with rewritten(find_checkpoint(tmp_path / "run")) as manifest:
+        manifest["generation"] = flags
+    to_huggingface(tmp_path / "run", tmp_path / "export")
+    again = ZeroTPForCausalLM.from_pretrained(tmp_path / "export")
+    again.save_pretrained(tmp_path / "again")
+    for name in ("export", "again"):
+        settings = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert {key: settings.get(key) for key in (*flags, "do_sample")} == flags | {"do_sample": None}, name
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
@@ -157,6 +176,37 @@ def test_the_command_names_a_damaged_file(tmp_path: Path) -> None:
     assert found.returncode == 2
     assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
     assert damaged.name in found.stderr and "SHA-256" in found.stderr
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    older, lost = (write_checkpoint(run, config(), step=step) for step in (1, 2))
+    (lost / MANIFEST).unlink()
+    line = f"{lost}: has no {MANIFEST}, so that it is no checkpoint"
+
+    def command(name: str, *words: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        commands.module(name).add_arguments(parser)
+        commands.module(name).main(parser.parse_args(words))
+        return capsys.readouterr().out.splitlines()
+
+    assert line in command("convert", "to-hf", str(run), "--output", str(tmp_path / "export"))
+    assert f"passed over {line}" in command("inspect", str(run))
+    assert inspect(run)["incomplete"] == [line] and inspect(older)["incomplete"] == []
+    with pytest.raises(Damaged, match=rf"^{lost / MANIFEST}: is missing; "):
+        inspect(run, verify=True)
+    assert inspect(older, verify=True)["verified"]
+    with pytest.raises(UserError, match="no tokenizer"), as_huggingface(run):
+        pass
+    assert capsys.readouterr().err == f"{line}\n"
+    monkeypatch.setattr(pretrained, "_open_tokenizer", lambda *_: None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert pretrained.open_directory(run, tokenizer=tmp_path).note == line
+    assert not pretrained.open_directory(older, tokenizer=tmp_path).note
+    (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
+    assert passed_over(run, 1) == ()
 
 
 def test_what_is_no_checkpoint_is_one_line(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_the_planner_says_what_it_costs() -> None:
 def test_machines_are_counted_by_tp_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def machines(tensor: int, hosts: str) -> int:
         ranks = [(rank // tensor, host) for rank, host in enumerate(hosts)]
-        monkeypatch.setattr(agreement, "from_all", lambda value: ranks)
+        monkeypatch.setattr(agreement, "all_gather_object", lambda value: ranks)
         return agreement.most_machines(Topology(tensor, world=len(hosts)))
 
     assert machines(2, "aabb") == 1

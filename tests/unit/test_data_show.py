@@ -76,6 +76,18 @@ def test_a_page_of_its_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("line", [b'{"copy_of": "a', b"[]", b"\xff", b"", b'{"a": 1, "a": 2}', b"[" * 10_000])
+def test_a_damaged_list_of_what_was_removed_is_one_line(tmp_path: Path, line: bytes) -> None:
+    prepared = run(tmp_path, [*TEXTS, TEXTS[0]], deduplicate="exact")
+    removed = prepared.output / "removed.jsonl"
+    removed.write_bytes(removed.read_bytes() + line + b"\n")
+    with pytest.raises(UserError, match=rf"^{removed}, line 2: .*; make the corpus again with --overwrite$") as caught:
+        write_page(prepared.output, tmp_path / "page.html")
+    assert "\n" not in str(caught.value) and not (tmp_path / "page.html").exists()
+    removed.write_text('{"copy_of": ["a"]}\n')
+    write_page(prepared.output, tmp_path / "page.html")
+
+
 @THOROUGH
 def test_the_command_shows(tmp_path: Path) -> None:
     prepared = run(tmp_path, TEXTS)

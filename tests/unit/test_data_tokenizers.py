@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from sentencex import segment
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, BertTokenizer
 
 from tests.corpora import TEXTS, held_out, run
@@ -20,20 +21,42 @@ from tests.tiers import in_tiers
 from tests.tiny_models import speeches
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.data.tokenizer_training import EOS, LONGEST_WORD, train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+SPEECHES = speeches(12, 20_000)
 
 
 def test_the_tokenizer_sees_no_validation_text(tmp_path: Path) -> None:
     base = run(tmp_path, "base")
     held = held_out(base.output)
     # Trained on the training documents alone, it is the same tokenizer.
-    from zero_tp.data.tokenizer_training import train_bpe
-
     alone = train_bpe(iter([text for text in TEXTS if text not in held]), 300)
     saved = json.loads((base.output / "tokenizer" / "tokenizer.json").read_text())
     assert saved["model"] == json.loads(alone.backend_tokenizer.to_str())["model"]
+
+
+def test_a_word_of_a_million_letters_is_cut_for_training() -> None:
+    """In one piece, whose letters differ, it takes hours; of this one a token would be half of it."""
+    word = "a" * 10**6
+    trained = (train_bpe(iter([word]), 300), train_wordpiece(lambda: iter([word]), 30, cased=True))
+    for tokenizer in trained:
+        longest = max(len(token.removeprefix("##")) for token in tokenizer.get_vocab())
+        assert longest == LONGEST_WORD, "the pieces, whole"
+    assert json.loads(trained[0].backend_tokenizer.to_str())["pre_tokenizer"]["type"] == "ByteLevel"
+    assert trained[0].decode(trained[0](word).input_ids) == word
+
+
+def test_words_that_are_not_cut_give_what_tokenizers_give() -> None:
+    texts = ["x" * 1023 + " " + "y" * 1023, *SPEECHES]
+    whole = Tokenizer(models.BPE())
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False)
+    whole.train_from_iterator(texts, trainer)
+    found = json.loads(train_bpe(iter(texts), 700).backend_tokenizer.to_str())
+    assert found["model"]["merges"] == json.loads(whole.to_str())["model"]["merges"]
 
 
 def test_a_given_tokenizer(tmp_path: Path) -> None:
@@ -43,9 +66,6 @@ def test_a_given_tokenizer(tmp_path: Path) -> None:
     assert (second.output / "train.bin").read_bytes() == (first.output / "train.bin").read_bytes()
     ids = AutoTokenizer.from_pretrained(str(second.output / "tokenizer"))("the café").input_ids
     assert ids == AutoTokenizer.from_pretrained(str(first.output / "tokenizer"))("the café").input_ids
-
-
-SPEECHES = speeches(12, 20_000)
 
 
 @pytest.mark.parametrize("cased", in_tiers([False, True], [False]))
@@ -169,6 +189,7 @@ OPENED = """
 import sys
 from pathlib import Path
 from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.data.tokenizer_training import EOS, LONGEST_WORD, train_bpe, train_wordpiece
 open_tokenizer(Path(sys.argv[1]))
 print("torch" in sys.modules)
 """

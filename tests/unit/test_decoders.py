@@ -16,7 +16,7 @@ from tests.compare import check_close
 from tests.decoders import BATCH, MODEL_TYPES, decoder, decoder_fields, tokens_for
 from tests.native import check_gradients, check_widths, parallel_model
 from tests.tiers import in_tiers
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
 FEW = settings(max_examples=10)
@@ -85,6 +85,7 @@ def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> N
     prompt = torch.randint(1, fields["vocab_size"], (BATCH, data.draw(st.integers(1, 9), label="prompt")))
     asked: dict[str, Any] = {"max_new_tokens": 7 if model_type == "gpt2" else 14, "pad_token_id": 0}
     ways: list[dict[str, Any]] = [{}, {"use_cache": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 2}]
+    ways += [{"cache_implementation": "static"}, {"cache_implementation": "static", "num_beams": 2}]
     asked |= data.draw(st.sampled_from(ways), label="way")
     if data.draw(st.booleans(), label="padded"):
         asked["attention_mask"] = torch.ones_like(prompt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,11 +23,18 @@ from tests.decoders import MODEL_TYPES
 from tests.simulated_steps import ENCODERS, Does, Watching, watched, watched_step
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.checkpoint.save import _in_host_memory
 from zero_tp.models import position, transformer
 from zero_tp.parallel import collectives
+from zero_tp.parallel.deferred import Deferred
+from zero_tp.planning import accelerator
 from zero_tp.planning.workload import Workload
 from zero_tp.process.signals import Requests
+from zero_tp.tensors.files import Entry
+from zero_tp.trainer.batches import SampleComparison, count_labels
+from zero_tp.trainer.trainer import TensorParallel
 from zero_tp.training.engine import TrainingEngine
+from zero_tp.training.guards import check_replicas
 
 WORKLOAD = Workload(length=32, batch=2, tensor=2)
 GRIDS: dict[str, dict[str, Any]] = {"TP 1": {"tensor": 1}, "TP 2": {}, "SP": {"sequence": True}}
@@ -63,6 +71,14 @@ def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed:
 def test_frequencies_that_depend_on_the_length_wait_for_no_position(length: int) -> None:
     parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     seen = watched("llama", replace(WORKLOAD, length=length), rope_parameters=parameters)
+    assert not seen.found, list(seen.found)
+
+
+@pytest.mark.parametrize("grid", ["TP 2", "SP"])
+def test_heads_that_share_keys_unevenly_wait_for_nothing(grid: str) -> None:
+    """Of 6 heads with 3 KV heads a rank has two of one and one of another."""
+    heads = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    seen = watched("llama", replace(WORKLOAD, **GRIDS[grid]), **heads)
     assert not seen.found, list(seen.found)
 
 
@@ -124,18 +140,20 @@ def planted(kind: str) -> Iterator[None]:
             positions.max().item()
         elif kind == "devices":
             positions = positions + torch.ones(positions.shape[1], dtype=torch.long)
+        elif kind == "order":
+            positions.float().cumsum(1)
         elif kind == "shape":
             positions[positions >= 0]
         return positions
 
-    def reduced(tensor: Tensor, group: Any) -> Any:
+    def reduced(tensor: Tensor, group: Any, **options: Any) -> Any:
         if kind == "strided":
             dist.all_reduce(tensor.new_empty(4, 3).t(), group=group)
         elif kind == "host":
             dist.all_reduce(torch.empty(4), group=group)
         elif kind == "dtypes":
             collectives._all_gather(tensor.new_empty(8, dtype=torch.float32), tensor.new_empty(4), group=group)
-        return gather(tensor, group)
+        return gather(tensor, group, **options)
 
     def turned(rotary: Any, positions: Tensor, *others: Any) -> Any:
         return rotate(rotary, before(positions), *others)
@@ -153,6 +171,7 @@ def planted(kind: str) -> Iterator[None]:
         ("value", "reads a value"),
         ("copy", "between host and device"),
         ("table", "between host and device"),
+        ("order", "cumsum adds in no fixed order"),
         ("shape", "waits for a shape"),
         ("item", "reads a value"),
         ("devices", "between host and device"),
@@ -177,6 +196,102 @@ def found_by(watch: Callable[[], Watching]) -> list[str]:
         return [f"{error}: waits for a shape"]
     except fake_tensor.FakeTensorDeviceMismatchError as error:
         return [f"{error}: between host and device"]
+
+
+class ForwardOnly:
+    """This has the place of transformers' Trainer: its loss is the model's, and the calls of it are noted."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], **_: Any) -> Tensor:
+        self.events.append("forward")
+        loss: Tensor = model(**inputs).loss
+        return loss
+
+
+class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
+    """A Trainer on TP ranks that has a model and a topology, and notes when the host waits for a comparison."""
+
+    def __init__(self, engine: TrainingEngine, events: list[str]) -> None:
+        ForwardOnly.__init__(self, events)
+        self.model, self.topology, self._rows = engine.model, engine.topology, None
+        self.args = SimpleNamespace(device=engine.device)
+
+    def run_micro_batches(self, count: int) -> None:
+        """Compute losses. The comparison's result has no value on fake tensors: the ranks have the same samples."""
+        tokens = torch.zeros(2, 8, dtype=torch.long, device=self.args.device)
+
+        def read(result: Deferred) -> bool:
+            result.wait()
+            return False
+
+        with mock.patch.object(Deferred, "read", read):
+            for _ in range(count):
+                self.compute_loss(self.model, {"input_ids": tokens, "labels": tokens})
+
+
+def samples_compared(engine: TrainingEngine) -> object:
+    """Start to compare two micro-batches, and count the labels of a Trainer's step."""
+    tokens = torch.zeros(2, 8, dtype=torch.long, device=engine.device)
+    for _ in range(2):
+        SampleComparison({"input_ids": tokens}, engine.topology)
+    return count_labels([{"labels": tokens}] * 2, engine.topology, engine.device, shifted=True, everywhere=True)
+
+
+def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
+    seen, alone = watched_step("llama", WORKLOAD, samples_compared), watched_step("llama", WORKLOAD)
+    assert not seen.found, list(seen.found)
+    assert seen.collectives == alone.collectives + 3
+
+
+def test_a_trainer_waits_once_a_micro_batch_after_its_forward() -> None:
+    events: list[str] = []
+
+    def losses(engine: TrainingEngine) -> object:
+        trainer = StubTrainer(engine, events)
+        with mock.patch.object(accelerator._Stream, "synchronize", lambda _: events.append("wait")):
+            trainer.run_micro_batches(2)
+        return None
+
+    seen = watched_step("llama", WORKLOAD, losses)
+    assert events == ["forward", "wait"] * 2
+    assert not seen.found, list(seen.found)
+
+
+def test_a_trainer_of_one_tp_rank_compares_nothing() -> None:
+    events: list[str] = []
+
+    def losses(engine: TrainingEngine) -> object:
+        StubTrainer(engine, events).run_micro_batches(2)
+        return None
+
+    assert not watched_step("llama", replace(WORKLOAD, tensor=1), losses).found
+    assert events == ["forward"] * 2
+
+
+def copied_for_a_save(engine: TrainingEngine) -> object:
+    weight = next(engine.model.parameters())
+    copied = _in_host_memory(Entry("weight", tuple(weight.shape), weight.dtype, lambda: weight))
+    with mock.patch.object(accelerator._Stream, "synchronize", lambda _: None):  # the writing thread's
+        assert copied.read().device.type == "cpu"
+    return None
+
+
+def test_the_copies_of_a_save_in_the_background_wait_for_nothing() -> None:
+    assert not watched_step("llama", WORKLOAD, copied_for_a_save).found
+
+
+def replicas_compared(engine: TrainingEngine) -> object:
+    """Compare replicas whose ZeRO-3 partitions are in host memory, as under `offload_param`."""
+    for parameter in engine.model.parameters():
+        parameter.ds_tensor = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+    return check_replicas(engine.model, engine.topology)
+
+
+def test_replicas_in_host_memory_are_compared_on_the_device() -> None:
+    found = watched_step("llama", WORKLOAD, replicas_compared).found
+    assert list(found) == ["_to_copy between host and device, for which both wait"]
 
 
 def asked_at_once(engine: TrainingEngine) -> object:

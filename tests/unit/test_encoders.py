@@ -31,7 +31,7 @@ from tests.native import check_gradients, check_widths, gradients, parallel_mode
 from tests.tiny_models import bert_fields
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.topology import Topology
 
 FEW = settings(max_examples=4)
@@ -59,6 +59,27 @@ def test_logits_losses_and_every_gradient(model_type: str, data: st.DataObject) 
     loss.backward()
     output.loss.backward()
     check_gradients(model, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_a_label(dtype: torch.dtype, seed: int) -> None:
+    """Their mean is nan, as transformers' is, their share of a sum 0; every weight has a gradient of 0 from it."""
+    fields = fields_of("megatron-bert")
+    reference, rows = encoder(fields, seed).to(dtype), rows_for(fields, seed)
+    rows["labels"].fill_(IGNORE_INDEX)
+    model = parallel_model(reference, ALONE, dtype=dtype)
+    expected = reference(**rows)
+    mean, each = model(**rows), model(**rows, reduction="none")
+    assert expected.loss.isnan() and mean.loss.isnan() and mean.masked_loss.isnan()
+    assert not each.masked_loss.any() and not each.masked_accuracy.any()
+    shared = model(**rows, num_items_in_batch=0, num_rows_in_batch=torch.tensor(2 * BATCH))
+    assert (shared.masked_loss.item(), shared.masked_accuracy.item()) == (0, 0)
+    assert shared.loss.item() == shared.sentence_loss.item() == pytest.approx(mean.sentence_loss.item() / 2)
+    rows["next_sentence_label"].fill_(IGNORE_INDEX)
+    nothing = model(**rows, num_items_in_batch=torch.tensor(0), num_rows_in_batch=0)
+    assert (nothing.loss.item(), nothing.sentence_accuracy.item()) == (0, 0)
+    nothing.loss.backward()
+    assert not any(gradient.any() for gradient in gradients(model).values())
 
 
 @EACH_TYPE

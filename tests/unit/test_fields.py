@@ -27,11 +27,11 @@ from tests.compare import check_close
 from tests.encoders import rows_for
 from tests.native import Native, gradients, native_model, our_class, to_ours
 from tests.tiers import in_tiers
+from zero_tp.architectures import ARCHITECTURES, Architecture
+from zero_tp.architectures.configs import pretrained_config
+from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import ARCHITECTURES, Architecture
-from zero_tp.models.architectures.configs import pretrained_config
-from zero_tp.models.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 
 EACH_TABLE = pytest.mark.parametrize("model_type", ARCHITECTURES)
 TINY: dict[str, Any] = {

@@ -1,10 +1,9 @@
-"""Fine-tuning files in their published formats, as features of transformers' models, and what answers are worth."""
+"""launch/finetune.py: the published file formats, tokenized rows, metrics and errors."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from launch import finetune
+from launch.finetune import TASKS, load_splits, score_answer
 from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
-from zero_tp.commands import finetune
 from zero_tp.data.tokenizer_training import EOS, train_wordpiece
 from zero_tp.errors import UserError
-from zero_tp.evaluation.finetuning import TASKS, judged_answer, read_task
 
 CONTEXT = "The University of Chicago's library opened in 1892. It holds eleven million volumes, and it is well lit."
 MNLI = (
@@ -81,69 +80,81 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_wordpiece(lambda: iter(texts), 300, cased=False)
 
 
-def read(
-    folder: Path, task: str, name: str, content: str, tokenizer: PreTrainedTokenizerFast, longest: int = 64
+def load(task: str, train: Path, validation: Path, tokenizer: PreTrainedTokenizerFast, length: int = 64) -> Any:
+    options = argparse.Namespace(task=task, train=train, validation=validation, length=length)
+    return load_splits(options, tokenizer)
+
+
+def write_and_load(
+    folder: Path, task: str, name: str, content: str, tokenizer: PreTrainedTokenizerFast, length: int = 64
 ) -> Any:
     (folder / name).write_text(content, encoding="utf-8")
-    return read_task(TASKS[task], folder / name, folder / name, tokenizer, longest)
+    return load(task, folder / name, folder / name, tokenizer, length)
 
 
 def test_mnli_and_qqp(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    train, _, labels = read(tmp_path, "mnli", "train.tsv", MNLI, tokenizer)
+    (_, rows), _, labels = write_and_load(tmp_path, "mnli", "train.tsv", MNLI, tokenizer)
     assert labels == {"contradiction": 0, "entailment": 1, "neutral": 2}
-    assert [feature["labels"] for feature in train.features] == [2, 0, 1], "the row that judges did not agree on is out"
-    told = tokenizer.decode(train.features[0]["input_ids"])
-    assert told == '[CLS] the " new rights are nice enough [SEP] everyone likes them [SEP]'
-    assert set(train.features[0]["token_type_ids"]) == {0, 1}
-    lines = "".join(json.dumps(dict(zip(MNLI.split("\n")[0].split("\t"), row.split("\t"), strict=True))) + "\n"
-                    for row in MNLI.splitlines()[1:])  # fmt: skip
-    assert read(tmp_path, "mnli", "train.jsonl", lines, tokenizer)[0].features == train.features
-    train, _, labels = read(tmp_path, "qqp", "train.tsv", QQP, tokenizer)
-    assert labels == {"0": 0, "1": 1} and [feature["labels"] for feature in train.features] == [1, 0]
+    assert [row["labels"] for row in rows] == [2, 0, 1], "the row on which the annotators disagreed is skipped"
+    text = tokenizer.decode(rows[0]["input_ids"])
+    assert text == '[CLS] the " new rights are nice enough [SEP] everyone likes them [SEP]'
+    assert set(rows[0]["token_type_ids"]) == {0, 1}
+    header, *lines = (line.split("\t") for line in MNLI.splitlines())
+    objects = "".join(json.dumps(dict(zip(header, line, strict=True))) + "\n" for line in lines)
+    assert write_and_load(tmp_path, "mnli", "train.jsonl", objects, tokenizer)[0][1] == rows
+    (_, rows), _, labels = write_and_load(tmp_path, "qqp", "train.tsv", QQP, tokenizer)
+    assert labels == {"0": 0, "1": 1} and [row["labels"] for row in rows] == [1, 0]
 
 
 def test_race(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "high").mkdir()
-    train, _, labels = read(tmp_path, "race", "high/1.txt", json.dumps(RACE), tokenizer)
-    assert not labels and [feature["labels"] for feature in train.features] == [0, 2]
-    told = [str(tokenizer.decode(ids)) for ids in train.features[0]["input_ids"]]
-    assert len(told) == 4 and all(text.endswith("[SEP]") and " do. [SEP] " in text for text in told)
-    assert told[1].endswith("the writer is a reporter. [SEP]")
-    assert str(tokenizer.decode(train.features[1]["input_ids"][2])).endswith("who was asked? students [SEP]")
-    again, _, _ = read_task(TASKS["race"], tmp_path, tmp_path / "high", tokenizer, 64)
-    assert again.features == train.features, "a directory of passages"
+    (_, rows), _, labels = write_and_load(tmp_path, "race", "high/1.txt", json.dumps(RACE), tokenizer)
+    assert not labels and [row["labels"] for row in rows] == [0, 2]
+    texts = [str(tokenizer.decode(ids)) for ids in rows[0]["input_ids"]]
+    assert len(texts) == 4 and all(text.endswith("[SEP]") and " do. [SEP] " in text for text in texts)
+    assert texts[1].endswith("the writer is a reporter. [SEP]")
+    assert str(tokenizer.decode(rows[1]["input_ids"][2])).endswith("who was asked? students [SEP]")
+    (_, rows_of_directory), _, _ = load("race", tmp_path, tmp_path / "high", tokenizer)
+    assert rows_of_directory == rows
 
 
-@pytest.mark.parametrize("longest", [96, 32])
-def test_squad(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, longest: int) -> None:
-    train, _, _ = read(tmp_path, "squad", "train.json", json.dumps(SQUAD), tokenizer, longest)
-    assert (len(train.features) > 3) == (longest == 32), "a context that is too long has several rows"
-    assert {*train.of} == {0, 1, 2}
-    starts, ends = (np.zeros((len(train.features), longest), np.float32) for _ in range(2))
-    found = set()
-    for row, (feature, number) in enumerate(zip(train.features, train.of, strict=True)):
-        first, last = feature["start_positions"], feature["end_positions"]
-        assert len(feature["input_ids"]) <= longest
+@pytest.mark.parametrize("length", [96, 32])
+def test_squad(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, length: int) -> None:
+    split, _, _ = write_and_load(tmp_path, "squad", "train.json", json.dumps(SQUAD), tokenizer, length)
+    records, rows = split
+    assert (len(rows) > 3) == (length == 32), "a long context has several rows"
+    assert {row["record"] for row in rows} == {0, 1, 2}
+    starts, ends = (np.zeros((len(rows), length), np.float32) for _ in range(2))
+    answered = set()
+    for index, row in enumerate(rows):
+        first, last = row["start_positions"], row["end_positions"]
+        assert len(row["input_ids"]) <= length
         if first:
-            told = tokenizer.decode(feature["input_ids"][first : last + 1])
-            assert told == {0: "1892", 1: "eleven million volumes"}[number]
-            found.add(number)
-        # A model that is right is sure, and surer where it sees the answer.
-        starts[row, first] = ends[row, last] = 10 if first else 5
-    assert found == {0, 1}
-    kind = TASKS["squad"].kind
-    assert kind.judge(train.records, train.features, train.of, (starts, ends)) == {"F1": 1.0, "exact match": 1.0}
+            text = tokenizer.decode(row["input_ids"][first : last + 1])
+            assert text == {0: "1892", 1: "eleven million volumes"}[row["record"]]
+            answered.add(row["record"])
+        # The logits of a perfect model, higher in rows that hold the answer.
+        starts[index, first] = ends[index, last] = 10 if first else 5
+    assert answered == {0, 1}
+    metrics = TASKS["squad"].metrics
+    assert metrics(split, (starts, ends)) == {"F1": 1.0, "exact match": 1.0}
     starts[:, 0] = ends[:, 0] = 20
-    right = kind.judge(train.records, train.features, train.of, (starts, ends))
-    assert right["F1"] == pytest.approx(1 / 3), "only the unanswerable question has no answer"
-    # Where every question is answerable, no answer is none of the choices.
-    answered = [row for row, number in enumerate(train.of) if number < 2]
-    figures = kind.judge(
-        train.records[:2], [train.features[row] for row in answered], [train.of[row] for row in answered],
-        (starts[answered], ends[answered]),
-    )  # fmt: skip
+    assert metrics(split, (starts, ends))["F1"] == pytest.approx(1 / 3), "only one question is unanswerable"
+    # If every question is answerable, "no answer" is no candidate.
+    kept = [index for index, row in enumerate(rows) if row["record"] < 2]
+    figures = metrics((records[:2], [rows[index] for index in kept]), (starts[kept], ends[kept]))
     assert figures == {"F1": 1.0, "exact match": 1.0}
-    assert "offset_mapping" not in train.inputs()[0] and "start_positions" in train.inputs()[0]
+
+
+def test_an_answer_has_at_most_30_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (records, rows), _, _ = write_and_load(tmp_path, "squad", "train.json", json.dumps(SQUAD), tokenizer, 96)
+    begin = next(token for token, span in enumerate(rows[0]["offset_mapping"]) if span is not None)
+    starts, ends = (np.zeros((1, 96), np.float32) for _ in range(2))
+    starts[0, begin], ends[0, begin + 30], ends[0, begin + 29] = 10, 20, 15
+    spans = rows[0]["offset_mapping"]
+    assert spans[begin + 30] is not None
+    expected = {**records[0], "answers": [(CONTEXT[: spans[begin + 29][1]], 0)]}
+    assert TASKS["squad"].metrics(([expected], rows[:1]), (starts, ends)) == {"F1": 1.0, "exact match": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -159,67 +170,77 @@ def test_squad(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, longest: int)
 )
 def test_answers_are_compared_as_squads_script_does(answer: str, expected: list[str], exact: float, f1: float) -> None:
     """Articles, case and punctuation do not count; F1 is over words; the best of the expected answers counts."""
-    assert judged_answer(answer, expected) == (exact, pytest.approx(f1))
+    assert score_answer(answer, expected) == (exact, pytest.approx(f1))
 
 
 @pytest.mark.parametrize(
     ("task", "name", "content", "message"),
     [
-        ("mnli", "a.tsv", QQP, r"a\.tsv:2: no field 'sentence1'; the fields are id, "),
-        ("mnli", "a.txt", MNLI, r"a\.txt: unknown kind of file"),
+        ("mnli", "a.tsv", QQP, r"a\.tsv: row 1 has no field 'sentence1'; its fields are id, "),
+        ("mnli", "a.txt", MNLI, r"a\.txt: unknown file format"),
         ("mnli", "a.jsonl", "{", r"a\.jsonl:1: not valid JSON"),
-        ("classification", "a.jsonl", "", "no example in it"),
-        ("squad", "a.json", "{}", r"a\.json: no 'data' where"),
-        ("squad", "a.json", "[", r"a\.json: not valid JSON"),
-        ("squad", "a.json", LONG, r"a\.json: its examples don't fit the task with --length 64 \(Exception: Truncation"),
-        ("squad", "a.json", '{"data": 7}', r"a\.json: its examples don't fit the task .*\(TypeError: 'int' object"),
-        ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"the answer 'E' is none of its 4 options"),
-        ("race", "a.txt", json.dumps({**RACE, "answers": ["A"]}), r"a\.txt: 2 questions, 2 options and 1 answers"),
+        ("classification", "a.jsonl", "", "no examples in it"),
+        ("squad", "a.json", "{}", r'a\.json: not usable for --task squad: "data" is missing'),
+        ("squad", "a.json", "[", r"a\.json: not usable for --task squad: not valid JSON"),
+        ("squad", "a.json", LONG, r"a\.json: not usable for --task squad: Truncation"),
+        ("squad", "a.json", '{"data": 7}', r"a\.json: not usable for --task squad: an integer, where another"),
+        ("race", "a.txt", json.dumps({**RACE, "answers": ["A", "E"]}), r"answer 'E' of 4 options; RACE has 4, and A, "),
+        (
+            "race",
+            "a.txt",
+            json.dumps({**RACE, "options": [["a", "b"], ["a", "b"]]}),
+            r"answer .* of 2 options; RACE has 4",
+        ),
+        (
+            "race",
+            "a.txt",
+            json.dumps({**RACE, "answers": ["A"]}),
+            r"a\.txt: not usable for --task race: zip\(\) argument 3 is shorter",
+        ),
     ],
 )
 def test_a_file_of_another_format_is_one_line(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, task: str, name: str, content: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        read(tmp_path, task, name, content, tokenizer)
+        write_and_load(tmp_path, task, name, content, tokenizer)
     assert "\n" not in str(caught.value)
 
 
-def test_a_label_that_training_has_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_label_that_is_not_in_the_training_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     def rows(label: str) -> str:
         return json.dumps({"first": "a", "second": "b", "label": label}) + "\n"
 
     (tmp_path / "t.jsonl").write_text(rows("x") + rows("y"))
     (tmp_path / "v.jsonl").write_text(rows("z"))
-    with pytest.raises(UserError, match=r"v\.jsonl: the label 'z' is not in .*t\.jsonl"):
-        read_task(TASKS["classification"], tmp_path / "t.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
+    with pytest.raises(UserError, match=r"v\.jsonl: .*: no training example has the label 'z'"):
+        load("classification", tmp_path / "t.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(UserError, match=r"pipe\.jsonl: not a regular file"):
-        read_task(TASKS["classification"], tmp_path / "pipe.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
-    with pytest.raises(UserError, match="No such file"):
-        read_task(TASKS["squad"], tmp_path / "none.json", tmp_path / "none.json", tokenizer, 16)
+        load("classification", tmp_path / "pipe.jsonl", tmp_path / "v.jsonl", tokenizer, 16)
+    with pytest.raises(FileNotFoundError):
+        load("squad", tmp_path / "none.json", tmp_path / "none.json", tokenizer)
+
+
+OPTIONS = ["--model", "m", "--task", "mnli", "--train", "t", "--validation", "v"]
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("ranks", 0),
-        ("batch_size", 0),
-        ("length", -1),
-        ("epochs", math.nan),
-        ("lr", 0.0),
-        ("lr", math.inf),
-        ("seed", -1),
+        ("ranks", "0"),
+        ("batch-size", "0"),
+        ("length", "-1"),
+        ("epochs", "nan"),
+        ("lr", "0.0"),
+        ("lr", "inf"),
+        ("seed", "-1"),
     ],
 )
-def test_a_number_that_cannot_be_is_one_line(option: str, value: float) -> None:
-    parser = argparse.ArgumentParser()
-    finetune.add_arguments(parser)
-    options = parser.parse_args(["--model", "m", "--task", "mnli", "--train", "t", "--validation", "v"])
-    finetune.check(options)
-    setattr(options, option, value)
-    with pytest.raises(UserError, match=f"^--{option.replace('_', '-')} {value}: "):
-        finetune.check(options)
+def test_a_number_out_of_range_is_one_line(option: str, value: str) -> None:
+    finetune.parse(OPTIONS)
+    with pytest.raises(UserError, match=f"^--{option} {value}: "):
+        finetune.parse([*OPTIONS, f"--{option}", value])
 
 
 def changed(path: Path, **fields: Any) -> None:
@@ -228,19 +249,17 @@ def changed(path: Path, **fields: Any) -> None:
 
 @THOROUGH
 def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody is asked whether code that comes with it may run."""
-    monkeypatch.setattr(finetune, "launched", None)
+    """The script never asks whether to run code that comes with a model."""
+    monkeypatch.setattr(finetune, "run_variant", None)
     monkeypatch.setattr("builtins.input", None)
     model = tiny_gpt2(tmp_path / "model", ["the cat sat on the mat and looked at the moon"] * 20)
     (tmp_path / "rows.jsonl").write_text('{"first": "the cat", "label": "a"}\n')
-    parser = argparse.ArgumentParser()
-    finetune.add_arguments(parser)
     rows = ["--train", str(tmp_path / "rows.jsonl"), "--validation", str(tmp_path / "rows.jsonl"), "--length", "16"]
-    options = parser.parse_args(["--model", str(model), "--task", "classification", *rows])
+    words = ["--model", str(model), "--task", "classification", *rows]
 
-    def refuses(told: str) -> None:
-        with pytest.raises(UserError, match=told):
-            finetune.main(options)
+    def refuses(message: str, *more: str) -> None:
+        with pytest.raises(UserError, match=message):
+            finetune.main([*words, *more])
 
     refuses(r"its tokenizer has no padding token.* name one of its tokens as \"pad_token\"")
     config, weights = model / "config.json", model / "model.safetensors"
@@ -249,8 +268,7 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
     weights.write_bytes(whole[:-4])
     refuses(r"model\.safetensors: not a readable safetensors file")
     weights.write_bytes(whole)
-    options.save = tmp_path / "rows.jsonl"
-    refuses(r"rows\.jsonl: can't be written \(File exists\)")
+    refuses(r"rows\.jsonl: can't be written \(File exists\)", "--save", str(tmp_path / "rows.jsonl"))
     changed(config, model_type="mine", auto_map={"AutoConfig": "code.Config"})
     refuses('model_type "mine": transformers has no class of its own for it, and code .* is never run')
     config.unlink()

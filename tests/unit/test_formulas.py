@@ -7,10 +7,7 @@ import random
 import pytest
 import torch
 
-from tests.berts import bert_parameters
-from zero_tp.devices import peak_flops
-from zero_tp.models.flops import utilisation
-from zero_tp.papers.formulas import (
+from benchmarks.papers.formulas import (
     DERIVED,
     MODEL,
     SELECTIVE,
@@ -19,6 +16,11 @@ from zero_tp.papers.formulas import (
     gpt_parameters,
     iteration_flops,
 )
+from benchmarks.papers.pipelines import activation_factor, bubble_share, embedding_bytes
+from tests.berts import bert_parameters
+from tests.distributed.test_activation_bytes import sdpa_maths_core
+from zero_tp.devices import peak_flops
+from zero_tp.models.flops import utilisation
 from zero_tp.planning.formulas import (
     Layer,
     kept,
@@ -26,10 +28,7 @@ from zero_tp.planning.formulas import (
     kept_outside_layers,
     kept_selective,
     model_states,
-    pipeline_bubble,
-    pipeline_factor,
     sdpa_fused_core,
-    sdpa_maths_core,
     tensor_volume,
     zero_volume,
 )
@@ -154,12 +153,12 @@ def test_activations_outside_the_layers_of_the_22b_model() -> None:
     printed = 2048 * 4 * h * layers / 8 * (1 / layers + 4 / layers * (1 + 51200 / h))
     assert outside == pytest.approx(printed)
     assert outside / in_layers == pytest.approx(0.0057, abs=5e-5)
-    assert kept_outside_layers(Layer(2048, 1, h, a, 8, True), 51200, pipeline=35) == pytest.approx(2048 * h * 35 / 8)
+    assert embedding_bytes(Layer(2048, 1, h, a, 8, True), 35) == pytest.approx(2048 * h * 35 / 8)
 
 
 def test_pipelines() -> None:
-    assert pipeline_factor(35) == 1.0 and pipeline_factor(35, 3) == pytest.approx(1 + 34 / 105)
-    assert pipeline_bubble(1, 4) == 0.0 and pipeline_bubble(35, 280, 3) == pytest.approx(34 / 840)
+    assert activation_factor(35) == 1.0 and activation_factor(35, 3) == pytest.approx(1 + 34 / 105)
+    assert bubble_share(1, 4) == 0.0 and bubble_share(35, 280, 3) == pytest.approx(34 / 840)
 
 
 def test_volumes() -> None:

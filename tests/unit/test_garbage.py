@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from zero_tp.process.garbage import EVERY, collected_between_steps, hold, release
+from tests.run_log import train_state
+from zero_tp.process.garbage import hold, release
 from zero_tp.process.watch import _frames
+from zero_tp.training.garbage_collection import INTERVAL, GarbageCollection
 
 
 class Ring:
@@ -18,6 +22,22 @@ class Ring:
 
     def __init__(self) -> None:
         self.itself = self
+
+
+@contextmanager
+def collected_between_steps() -> Iterator[Callable[[int], None]]:
+    """Open a run's garbage collection and give what ends a step."""
+    state, callback = train_state(Path("run")), GarbageCollection()
+
+    def end(step: int) -> None:
+        state.step = step
+        callback.on_step_end(state)
+
+    callback.on_start(state)
+    try:
+        yield end
+    finally:
+        callback.on_end(state)
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +53,11 @@ def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
         assert not gc.isenabled()
         rings: list[weakref.ref[Ring]] = []
         since = 0  # the last collection
-        for step in range(7, 2 * EVERY + 1):
+        for step in range(7, 2 * INTERVAL + 1):
             rings.append(weakref.ref(Ring()))
-            lasting = Ring() if step == EVERY else None  # lives through a collection
+            lasting = Ring() if step == INTERVAL else None  # lives through a collection
             collect(step)
-            since = 0 if step in (7, EVERY, 2 * EVERY) else since + 1
+            since = 0 if step in (7, INTERVAL, 2 * INTERVAL) else since + 1
             assert sum(ring() is not None for ring in rings) == since, step
             if lasting is not None:
                 rings.append(weakref.ref(lasting))

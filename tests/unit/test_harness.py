@@ -170,6 +170,41 @@ def refusal(names: list[str], data: dict[str, Path] | None = None, **options: ob
 def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
     assert re.search("--include-path .*no such directory", refusal(["copa_local"], include_path=tmp_path / "none"))
     assert re.search("no task file", refusal(["copa_local"], include_path=tmp_path))
+    (tmp_path / "broken.yaml").write_text("task: [copa_local")
+    expected = r"no task file .* in it; .*broken\.yaml can't be read \(.*line 1.*\); correct that file$"
+    assert re.search(expected, refusal(["copa_local"], include_path=tmp_path))
+    (tmp_path / "other.yaml").write_text("task: other\ndataset_path: json")
+    expected = r"^copa_local: unknown task; .*; .*broken\.yaml can't be read \(.*line 1.*\); correct that file$"
+    assert re.search(expected, refusal(["copa_local"], include_path=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("task: 2147483647", "task is 2147483647, not a string; write the name in quotes"),
+        ("task: yes", "task is true, not a string; write the name in quotes"),
+        ("task:", "task is null, not a string; write the name in quotes"),
+        ("task: [copa_local]", 'task is ["copa_local"], not a string; write the name in quotes'),
+        ("task: {2024-01-01: 1}", "task is an object, not a string; write the name in quotes"),
+        ("task: copa_local\ntag: 5", "tag is 5, not a string; write the name in quotes"),
+        ("task: copa_local\ntag: [a, null]", "tag is null, not a string; write the name in quotes"),
+        ("group: 5\ntask: [copa_local]", "group is 5, not a string; write the name in quotes"),
+        ("group: all\ntask: copa_local", 'task of the group "all" is "copa_local"; write a list of names: [NAME, ...]'),
+        (
+            "group: all\ntask: [copa_local, 7]",
+            'in the list of the group "all": 7 is not a string; write the task\'s name in quotes',
+        ),
+        (
+            "group: all\ntask: [{group: inner, task: [{task: 7}]}]",
+            'in the list of the group "all": in the list of the group "inner": task is 7, not a string; '
+            "write the name in quotes",
+        ),
+    ],
+)
+def test_names_of_task_files_that_are_no_strings_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
+    (tmp_path / "b.yaml").write_text(text)
+    assert refusal(["copa_local"], include_path=tmp_path) == f"{tmp_path / 'b.yaml'}: {problem}"
 
 
 @THOROUGH
@@ -218,10 +253,10 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
     subject = native_subject(model)
     expected = task().run(subject)["metrics"]
     refuses(r"mine: .*tasks: a task file there runs Python \(!function code\.text\)", doc_to_text="!function code.text")
-    refuses("SecurityError", doc_to_text="{{ text.__class__.__mro__ }}")
+    refuses("mine: .* is unsafe", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
-    refuses("mine: its data can't be read .UndefinedError", doc_to_text="{{ nothing }}")
+    refuses(r"mine: lm-eval can't load it \('nothing' is undefined\)", doc_to_text="{{ nothing }}")
     refuses("mine: document 2 of its data doesn't fit its task file", doc_to_text="{{ 1 // (number - 2) }}")
     refuses("mine: document 1 of its data .*doc_to_target is true, not text", doc_to_target=True)
     exact = {"output_type": "generate_until", "doc_to_target": 1, "generation_kwargs": {"max_gen_toks": 2}}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GPT2Config
 
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, Sharded, audit, layout_of, set_layout
 from zero_tp.topology import Topology

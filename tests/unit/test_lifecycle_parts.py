@@ -47,6 +47,15 @@ def start(body: str, directory: Path, launcher: str = "", **variables: str) -> s
     )
 
 
+@pytest.mark.parametrize(("accelerator", "shown"), [("cpu", ""), ("cuda", "0,1")])
+def test_a_rank_on_cpu_sees_no_cuda_device(tmp_path: Path, accelerator: str, shown: str) -> None:
+    """DeepSpeed's launcher sets the variable on every accelerator (`set_visible_devices_envs`)."""
+    body = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    process = start(body, tmp_path, DS_ACCELERATOR=accelerator, CUDA_VISIBLE_DEVICES="0,1")
+    said, complained = process.communicate(timeout=patience(45))
+    assert (process.returncode, said, complained) == (0, f"{shown}\n", "")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "out", "last"),
     [

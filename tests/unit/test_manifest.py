@@ -15,12 +15,10 @@ from transformers import GPT2Config
 from tests.checkpoints import rewritten, write_checkpoint
 from zero_tp.checkpoint.convert import config_of, to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, read_manifest
-from zero_tp.checkpoint.inspect import inspect, table
-from zero_tp.checkpoint.manifest import UNHASHED, UNHASHED_FORMAT
+from zero_tp.checkpoint.manifest import OWN_HASH, content_hash
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.run import saved_start
 from zero_tp.errors import UserError
-from zero_tp.evaluation import pretrained
 from zero_tp.tensors import files
 
 TINY = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=31, bos_token_id=0, eos_token_id=0)
@@ -68,21 +66,19 @@ def test_an_edited_value_is_found(checkpoint: Path, key: str, value: Any) -> Non
         read_manifest(checkpoint)
 
 
-FREE = {("model", dict), ("fixed", dict), ("corpora", dict), ("tokenizer", str)}
+FREE = {("config", dict), ("model", dict), ("fixed", dict), ("corpora", dict), ("tokenizer", str)}
 """Keys and types whose values only their use can judge."""
 
 
-@pytest.mark.parametrize("form", [UNHASHED_FORMAT, 4])
-def test_missing_and_wrong_keys_are_named(checkpoint: Path, form: int) -> None:
+def test_missing_and_wrong_keys_are_named(checkpoint: Path) -> None:
     text = (checkpoint / MANIFEST).read_text()
-    optional = {"validation", "config", "sha256", "generation"}
+    optional = {"validation", "sha256", "generation"}
     for key in sorted(json.loads(text).keys() - {"format", *optional}):
         values: tuple[Any, ...] = (None, [3], "nonsense", -1, {"a": {"b": []}})
         for wrong in values:
             if (key, type(wrong)) in FREE:
                 continue
             with rewritten(checkpoint) as manifest:
-                manifest["format"] = form
                 manifest.pop(key)
                 if wrong is not None:
                     manifest[key] = wrong
@@ -91,25 +87,24 @@ def test_missing_and_wrong_keys_are_named(checkpoint: Path, form: int) -> None:
             (checkpoint / MANIFEST).write_text(text)
 
 
-def test_a_manifest_of_before_there_was_a_hash_is_read_and_said_to_be_unhashed(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained, "_open_tokenizer", lambda *_: None)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    whole = to_huggingface(checkpoint, tmp_path / "whole")
-    assert whole.hashed and UNHASHED not in table(inspect(checkpoint))
-    assert not pretrained.open_directory(checkpoint, tokenizer=tmp_path).note
+def test_an_older_format_is_refused(checkpoint: Path) -> None:
     with rewritten(checkpoint) as manifest:
-        manifest["format"] = UNHASHED_FORMAT
-    assert not to_huggingface(checkpoint, tmp_path / "export").hashed and UNHASHED in table(inspect(checkpoint))
-    note = pretrained.open_directory(checkpoint, tokenizer=tmp_path).note
-    assert note == f"{checkpoint / MANIFEST} is {UNHASHED}"
-    contents = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "export")]
-    assert contents[0] == contents[1]
-    with rewritten(checkpoint) as manifest:
-        manifest["model"] = {"model_type": "gpt2", "activation_function": ["?"], "n_head": "many"}
-    with pytest.raises(Damaged, match=r"manifest\.json: cannot be used"):
-        config_of(checkpoint, read_manifest(checkpoint))
+        manifest["format"] = 3
+    with pytest.raises(
+        UserError, match=r"manifest\.json: format 3, this version reads 4; use the version that wrote it"
+    ):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["sha256", "config"])
+def test_a_manifest_needs_its_hash_and_its_config(checkpoint: Path, key: str) -> None:
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    del manifest[key]
+    if key != OWN_HASH:
+        manifest[OWN_HASH] = content_hash(manifest)
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(Damaged, match=rf"manifest\.json: {key}: "):
+        read_manifest(checkpoint)
 
 
 def test_a_manifest_that_is_read_again_is_checked_again_only_where_it_changed(checkpoint: Path) -> None:
@@ -126,7 +121,7 @@ def test_a_model_that_is_made_of_a_manifest_changes_nothing_of_it(checkpoint: Pa
         manifest["model"] = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}}
     found = read_manifest(checkpoint)
     before = found.model_dump()
-    config_of(checkpoint, found).rope_parameters["factor"] = 2
+    config_of(found).rope_parameters["factor"] = 2
     assert read_manifest(checkpoint).model_dump() == before
 
 
@@ -148,7 +143,6 @@ def test_every_tensor_that_is_read_is_compared_first(
     checkpoint = write_checkpoint(checkpoint.parents[1], TINY, tensor=2, data=2, step=2)
     if not listed:
         with rewritten(checkpoint) as old:
-            old["format"] = UNHASHED_FORMAT
             for written in old["files"].values():
                 del written["parts"]
     manifest, chance, unread = read_manifest(checkpoint), random.Random(seed), 0

@@ -22,8 +22,6 @@ from tests.distributed.matrix import (
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 
-CONTIGUOUS = ("full, contiguous", "full, contiguous, cpu")
-
 # The only pairs that the config refuses: the message's start, and the settings that it is about.
 REFUSED: dict[str, set[tuple[Setting, Setting]]] = {
     "zero_optimization.offload_optimizer: refused at stage 0": {
@@ -33,9 +31,6 @@ REFUSED: dict[str, set[tuple[Setting, Setting]]] = {
         (("stage", stage), ("offload", "all offloaded")) for stage in ("ZeRO-0", "ZeRO-1", "ZeRO-2")
     },
     "data_types.grad_accum_dtype: refused at stage 0": {(("stage", "ZeRO-0"), ("dtype", "bf16, fp32 accumulation"))},
-    "activation_checkpointing.contiguous_memory_optimization: refused with zero_tp.parallel.sequence": {
-        (("sequence", "SP"), ("recompute", recompute)) for recompute in CONTIGUOUS
-    },
     "zero_tp.recompute.keep_micro_batches: 1 of the 1 micro-batches of a step": {
         (("recompute", "full, 1 micro-batch kept"), ("accumulation", "× 1"))
     },
@@ -102,7 +97,9 @@ def test_what_does_nothing_is_known() -> None:
     assert idle(("TP 2", "SP", "ZeRO-1", "none", *rest)) == set()
     assert idle(("TP 2", "SP", "ZeRO-1", "full, P_a", *rest)) == {("recompute", "full, P_a")}
     assert idle(("TP 2", "no SP", "ZeRO-1", "full, P_a", *rest)) == set()
-    assert idle(("TP 1", "no SP", "ZeRO-1", "full, contiguous", *rest)) == {("recompute", "full, contiguous")}
+    composed = "full, P_a, contiguous, cpu"
+    assert idle(("TP 1", "no SP", "ZeRO-1", composed, *rest)) == {("recompute", composed)}
+    assert idle(("TP 2", "SP", "ZeRO-1", "full, contiguous", *rest)) == set()
 
 
 @THOROUGH

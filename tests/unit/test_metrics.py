@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.run_log import RunLog
 from zero_tp.devices import DEVICES, find_device, measure_cpu_flops, peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.training.lines import StepRecord, format_duration, format_header, format_line
 from zero_tp.training.metrics import Speed, StepMeter, memory_gib, perplexity
 from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
-from zero_tp.training.report import Reporter
 
 
 class Clock:
@@ -43,8 +43,8 @@ def test_meter_means_pauses_and_time_left() -> None:
     for seconds in (1.0, 3.0):
         clock.now += seconds
         meter.tick()
-        with meter.paused():
-            clock.now += 1000
+        clock.now += 1000
+        meter.start()
     speed = meter.read(3)
     assert speed.seconds == 2.0
     assert speed.tokens_per_second == 500 and speed.tokens_per_second_per_device == 125
@@ -63,6 +63,13 @@ def test_unknown_device_has_no_mfu() -> None:
     [
         ("Tesla V100-SXM2-32GB", None),
         ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA H800", 989.0),
+        ("NVIDIA H800 PCIe", 756.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA GB200", 2500.0),
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA H200", 989.0),
@@ -78,6 +85,31 @@ def test_unknown_device_has_no_mfu() -> None:
 def test_device_table_bf16(name: str, tflops: float | None) -> None:
     peak = peak_flops(name, torch.bfloat16)
     assert peak == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80gb"),
+        ("NVIDIA A800 80GB PCIe", None),
+        ("NVIDIA H800", "h800-80gb"),
+        ("NVIDIA H800 PCIe", None),
+        ("NVIDIA H20", "h20-96gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("NVIDIA GH200 120GB", "gh200-96gb"),
+        ("NVIDIA GH200 144G HBM3e", None),
+        ("NVIDIA B200", "b200-180gb"),
+        ("NVIDIA GB200", "gb200-186gb"),
+    ],
+)
+def test_a_devices_own_name_finds_its_plan(name: str, plan: str | None) -> None:
+    row = find_device(name)
+    assert row is not None and next(iter(row.plans), None) == plan
 
 
 def test_device_table_other_types_and_sources() -> None:
@@ -150,9 +182,9 @@ def test_accuracies_have_columns_and_every_figure_is_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = {"masked_loss": 6.0, "masked_accuracy": 0.1234, "sentence_loss": 0.7, "sentence_accuracy": 1.0}
-    with Reporter(tmp_path, True, 4, 1, terminal=False, figures=list(figures)) as reporter:
-        reporter.log(record(1, loss=6.7, figures=figures))
-        reporter.validation(1, {"loss": 6.5, **figures})
+    with RunLog(tmp_path, figures=list(figures)) as log:
+        log.log(record(1, loss=6.7, figures=figures))
+        log.validation(1, {"loss": 6.5, **figures})
     header, line, validation = capsys.readouterr().out.splitlines()
     assert header.split()[:6] == ["step", "loss", "masked", "right", "sentence", "right"]
     assert line.split()[:5] == ["1/4", "6.7000", "12.3%", "100.0%", "3.00e-04"]
@@ -213,11 +245,11 @@ def read(path: Path) -> list[dict[str, object]]:
 def test_metrics_file_is_strict_json_and_each_step_stands_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
+    with RunLog(tmp_path) as log:
         for step in (1, 2, 3):
-            reporter.advance(step)
-            reporter.log(record(step, loss=math.nan if step == 2 else 3.0))
-        reporter.validation(2, {"loss": 1000.0})
+            log.state.output.advance(step)
+            log.log(record(step, loss=math.nan if step == 2 else 3.0))
+        log.validation(2, {"loss": 1000.0})
     path = tmp_path / "metrics.jsonl"
     lines = read(path)
     assert list(lines[0]) == [
@@ -234,8 +266,8 @@ def test_metrics_file_is_strict_json_and_each_step_stands_once(
 
     with path.open("a") as stream:
         stream.write('{"step": 4, "lo')  # killed while writing
-    with Reporter(tmp_path, True, 4, 1, terminal=False, start_step=2) as reporter:
-        reporter.log(record(3, loss=2.5))
+    with RunLog(tmp_path, step=2) as log:
+        log.log(record(3, loss=2.5))
     assert [(line["step"], line.get("loss", "validation")) for line in read(path)] == [
         (1, 3.0),
         (2, None),
@@ -251,7 +283,7 @@ def test_a_damaged_file_is_mended_and_kept_aside(tmp_path: Path, capsys: pytest.
     path = tmp_path / "metrics.jsonl"
     damaged = b'{"step": 1}\n{"st\xff"}\n\n[]\n{"step": "2"}\n{"step": 2}\n{"step": 9}\n{"step": 3}'
     path.write_bytes(damaged)
-    with Reporter(tmp_path, True, 4, 1, terminal=False, start_step=3):
+    with RunLog(tmp_path, step=3):
         pass
     assert read(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
     assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == damaged
@@ -265,11 +297,11 @@ def test_a_log_that_cannot_be_written_ends_nothing(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     made(path)
-    with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
-        reporter.log(record(1))
-        reporter.log(record(2))
+    with RunLog(tmp_path) as log:
+        log.log(record(1))
+        log.log(record(2))
         path.unlink() if not path.is_dir() else path.rmdir()
-        reporter.log(record(3))
+        log.log(record(3))
     out = capsys.readouterr().out.splitlines()
     assert out[0] == f"{path} could not be written (not a regular file); the run goes on"
     assert out[-1] == f"{path}: 3 writes were lost"
@@ -281,9 +313,9 @@ def test_a_full_disk_under_standard_output_ends_nothing(
 ) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full))
-        with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
-            reporter.log(record(1))
-            reporter.log(record(2))
+        with RunLog(tmp_path) as log:
+            log.log(record(1))
+            log.log(record(2))
         monkeypatch.undo()
     told = capsys.readouterr().err
     assert told == "standard output: No space left on device; lines are lost, the run goes on\n"
@@ -295,14 +327,14 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "metrics.jsonl"
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with Reporter(tmp_path, True, 4, 1, terminal=False) as reporter:
-            reporter.log(record(1))
+        with RunLog(tmp_path) as log:
+            log.log(record(1))
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
-            reporter.log(record(2))
-            reporter.log(record(3))
+            log.log(record(2))
+            log.log(record(3))
             assert [line["step"] for line in read(path)] == [1]
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-            reporter.log(record(4))
+            log.log(record(4))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -311,22 +343,21 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
     assert out.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in out
 
 
-def test_other_ranks_are_silent_but_know_what_is_due(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Reporter(tmp_path / "run", False, 25, 10, terminal=True) as reporter:
-        reporter.advance(10)
-        reporter.log(record(10))
-        reporter.validation(10, {"loss": 2.0})
-        reporter.say("saved")
-        assert [step for step in range(1, 26) if reporter.due(step)] == [10, 20, 25]
+def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "run", terminal=True, rank=1, steps=25) as log:
+        log.state.output.advance(10)
+        log.log(record(10))
+        log.validation(10, {"loss": 2.0})
+        log.state.print("saved")
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Reporter(tmp_path, True, 5, 1, terminal=True, start_step=2) as reporter:
-        reporter.advance(3)
-        reporter.log(record(3))
-        reporter.say("checkpoint saved")
+    with RunLog(tmp_path, terminal=True, steps=5, step=2) as log:
+        log.state.output.advance(3)
+        log.log(record(3))
+        log.state.print("checkpoint saved")
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["step", "3/5", "checkpoint"]
     assert "/5" in err

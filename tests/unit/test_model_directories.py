@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertForPreTraining
 
 from tests.tiny_models import tiny_gpt2
+from zero_tp.commands import sample
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, error_line, shown, visible
 from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.models.wrapper import ZeroTPForCausalLM
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.weights.files import INDEX, SINGLE
 from zero_tp.weights.load import open_config, open_model
 
@@ -217,9 +220,75 @@ def test_code_of_a_directory_is_not_run_and_nothing_asks(model: Path, monkeypatc
 
 
 def test_a_model_that_computes_nothing_is_refused(model: Path) -> None:
-    changed(model, "config.json", n_head=-2)
-    with pytest.raises(UserError, match="describes computes nothing: invalid shape"):
+    of_type(model, "mixtral", num_key_value_heads=8)  # of 2 heads
+    with pytest.raises(UserError, match="describes computes nothing: The size of tensor"):
         evaluation(model)
+
+
+def of_type(directory: Path, model_type: str, **fields: Any) -> Path:
+    """A small model of another type in the place of the directory's, with its tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes |= {"num_key_value_heads": 2} if "bert" not in model_type else {}
+    sizes |= {"vocab_size": json.loads((directory / "config.json").read_text())["vocab_size"], "pad_token_id": 0}
+    config: Any = AutoConfig.for_model(model_type, **{**sizes, **fields})
+    native = BertForPreTraining(config) if model_type == "bert" else AutoModelForCausalLM.from_config(config)
+    native.save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    return directory
+
+
+def sampling(directory: Path) -> str:
+    options = argparse.Namespace(model=directory, prompt="some", tokens=2, temperature=0.0, top_k=1, seed=0)
+    return sample.continued(options, directory)
+
+
+@pytest.mark.parametrize(("model_type", "reader"), [("bert", sampling), ("roberta", sampling), ("roberta", evaluation)])
+def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader: Callable[[Path], Any]) -> None:
+    """transformers has causal classes for such configs, in which a token sees those after it."""
+    of_type(model, model_type)
+    with pytest.raises(UserError, match=rf"model: {model_type} is an encoder, whose tokens see those after") as caught:
+        reader(model)
+    assert "\n" not in str(caught.value)
+    of_type(model, model_type, is_decoder=True)
+    if model_type == "roberta":
+        assert reader(model)
+
+
+ROPE = {
+    "rope_theta": (0, -3, [1e4], "10000"),
+    "rope_type": (["linear"], {"linear": 2}, 5),
+    "factor": (0, -1.0, [2.0]),
+}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ROPE)
+def test_rotary_values_that_no_model_has(model: Path, model_type: str, name: str) -> None:
+    """Whether there is a table or transformers alone computes the model."""
+    of_type(model, model_type)
+    readers = (evaluation, sampling, training) if model_type == "llama" else (evaluation, sampling)
+    assert all(reader(model) for reader in readers)
+    for value in ROPE[name]:
+        changed(
+            model, "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, name: value}
+        )
+        for reader in readers:
+            with pytest.raises(
+                UserError, match=rf"config\.json: rope_parameters\.{name}: .* is not (a|supported)"
+            ) as caught:
+                reader(model)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 0.0), ("rms_norm_eps", -1e-6), ("sliding_window", 0)])
+def test_numbers_that_no_model_has(model: Path, name: str, value: float) -> None:
+    """transformers computes NaN of some of them."""
+    changed(of_type(model, "mistral"), "config.json", **{name: value})
+    for reader in (evaluation, sampling, training):
+        with pytest.raises(UserError, match=rf"config\.json: {name}: {value} is not positive"):
+            reader(model)
 
 
 def test_ids_beyond_every_vocabulary(model: Path) -> None:

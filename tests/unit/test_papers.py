@@ -1,4 +1,4 @@
-"""`zero-tp papers`: every result at full size by the planner, beside what is published."""
+"""`python -m benchmarks.papers`: every result at full size by the planner, beside what is published."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from benchmarks.papers.__main__ import start
+from benchmarks.papers.catalogue import PAPERS, names, reproduction
+from benchmarks.papers.ranks import on_ranks
+from benchmarks.papers.reproduction import Reproduction, aligned
 from tests.launched import ROOT
 from tests.tiers import THOROUGH
-from zero_tp.commands import start
 from zero_tp.errors import BAD_INPUT
-from zero_tp.papers.catalogue import PAPERS, names, reproduction
-from zero_tp.papers.ranks import on_ranks
-from zero_tp.papers.reproduction import Reproduction, aligned
 
 TIMES = {"ms", "s", "×"}
 ROUNDED = {"M": 0.02}
@@ -31,13 +31,13 @@ COMPOSED = "more throughput"
 
 def command(*words: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        start("papers", words)
+        start(words)
     return int(ended.value.code or 0)
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name.startswith(("recomputation-", "memory-"))])
 def test_plans_are_near_what_is_published_and_stand_in_the_documents(name: str) -> None:
-    document = (ROOT / "docs" / "papers.md").read_text()
+    document = (ROOT / "benchmarks" / "results" / "papers.md").read_text()
     made: Reproduction = reproduction(name)(measured=False)
     for heading, table in made.tables.items():
         assert "\n".join(aligned(heading, table)) in document
@@ -68,7 +68,9 @@ def test_plans_are_near_what_is_published_and_stand_in_the_documents(name: str) 
 def test_plans_stand_in_the_documents_tables(name: str, section: str, shown: str) -> None:
     """Each as some figure of its section, rounded as it is there."""
     (text,) = re.findall(
-        rf"^## {section}\n(.*?)^## ", (ROOT / "docs" / "papers.md").read_text(), re.DOTALL | re.MULTILINE
+        rf"^## {section}\n(.*?)^## ",
+        (ROOT / "benchmarks" / "results" / "papers.md").read_text(),
+        re.DOTALL | re.MULTILINE,
     )
     figures = [each.replace(",", "") for each in re.findall(r"\d[\d,]*\.?\d*", text)]
     rounded = {(float(each), len(each.partition(".")[2])) for each in figures}
@@ -90,7 +92,7 @@ def test_what_there_is_no_result_of_is_one_line(capsys: pytest.CaptureFixture[st
     assert command("recomputation-table-9") == BAD_INPUT
     assert capsys.readouterr().err.startswith("error: argument NAME: invalid choice: 'recomputation-table-9'")
     assert command("--plan-only") == BAD_INPUT
-    assert capsys.readouterr().err == "error: NAME: say which result; zero-tp papers lists them\n"
+    assert capsys.readouterr().err == "error: NAME: say which result; python -m benchmarks.papers lists them\n"
 
 
 def test_a_page_a_picture_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +111,7 @@ def test_a_page_a_picture_and_a_record(tmp_path: Path, capsys: pytest.CaptureFix
 def test_what_could_not_be_written_is_not_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero_tp.commands.papers.reproduction", None)
+    monkeypatch.setattr("benchmarks.papers.__main__.reproduction", None)
     (tmp_path / "file").touch()
     assert command("zero-volume", "--output", str(tmp_path / "file" / "out")) == BAD_INPUT
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'file' / 'out'}: can't be written (Not a")

@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers.formulas import gpt_parameters
+from benchmarks.papers.pipelines import StageView
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
-from zero_tp.papers.formulas import gpt_parameters
 from zero_tp.planning.memory import model_of
-from zero_tp.planning.papers import PaperView
 from zero_tp.planning.workload import workload_of
 
 PAPERS = Path(__file__).resolve().parents[2] / "ds_configs" / "papers"
 
 
-def view(name: str, world: int, *changes: str, pipeline: int = 1, interleaving: int = 1) -> PaperView:
+def view(name: str, world: int, *changes: str, pipeline: int = 1, interleaving: int = 1) -> StageView:
     config = RunConfig.load(PAPERS / f"{name}.json", changes, world // pipeline)
     parallel = config.zero_tp.parallel
     model = model_of(config.hf_config(), parallel.tensor, parallel.sequence)
     workload = workload_of(config, cpu=False)
-    return PaperView(model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving)
+    return StageView(model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving)
 
 
 @pytest.mark.parametrize(

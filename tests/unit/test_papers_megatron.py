@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import megatron, megatron_norms, megatron_training
+from benchmarks.papers.megatron_training import SIZES, learnt, losses_by_tensor, texts_in
 from tests.tiers import THOROUGH
-from zero_tp.papers import megatron, megatron_norms, megatron_training
-from zero_tp.papers.megatron_training import SIZES, learnt, losses_by_tensor, texts_in
 
 
 def test_transformers_counts_the_same_parameters() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.papers import zero, zero_residual
+from benchmarks.papers.engines import small_config
+from benchmarks.papers.reproduction import Reproduction
+from benchmarks.papers.rows import Row
+from benchmarks.papers.steps import measured_steps, planned_steps
 from tests.tiers import THOROUGH
-from zero_tp.papers import zero, zero_residual
-from zero_tp.papers.engines import small_config
-from zero_tp.papers.reproduction import Reproduction
-from zero_tp.papers.rows import Row
-from zero_tp.papers.steps import measured_steps, planned_steps
+from zero_tp.activations.stores import LEAVING
 
 
 def rows_of(made: Reproduction) -> list[Row]:
@@ -33,12 +34,13 @@ def test_a_higher_stage_and_more_devices_hold_a_larger_model() -> None:
 
 
 def test_residual_states_are_split_constant_and_whole() -> None:
-    """P_a leaves a t-th of a checkpoint and P_a+cpu nothing, C_B does not grow, and M_D leaves fewer gaps."""
+    """P_a leaves a t-th of a checkpoint, P_a+cpu what is on its way, C_B does not grow, and M_D leaves fewer gaps."""
     kept, buffers, printed, gaps = zero.residual(measured=False).tables.values()
     whole, split, host = ((row.planned or 0, row.formula or 0) for row in kept)
-    for column in (0, 1):
-        checkpoints = whole[column] - host[column]
-        assert (split[column] - host[column]) == pytest.approx(checkpoints / 8, rel=0.01)
+    layers = 36
+    for column, leaving in ((0, LEAVING), (1, 0)):
+        checkpoint = (whole[column] - split[column]) / layers / (1 - 1 / 8)
+        assert (split[column] - host[column]) == pytest.approx((layers - leaving) * checkpoint / 8, rel=0.01)
     assert len({row.planned for row in buffers}) == 1
     assert all(row.formula == pytest.approx(row.published, rel=0.04) for row in printed)
     found = {row.label: row.planned or 0 for row in gaps}

@@ -7,13 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.compare import grid
+from tests.distributed.test_stores import BATCH, LENGTH, config_of, simulated
+from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.mlp import GatedActivation
 from zero_tp.models.norm import _RMSNorm
-from zero_tp.parallel import elementwise
+from zero_tp.parallel import elementwise, loss
 from zero_tp.parallel.elementwise import IN_PIECES
 from zero_tp.parallel.gradients import sum_of_squares
 
 PIECES = [1, 64, 10**6]
+VOCABULARY = 50
 
 
 @pytest.fixture(params=PIECES)
@@ -28,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_pieces_are_all_rows_once(pieces: int) -> None:
     matrix = torch.arange(7 * 24).view(7, 24)
-    found = [matrix[piece] for piece in elementwise.pieces(matrix)]
+    found = [matrix[piece] for piece in IN_PIECES.pieces(matrix)]
     assert torch.equal(torch.cat(found), matrix)
     assert max(each.numel() for each in found) <= max(24, pieces * torch.get_num_threads())
 
@@ -70,3 +74,27 @@ def test_squares_are_summed_in_fp64(pieces: int, dtype: torch.dtype) -> None:
     assert sum_of_squares(tensor).item() == pytest.approx(expected.item(), rel=1e-14)
     tensor[0, 0] = float("inf")
     assert sum_of_squares(tensor).isinf()
+
+
+def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients on the simulated one, whatever the size of a slice."""
+    model = ZeroTPForCausalLM(config_of("gpt2"), grid(1, False), seed=1).train()
+    tokens = torch.randint(VOCABULARY, (1, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    made: list[int] = []
+    found = []
+    original = loss._to_probabilities_
+
+    def counted(logits: Tensor, *others: object) -> None:
+        made[-1] += 1
+        original(logits, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loss, "_to_probabilities_", counted)
+    for elements in (loss.SLICE_ELEMENTS, VOCABULARY, 7 * VOCABULARY, None):
+        monkeypatch.setattr(loss, "SLICE_ELEMENTS", elements)
+        made.append(0)
+        found.append(simulated(model, tokens, "late", {}, {"mode": "none"})[0])
+    positions = BATCH * LENGTH
+    assert made == [1, positions, -(-positions // 7), 1]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[name], values) for name, values in found[0].items())

@@ -11,8 +11,8 @@ import torch
 
 from tests.berts import bert_parameters
 from tests.native import our_class
+from zero_tp.architectures.configs import pretrained_config
 from zero_tp.errors import UserError
-from zero_tp.models.architectures.configs import pretrained_config
 
 PYTHIA = {
     "architectures": ["GPTNeoXForCausalLM"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -10,15 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
     *("constants", "errors", "validation", "machine", "files", "strict_json"),
     *("shipped", "page", "devices", "topology"),
-    *("parallel", "tensors", "architectures", "weights", "models", "activations", "wrapper"),
+    *("parallel", "tensors", "architectures", "weights", "models", "activations", "huggingface"),
     *("config", "zero", "checkpoint", "data", "process", "training"),
 )
-"""From the bottom to the top. `architectures` are models/architectures and the spec that they translate to; `wrapper`
-is the models' Hugging Face face, which can recompute activations."""
+"""From the bottom to the top."""
 BESIDE = ("planning", "evaluation", "monitors", "report", "trainer")
 """Tools that import what they need of the others, but not each other; nothing above imports them."""
-ABOVE = ("papers",)
-"""What composes those tools."""
 COMMANDS = ("cli",)
 TOP = ("commands", "__main__", "pretrain", "evaluate")
 """What a person starts: it imports everything, and nothing imports it."""
@@ -27,22 +25,25 @@ TOP = ("commands", "__main__", "pretrain", "evaluate")
 def room(module: str) -> str:
     """The package of `zero_tp.…` that a module belongs to."""
     parts = module.split(".")
-    if parts[1:3] == ["models", "architectures"] or parts[1:3] == ["models", "spec"]:
-        return "architectures"
-    if parts[1:3] == ["models", "wrapper"]:
-        return "wrapper"
     return parts[1] if len(parts) > 1 else ""
 
 
 @cache
-def imports() -> dict[str, frozenset[str]]:
-    """Every module of the library → the modules of the library that it imports, anywhere in its file."""
+def imports(*, types: bool = True) -> dict[str, frozenset[str]]:
+    """Every module of the library → the modules of the library that it imports, anywhere in its file.
+
+    Args:
+        types: those that only a type checker imports, too.
+    """
     files = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "zero_tp").rglob("*.py")}
     names = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
     found = {}
     for name, file in names.items():
         targets: set[str] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        tree = ast.parse(file.read_text())
+        if not types:
+            tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -60,16 +61,14 @@ def allowed(importer: str, imported: str) -> bool:
     if importer == "":
         return imported not in TOP
     if importer in COMMANDS:
-        return imported == "errors"
-    if importer in ABOVE:
-        return imported in (*ORDER, *BESIDE)
+        return imported in ("errors", "process")
     if importer in BESIDE:
         return imported in ORDER
     return imported in ORDER and ORDER.index(imported) < ORDER.index(importer)
 
 
 def test_every_package_has_its_place() -> None:
-    assert {room(module) for module in imports()} == {"", *ORDER, *BESIDE, *ABOVE, *COMMANDS, *TOP}
+    assert {room(module) for module in imports()} == {"", *ORDER, *BESIDE, *COMMANDS, *TOP}
 
 
 def test_imports_point_down() -> None:
@@ -80,6 +79,12 @@ def test_imports_point_down() -> None:
         if not allowed(room(module), room(target))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_library_imports_no_benchmark() -> None:
+    """A wheel has none."""
+    sources = {path: path.read_text() for path in (ROOT / "zero_tp").rglob("*.py")}
+    assert not [path for path, text in sources.items() if re.search(r"(import|from) benchmarks|\"benchmarks\.", text)]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -96,8 +101,10 @@ def test_the_loop_reaches_few_files() -> None:
         module = waiting.pop()
         if module not in reached:
             reached.add(module)
-            waiting += imports()[module]
+            waiting += imports(types=False)[module]
     files = {module for module in reached if (ROOT / f"{module.replace('.', '/')}.py").is_file()}
-    assert len(files) < 70, f"{len(files)} files: {sorted(files)}"
-    assert not {room(module) for module in files} & {*BESIDE, *ABOVE, *COMMANDS}
-    assert "zero_tp.models.wrapper" not in files, "transformers' class takes a second of each rank's start"
+    assert len(files) < 15, f"{len(files)} files: {sorted(files)}"
+    assert not {room(module) for module in files} & {*BESIDE, *COMMANDS}
+    assert not any(module.startswith("zero_tp.huggingface") for module in reached), (
+        "transformers' class takes a second of each rank's start"
+    )

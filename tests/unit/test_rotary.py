@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.unit.test_fields import tiny
+from zero_tp.architectures import ARCHITECTURES, architecture_of
+from zero_tp.architectures.configs import written_config
+from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import ConfigError
-from zero_tp.models.architectures import ARCHITECTURES, architecture_of
-from zero_tp.models.architectures.configs import written_config
-from zero_tp.models.architectures.rotary import ROPE_KEYS
 from zero_tp.models.position import rotation
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
@@ -118,6 +118,9 @@ def test_part_of_a_head_turns(seed: int) -> None:
             {"rope_scaling": {"type": "su", "factor": 2.0}},
             r"rope_parameters\.rope_type: 'su' is not.*one of default, lin",
         ),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope_type: \['linear'\] is not supported; one of default"),
+        ({"rope_scaling": {"type": {"linear": 2}, "factor": 2.0}}, r"rope_type: \{'linear': 2\} is not supported"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, r"rope_theta: inf is not a positive number"),
         ({"rope_parameters": {"rope_type": "axial"}}, r"rope_type: 'axial' is not supported; one of default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r"factor: '2' is not a positive number"),

@@ -5,22 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.corpora import run
+from tests.run_log import train_state
+from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import RunConfig
 from zero_tp.data import indexed
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path, content_path
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
+from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.training.run import PreparedRun
-from zero_tp.training.start import started
+from zero_tp.training.run import RunInputs
+from zero_tp.training.start import start_training
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}
 
@@ -33,7 +39,7 @@ def prepare(prefix: Path, seed: int, documents: int = 20) -> None:
             writer.add_document(random.integers(0, 300, random.integers(5, 30)))
 
 
-def run_of(folder: Path, model: dict[str, Any], **data: Any) -> PreparedRun:
+def run_of(folder: Path, model: dict[str, Any], **data: Any) -> RunInputs:
     path = folder / "run.json"
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -45,7 +51,22 @@ def run_of(folder: Path, model: dict[str, Any], **data: Any) -> PreparedRun:
         },
     }
     path.write_text(json.dumps(config))
-    return PreparedRun(RunConfig.load(path, world_size=1), folder / "run")
+    return RunInputs(RunConfig.load(path, world_size=1), folder / "run")
+
+
+def test_a_run_goes_on_where_its_forecast_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(config: RunConfig, *, cpu: bool) -> Any:
+        raise ZeroDivisionError("no such shape\nand more")
+
+    monkeypatch.setattr("zero_tp.planning.forecast.rank_memory", fails)
+    state = train_state(tmp_path)
+    state.engine.device = torch.device("cpu")
+    forecast = MemoryForecast()
+    forecast.on_start(state)
+    forecast.on_end(state)
+    assert capsys.readouterr().out == "plan: none; the planner failed: ZeroDivisionError: no such shape\n"
 
 
 def manifest_of(saved: dict[str, Any]) -> Any:
@@ -80,6 +101,35 @@ def test_a_corpus_that_was_prepared_again_is_refused(tmp_path: Path, seed: int) 
     assert told.startswith(f"zero_tp.data.train: {tmp_path}/data/train holds 21 documents of ")
     assert f"but the run of {tmp_path}/step was started with 20 documents of " in told
     assert told.endswith("prepare it as it was, or give another --output-dir") and "\n" not in told
+
+
+def test_a_corpus_that_moved_is_the_same(tmp_path: Path, seed: int) -> None:
+    model, names = {"model_type": "gpt2", **SIZES}, ("a", "b")
+    for name in names:
+        prepare(tmp_path / "data" / name, seed + ord(name))
+
+    def resumed(folder: str, weights: dict[str, float]) -> None:
+        run = run_of(tmp_path, model, train={str(tmp_path / folder / name): each for name, each in weights.items()})
+        check_same_run(tmp_path / "step", manifest, run.config)
+        run.check_resumed(tmp_path / "step", manifest)
+
+    shares = {"a": 0.25, "b": 0.75}
+    before = run_of(tmp_path, model, train={str(tmp_path / "data" / name): each for name, each in shares.items()})
+    record = {"fixed": fixed_of(before.config), "corpora": before.corpora}
+    manifest = manifest_of(json.loads(json.dumps(record)) | {"kinds": ("a", "b")})
+    (tmp_path / "data").rename(tmp_path / "moved")
+    resumed("moved", shares)
+    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
+        resumed("moved", {"a": 0.5, "b": 0.5})
+    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: \[\[.* was started with \[\["):
+        resumed("moved", {"a": 0.25})
+    (tmp_path / "moved").rename(tmp_path / "data")
+    prepare(tmp_path / "moved" / "a", seed)
+    shutil.copytree(tmp_path / "data", tmp_path / "moved", ignore=lambda *_: ["a.bin", "a.idx"], dirs_exist_ok=True)
+    with pytest.raises(
+        UserError, match=r"^zero_tp\.data\.train: .*moved/a holds 20 documents of .* was started with 20 "
+    ):
+        resumed("moved", shares)
 
 
 def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, seed: int) -> None:
@@ -146,7 +196,7 @@ def test_ranks_that_cannot_meet_leave_nothing(tmp_path: Path, seed: int, monkeyp
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "12"}
     told = r"^MASTER_ADDR is not set: 2 ranks need it to meet; export it before srun, as launch/slurm\.sbatch does$"
     environment = RankEnvironment.of_this_process(slurm)
-    with pytest.raises(UserError, match=told), started(run, environment, verbose=False):
+    with pytest.raises(UserError, match=told), start_training(run, environment):
         pass
     assert not run.directory.exists()
 
@@ -200,6 +250,28 @@ def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: py
         content_path(prefix).write_text(damaged)
         assert IndexedCorpus(prefix).content == written
     assert len(read) == 5
+
+
+@pytest.mark.parametrize(("file", "at"), [("train.bin", 1000), ("validation.bin", 3), ("train.idx", -16)])
+def test_a_bit_flipped_in_a_prepared_corpus_is_refused_at_the_first_start(tmp_path: Path, file: str, at: int) -> None:
+    run(tmp_path, "data")
+    model, validation = {"model_type": "gpt2", **SIZES}, str(tmp_path / "data" / "validation")
+    path = tmp_path / "data" / file
+    content, whole = bytearray(path.read_bytes()), run_of(tmp_path, model, validation=validation).read()
+    content[at] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):  # what is damaged is not remembered
+        with pytest.raises(
+            UserError, match=rf"^{path} is damaged: its SHA-256 is \w{{12}}…, not \w{{12}}… as in report\.json"
+        ):
+            run_of(tmp_path, model, validation=validation).read()
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert run_of(tmp_path, model, validation=validation).read() == whole
+    (tmp_path / "data" / "report.json").unlink()
+    content[at] ^= 1
+    path.write_bytes(content)
+    assert run_of(tmp_path, model, validation=validation).read() != whole, "nothing says what it was"
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, seed: int) -> None:

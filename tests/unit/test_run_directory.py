@@ -24,6 +24,7 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
+from zero_tp.checkpoint.owner import OWNER, TakenOver
 from zero_tp.checkpoint.run import CONFIG, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
@@ -51,11 +52,6 @@ def test_a_damaged_manifest_or_config_is_one_line(tmp_path: Path, content: bytes
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(UserError, match=r"the checkpoint is damaged: use another one"):
         read_manifest(tmp_path)
-    (tmp_path / CONFIG).write_bytes(content)
-    (step_directory(tmp_path, 1)).mkdir(parents=True)
-    (step_directory(tmp_path, 1) / MANIFEST).touch()
-    with pytest.raises(UserError, match="give another --output-dir"):
-        saved_start(tmp_path)
 
 
 def test_a_run_holds_its_directory(tmp_path: Path) -> None:
@@ -71,15 +67,22 @@ def test_a_run_holds_its_directory(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_holds_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_file_system_without_locks_the_last_launch_owns_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unknown(file: object, kind: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", unknown)
-    with run_directory(tmp_path / "run"):
-        refused = rf"another run is writing there \(process {os.getpid()}\)"
-        with pytest.raises(UserError, match=refused), run_directory(tmp_path / "run"):
-            pass
+    with run_directory(tmp_path / "run") as first:
+        first.check()
+        with run_directory(tmp_path / "run") as second:
+            taken = rf"{tmp_path}/run: another launch \(process {os.getpid()} on .*\) has taken the run over"
+            with pytest.raises(TakenOver, match=taken):
+                first.check()
+            second.check()
+            (tmp_path / "run" / OWNER).unlink()
+            first.check()  # nobody's
     for step in (1, 2):
         step_directory(tmp_path, step).mkdir(parents=True)
         (step_directory(tmp_path, step) / MANIFEST).touch()
@@ -203,6 +206,19 @@ def test_a_person_s_directories_outlive_an_export_that_was_killed(
         export(target, overwrite=True)
 
 
+def test_links_in_an_export_stay_and_an_export_may_be_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "model", tmp_path / "link"
+    export(target)
+    (target / "notes").symlink_to("nowhere")
+    link.symlink_to(target.name)
+    export(link, overwrite=True)
+    assert link.is_symlink() and os.readlink(target / "notes") == "nowhere"
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "link"}
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="Not a directory"):
+        export(tmp_path / "loop", overwrite=True)
+
+
 @pytest.mark.parametrize("size", ["nonsense", "0", "-1GB", ""])
 def test_a_shard_size_is_a_size(tmp_path: Path, size: str) -> None:
     with pytest.raises(UserError, match="max_shard_size"):
@@ -242,6 +258,23 @@ def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     assert environment.world == 1
     environment.export()
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(16, 8, "2"), (4, 8, "1"), (192, 2, "32")])
+def test_ranks_of_a_machine_share_its_cores_when_they_compile(
+    cores: int, ranks: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    environment = RankEnvironment(
+        rank=0, world=2 * ranks, node=0, local_rank=0, local_world=ranks, parent=None, job="one"
+    )
+    environment.export()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

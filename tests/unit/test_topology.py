@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +75,61 @@ def test_groups(tensor: int, data: int) -> None:
         for members in (topology.tensor_members(), topology.data_members()):
             assert sorted(rank for group in members for rank in group) == list(range(world))
     assert len({(topology.tensor_rank, topology.data_rank) for topology in ranks}) == world
+
+
+class World:
+    """The default group of a job: bound to a device and splitting, as NCCL's under DeepSpeed, or as gloo's."""
+
+    def __init__(self, splits: bool):
+        self.supports_splitting = splits
+        self.bound_device_id = torch.device("cuda:3") if splits else None
+
+    def _get_backend(self, device: torch.device) -> World:
+        return self
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(("tensor", "kinds"), [(1, ["tensor"]), (8, ["tensor", "data"]), (512, ["data"])])
+def test_groups_of_512_ranks(tensor: int, kinds: list[str], splits: bool) -> None:
+    """NCCL makes all groups of a kind in one call; no group is made of the whole world."""
+    world, rank, calls = World(splits), 11, list[list[list[int]]]()
+    made: dict[int, list[int]] = {}
+
+    def group(members: list[int]) -> object:
+        if rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        new = object()
+        made[id(new)] = members
+        return new
+
+    def split_group(*, split_ranks: list[list[int]], timeout: object) -> object:
+        calls.append(split_ranks)
+        return group(next(members for members in split_ranks if rank in members))
+
+    def new_group(members: list[int], *, timeout: object) -> object:
+        calls.append([members])
+        return group(members)
+
+    with (
+        mock.patch.multiple(
+            dist,
+            is_initialized=lambda: True,
+            get_world_size=lambda: 512,
+            get_rank=lambda: rank,
+            split_group=split_group,
+            new_group=new_group,
+        ),
+        mock.patch.object(dist.distributed_c10d, "_get_default_group", lambda: world),
+    ):
+        topology = Topology(tensor)
+    members = {"tensor": topology.tensor_members(), "data": topology.data_members()}
+    for kind, own in (("tensor", topology.tensor_group), ("data", topology.data_group)):
+        if kind not in kinds:
+            assert own is world
+        else:
+            assert made[id(own)] == next(ranks for ranks in members[kind] if rank in ranks)
+    asked = [members[kind] for kind in kinds]
+    assert calls == (asked if splits else [[ranks] for kind in asked for ranks in kind])
 
 
 @given(tensor=SIZES, world=st.integers(1, 81))

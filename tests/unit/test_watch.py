@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from tests.launched import ROOT, run
 from tests.waits import patience, wait_until
-from zero_tp.process.positions import Heard, Position, report, stragglers
+from zero_tp.process.flight_recorder import collective_progress
+from zero_tp.process.positions import Heard, Position, report
 from zero_tp.process.watch import Watch
 
 HERE = Position(
@@ -223,20 +225,6 @@ def test_a_store_that_does_not_answer_is_left_and_ends_the_rank(monkeypatch: pyt
     rank.watch.leave()
 
 
-def test_a_rank_at_work_twice_as_long_is_slow() -> None:
-    def ranks(*busy: int) -> dict[int, Position]:
-        return {rank: replace(HERE, steps=40, looks=100, busy=each) for rank, each in enumerate(busy)}
-
-    before = {rank: replace(HERE, steps=0, looks=0, busy=0) for rank in range(4)}
-    assert stragglers(before, ranks(45, 40, 95, 47), 60) == [
-        "rank 2 (a) is slow: it was at work for 95% of the last 60 s, the other ranks for 45%, and waited for it"
-    ]
-    assert stragglers(before, ranks(60, 55, 95, 50), 60) == []
-    assert stragglers(before, ranks(10, 12, 40, 11), 60) == [], "they do not wait for it"
-    assert stragglers(ranks(1, 1, 1, 1), ranks(45, 40, 95, 47), 60) == [], "nothing was looked at"
-    assert stragglers({}, {0: replace(HERE, steps=40, looks=100, busy=100)}, 60) == []
-
-
 def test_only_a_phase_without_marks_reaches_its_limit() -> None:
     ended, told = threading.Event(), list[str]()
     watch = Watch()
@@ -285,3 +273,14 @@ def test_looking_starts_no_collection() -> None:
     """Python before 3.12 hangs in a collection that begins while frames are listed."""
     done = run([sys.executable, "-c", COLLECTING], ROOT, limit=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_collectives_of_gloo_are_counted_where_torch_knows_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each library's recorder has its own collectives."""
+    gloo = '{"pg_status": {"0": {"last_enqueued_collective": 3, "last_completed_collective": 2}}}'
+    nccl = '{"pg_status": {"1": {"last_enqueued_collective": 7, "last_completed_collective": 7}}}'
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda _: gloo)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda _: "{}", raising=False)
+    assert collective_progress(["world"]) == "world 3/2"
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda _: nccl)
+    assert collective_progress(["world", "TP"]) == "world 3/2, TP 7/7"

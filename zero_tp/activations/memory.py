@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, Remade, recomputed
@@ -51,33 +51,49 @@ class ActivationMemory:
         self.layers = policy.recomputed_layers(model.spec.layers)
         self._streams = model.streams
         self._store = self._chosen_store(settings, model.topology, device) if policy.mode == "full" else InPlace()
-        self._forwards: list[tuple[nn.Module, Forward]] = []
+        self._recomputes = True
+        self._wrapped: list[nn.Module] = []
         chosen = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for number in self.layers:
             for name in chosen:
                 layer = model.transformer.layers[number]
                 assert isinstance(layer, TransformerLayer)
-                self._wrap(layer, name)
+                self._wrap_part(layer, name)
         self.begin_micro_batch(policy.keep_micro_batches)
 
     def begin_micro_batch(self, index: int) -> None:
         """Say which micro-batch of a step comes next: the first `keep_micro_batches` keep all their activations."""
-        for module, forward in self._forwards:
-            # On the module itself, before its class's: neither its name nor its parameters' change.
-            if index >= self.policy.keep_micro_batches:
-                vars(module)["forward"] = forward
-            else:
-                vars(module).pop("forward", None)
+        self._recomputes = index >= self.policy.keep_micro_batches
 
-    def _wrap(self, layer: TransformerLayer, name: str) -> None:
+    def remove(self) -> None:
+        """Give the modules their own forwards back."""
+        for module in self._wrapped:
+            del module.forward
+        self._wrapped.clear()
+
+    def _wrap_part(self, layer: TransformerLayer, name: str) -> None:
         if name in RECOMPUTED:
             module = layer.get_submodule(RECOMPUTED[name])
-            self._forwards.append((module, recomputed(module.forward, self._streams, self._store)))
+            self._wrap(module, recomputed(module.forward, self._streams, self._store))
             return
         for producer, consumer in remade(layer, name):
             pair = layer.get_submodule(producer), layer.get_submodule(consumer)
             both = Remade(*pair)
-            self._forwards += zip(pair, (both.produce, both.consume), strict=True)
+            for module, forward in zip(pair, (both.produce, both.consume), strict=True):
+                self._wrap(module, forward)
+
+    def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
+        """Let a module run `recomputing` in micro-batches that recompute.
+
+        The wrapper is an attribute of the module itself, so that no name of a module or parameter changes.
+        """
+        plain: Forward = module.forward
+
+        def forward(*inputs: Any, **options: Any) -> Tensor:
+            return (recomputing if self._recomputes else plain)(*inputs, **options)
+
+        module.forward = forward
+        self._wrapped.append(module)
 
     def _chosen_store(self, settings: Mapping[str, Any], topology: Topology, device: torch.device) -> Store:
         to_host = bool(settings.get("cpu_checkpointing")) and device.type != "cpu"

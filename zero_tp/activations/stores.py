@@ -4,6 +4,7 @@ one preallocated buffer (M_D), or in host memory (P_a+cpu)."""
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any, Protocol
 
 import torch
@@ -130,15 +131,22 @@ class ContiguousBuffer:
         self._free[:] = range(self.slots)[::-1]
 
 
+LEAVING = 2
+"""Tensors that are on their way to host memory at the same time, at most."""
+
+
 class _InHostMemory:
     """The token stands for a tensor on its way out, in host memory, or on its way back."""
 
     def __init__(self, host: Tensor, slot: Any, device: torch.device, before: _InHostMemory | None):
         self.host, self.slot, self.device = host, slot, device
         self.before = weakref.ref(before) if before is not None else lambda: None
-        self.left: Any = None  # event: the copy out is done
         self.back: Tensor | None = None
         self.returned: Any = None  # event: the copy back is done
+
+    def __del__(self) -> None:
+        if self.back is not None:  # no backward has come for it: its memory is free once the copy is done
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.returned)
 
 
 class Host:
@@ -148,6 +156,10 @@ class Host:
     layer runs forward, back one layer ahead of backward. On the CPU a checkpoint is in host memory already, and stays
     where it is: this store is not used.
 
+    The compute stream waits for the copy out of a tensor before its memory is freed, so that at most `LEAVING` are on
+    the way, and copies back go to memory of the compute stream. `record_stream` would not do: the host is ahead of the
+    device, and torch's allocator would find all those copies unfinished, and take new memory for each checkpoint.
+
     Args:
         buffer: preallocated host memory; without one each tensor gets page-locked memory from torch's pool.
     """
@@ -156,6 +168,7 @@ class Host:
         self.buffer = buffer
         self._streams: tuple[Any, Any] | None = None
         self._last: weakref.ref[_InHostMemory] | None = None
+        self._leaving: deque[tuple[Tensor, Any]] = deque()  # each with the event of its copy's end
 
     def put(self, tensor: Tensor) -> _InHostMemory:
         device = tensor.device
@@ -165,31 +178,38 @@ class Host:
         out.wait_stream(runtime.current_stream(device))
         with runtime.stream(out):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(out)
         token = _InHostMemory(host, slot, device, self._last() if self._last is not None else None)
-        token.left = out.record_event()
         self._last = weakref.ref(token)
+        self._leaving.append((tensor, out.record_event()))
+        self._free_all_but_last(LEAVING, device)
         return token
 
     def take(self, token: _InHostMemory) -> Tensor:
+        self._free_all_but_last(0, token.device)  # so that all copies out are done before one comes back
         self._fetch(token)
         before = token.before()
         if before is not None:
             self._fetch(before)  # what backward wants next
-        current = torch.get_device_module(token.device).current_stream(token.device)
-        current.wait_event(token.returned)
+        torch.get_device_module(token.device).current_stream(token.device).wait_event(token.returned)
         tensor, token.back = token.back, None
         assert tensor is not None
-        tensor.record_stream(current)
         return tensor
+
+    def _free_all_but_last(self, count: int, device: torch.device) -> None:
+        """Free all but the last `count` tensors on their way out, once the compute stream waits for their copies."""
+        while len(self._leaving) > count:
+            torch.get_device_module(device).current_stream(device).wait_event(self._leaving[0][1])
+            self._leaving.popleft()
 
     def _fetch(self, token: _InHostMemory) -> None:
         if token.back is not None:
             return
         _, back = self._out_and_back(token.device)
-        with torch.get_device_module(token.device).stream(back):
-            back.wait_event(token.left)
-            token.back = token.host.to(token.device, non_blocking=True)
+        runtime = torch.get_device_module(token.device)
+        token.back = torch.empty(token.host.shape, dtype=token.host.dtype, device=token.device)
+        back.wait_stream(runtime.current_stream(token.device))  # which may still use the memory for something else
+        with runtime.stream(back):
+            token.back.copy_(token.host, non_blocking=True)
         token.returned = back.record_event()
 
     def _host_memory_for(self, tensor: Tensor) -> tuple[Any, Tensor]:

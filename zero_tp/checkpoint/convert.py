@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,17 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.checkpoint.directory import MANIFEST, check_sizes, find_checkpoint, in_use, taken_as_it_stands
+from zero_tp.architectures import weights_of
+from zero_tp.checkpoint.directory import (
+    MANIFEST,
+    check_sizes,
+    find_checkpoint,
+    in_use,
+    passed_over,
+)
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import weights_of
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
 from zero_tp.weights.files import INDEX, SINGLE, TOKENIZER_FILES, has_commit, holds_tokenizer, resolve
@@ -32,13 +39,13 @@ class Converted:
 
     Attributes:
         tokenizer: the directory that was copied, if there was one.
-        hashed: the manifest was compared with its hash.
+        notes: a line on each newer directory of the run that is no checkpoint.
     """
 
     checkpoint: Path
     parameters: int
     tokenizer: Path | None
-    hashed: bool
+    notes: tuple[str, ...] = ()
 
 
 def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
@@ -60,15 +67,10 @@ def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
     return given or (Path(recorded) if recorded else None)
 
 
-def config_of(checkpoint: Path, manifest: Manifest) -> PretrainedConfig:
-    """Return the Hugging Face config of a checkpoint's model.
-
-    Raises:
-        Damaged: an unhashed manifest has none that can be used.
-    """
-    with taken_as_it_stands(checkpoint, manifest):
-        fields = copy.deepcopy(manifest.model)  # of which transformers takes and changes parts
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+def config_of(manifest: Manifest) -> PretrainedConfig:
+    """Return the Hugging Face config of a checkpoint's model."""
+    fields = copy.deepcopy(manifest.model)  # of which transformers takes and changes parts
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def to_huggingface(
@@ -94,11 +96,10 @@ def to_huggingface(
     with in_use(checkpoint) as manifest:
         check_sizes(checkpoint, manifest.files)
         found_tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
-        config = config_of(checkpoint, manifest)
-        with taken_as_it_stands(checkpoint, manifest):
-            entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
-            generation = GenerationConfig(**manifest.generation) if manifest.generation is not None else None
-            text = card(checkpoint, manifest) if card is not None else None
+        config = config_of(manifest)
+        entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
+        generation = GenerationConfig(**manifest.generation) if manifest.generation is not None else None
+        text = card(checkpoint, manifest) if card is not None else None
         write_native(
             output,
             config,
@@ -110,7 +111,7 @@ def to_huggingface(
             card=text,
         )
     parameters = sum(math.prod(entry.shape) for entry in entries)
-    return Converted(checkpoint, parameters, found_tokenizer, manifest.hashed)
+    return Converted(checkpoint, parameters, found_tokenizer, passed_over(source, manifest.step))
 
 
 @contextmanager
@@ -127,7 +128,10 @@ def as_huggingface(given: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "model"
-        if to_huggingface(found, exported).tokenizer is None:
+        converted = to_huggingface(found, exported)
+        for note in converted.notes:
+            print(note, file=sys.stderr)
+        if converted.tokenizer is None:
             raise UserError(
                 f"--model {given}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
             )

@@ -29,9 +29,9 @@ from zero_tp.checkpoint.manifest import (
     content_hash,
     parse_manifest,
 )
-from zero_tp.errors import UserError, first_line
+from zero_tp.errors import UserError
 from zero_tp.files import lock, read_regular, remove, sync, write_atomically
-from zero_tp.machine import arrives
+from zero_tp.machine import wait_until_visible
 from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:
@@ -70,10 +70,30 @@ def complete_steps(run: Path) -> list[int]:
     return [step for step in _steps(run) if (step_directory(run, step) / MANIFEST).is_file()]
 
 
+def refresh_view(run: Path) -> None:
+    """Make this machine see the checkpoints that others have written to a network file system.
+
+    NFS may show a machine for `VIEW_SECONDS` what a directory held before. A change by the machine itself makes it ask
+    the server again.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    if checkpoints_of(run).is_dir():
+        probe = checkpoints_of(run) / f".probe.{secrets.token_hex(8)}"
+        probe.touch()
+        probe.unlink()
+
+
 def incomplete_since(run: Path, step: int) -> list[Path]:
     """Return the directories of newer steps that have no manifest, ascending: a save leaves none."""
     newer = [step_directory(run, number) for number in _steps(run) if number > step]
     return [path for path in newer if not (path / MANIFEST).is_file()]
+
+
+def passed_over(source: Path, step: int) -> tuple[str, ...]:
+    """Return a line on each newer directory of a run that is no checkpoint; none where `source` is a checkpoint."""
+    return tuple(f"{path}: has no {MANIFEST}, so that it is no checkpoint" for path in incomplete_since(source, step))
 
 
 def _steps(run: Path) -> list[int]:
@@ -167,11 +187,19 @@ def begin(run: Path) -> Path:
     return temporary
 
 
-def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], files: dict[str, Written]) -> list[str]:
+def commit(
+    run: Path,
+    temporary: Path,
+    step: int,
+    manifest: dict[str, Any],
+    files: dict[str, Written],
+    check_owner: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Give the written files their name. One rank calls it, when all have written.
 
     Args:
         files: every file that the ranks wrote and flushed.
+        check_owner: called before the checkpoint and `latest` are renamed; raises if the run is another launch's.
 
     Returns:
         A line on each thing that failed when the checkpoint had its name, and what follows from it.
@@ -183,7 +211,7 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
     """
     for name, written in files.items():
         path = temporary / name
-        if not arrives(partial(_is_there, path, written.size), run):
+        if not wait_until_visible(partial(_is_there, path, written.size), run):
             raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
@@ -195,11 +223,13 @@ def commit(run: Path, temporary: Path, step: int, manifest: dict[str, Any], file
     write_atomically(temporary / MANIFEST, text)
     sync(temporary, below=False)
     final = step_directory(run, step)
+    check_owner()
     if (final / MANIFEST).is_file():
         set_aside(final, "replaced")
     elif final.exists():
         _remove(final)
     os.replace(temporary, final)
+    check_owner()
     notes = []
     for work, follows in (
         (partial(write_atomically, checkpoints_of(run) / LATEST, final.name + "\n"), "it may name an older one"),
@@ -221,9 +251,11 @@ def _is_there(path: Path, size: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
-def abandon(run: Path) -> None:
+def abandon(temporary: Path) -> None:
     """Give back the space of a save that failed."""
-    shutil.rmtree(checkpoints_of(run) / TEMPORARY, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        temporary.parent.rmdir()
 
 
 def _remove(checkpoint: Path) -> None:
@@ -231,23 +263,6 @@ def _remove(checkpoint: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (checkpoint / MANIFEST).unlink()
     remove(checkpoint)
-
-
-@contextlib.contextmanager
-def taken_as_it_stands(checkpoint: Path, manifest: Manifest) -> Iterator[None]:
-    """Use values of a manifest: an unhashed one may hold anything, over which the libraries raise anything.
-
-    Raises:
-        Damaged: they did.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        if manifest.hashed:
-            raise
-        raise Damaged(checkpoint / MANIFEST, f"cannot be used ({first_line(error)})") from error
 
 
 @contextlib.contextmanager
@@ -284,13 +299,14 @@ def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None
 def start_branch(run: Path, step: int) -> list[str]:
     """Set aside the checkpoints newer than `step`, from which the run goes on: they belong to a branch that it left.
 
-    One rank calls it before it saves, so that the newest complete checkpoint is always one of this branch.
+    One rank calls it before the run's files are cut at `step`. The newest goes last: a kill before that leaves a run
+    that goes on from it.
 
     Returns:
         A line on each.
     """
     notes = []
-    for newer in reversed(complete_steps(run)):
+    for newer in complete_steps(run):
         if newer > step:
             aside = set_aside(step_directory(run, newer), "abandoned")
             notes.append(f"step {newer} is of the branch that was left at step {step}: set aside as {aside}")

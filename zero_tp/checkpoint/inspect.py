@@ -9,8 +9,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zero_tp.checkpoint.directory import Damaged, check_file, check_sizes, complete_steps, find_checkpoint, in_use
-from zero_tp.checkpoint.manifest import UNHASHED, Manifest, ManifestFile, Parallelism
+from zero_tp.checkpoint.directory import (
+    MANIFEST,
+    Damaged,
+    check_file,
+    check_sizes,
+    complete_steps,
+    find_checkpoint,
+    in_use,
+    incomplete_since,
+    passed_over,
+)
+from zero_tp.checkpoint.manifest import Manifest, ManifestFile, Parallelism
 from zero_tp.checkpoint.reader import RANDOM, StatesFile, tensor_name
 from zero_tp.errors import one_line
 
@@ -29,16 +39,19 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
 
     Returns:
         What `zero-tp inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
-        checkpoint that was named itself), `step`, `saved_at`, `model`, `parameters`, `bytes` (by kind: masters,
-        moments, random streams), `files` (name → bytes, sha256), `tokenizer`, `versions`, `parent`
-        (the checkpoint that its run was started from), `hashed` (the manifest holds its own hash), `verified`.
+        checkpoint that was named itself), `incomplete` (a line on each newer directory that is no checkpoint), `step`,
+        `saved_at`, `model`, `parameters`, `bytes` (by kind: masters, moments, random streams), `files` (name → bytes,
+        sha256), `tokenizer`, `versions`, `parent` (the checkpoint that its run was started from), `verified`.
 
     Raises:
         UserError: neither a run nor a checkpoint.
-        Damaged: names the first file that is missing, of another size, or with `verify` of other content.
+        Damaged: names the first file that is missing, of another size, or with `verify` of other content; with `verify`
+            also a newer directory without a manifest.
     """
     checkpoint = find_checkpoint(source)
     with in_use(checkpoint) as manifest:
+        if verify and (newer := incomplete_since(source, manifest.step)):
+            raise Damaged(newer[-1] / MANIFEST, "is missing")
         check_sizes(checkpoint, manifest.files)
         if verify:
             _verify(checkpoint, manifest.files)
@@ -46,6 +59,7 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
     return {
         "checkpoint": str(checkpoint),
         "steps": complete_steps(source),
+        "incomplete": list(passed_over(source, manifest.step)),
         "step": manifest.step,
         "saved_at": Parallelism.saved(manifest)._asdict(),
         "model": manifest.model,
@@ -55,7 +69,6 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         "tokenizer": manifest.tokenizer,
         "versions": manifest.versions,
         "parent": None if manifest.parent is None else manifest.parent.model_dump(),
-        "hashed": manifest.hashed,
         "verified": verify,
     }
 
@@ -99,7 +112,7 @@ def table(found: dict[str, Any]) -> str:
         *((kind, _size(size)) for kind, size in found["bytes"].items()),
         ("tokenizer", found["tokenizer"] or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
-        ("manifest", "its content has the hash that it says" if found["hashed"] else UNHASHED),
+        ("manifest", "its content has the hash that it says"),
         ("files", f"{len(found['files'])}, {_size(total)}" + (", every checksum OK" if found["verified"] else "")),
         *(("", f"{name}  {_size(entry['bytes'])}") for name, entry in sorted(found["files"].items())),
     ]
@@ -108,6 +121,7 @@ def table(found: dict[str, Any]) -> str:
         rows.insert(3, ("parent", told))
     if found["steps"]:
         rows.insert(1, ("complete", "steps " + ", ".join(f"{step:,}" for step in found["steps"])))
+    rows += [("passed over", line) for line in found["incomplete"]]
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)
 
 

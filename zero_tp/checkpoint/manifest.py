@@ -1,6 +1,6 @@
-"""The manifest says what a checkpoint is: one JSON file with a schema, which holds the hash of its own content.
+"""The manifest of a checkpoint: one JSON file with a schema, which holds the hash of its own content.
 
-From it a start tells what the run is, which no resuming may change, and how it is computed, which any may.
+It records what the run is, which no resume may change, and how it was computed, which any resume may change.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ from zero_tp.validation import Block, Count, Positive, validate
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
 
-FORMAT, UNHASHED_FORMAT = 4, 3
-"""What is written, and what was before there was a hash of the manifest; both are read."""
+FORMAT = 4
 OWN_HASH = "sha256"
-UNHASHED = "unhashed: saved by a version before there was a hash of it, so what it says is taken as it stands"
-
-UNSAID = {"zero_tp.data.document_attention": "continue", "zero_tp.objective": "causal"}
-"""What holds for a checkpoint that was saved before there was such a key."""
 SPLIT = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
 """Keys of a config that `Parallelism` says."""
 
@@ -102,7 +97,7 @@ class Parent(Block):
         tokens = samples * int(manifest.fixed["zero_tp.data.sequence_length"])
         return cls(
             checkpoint=str(checkpoint.resolve()),
-            sha256=manifest.digest(),
+            sha256=manifest.sha256,
             step=manifest.step,
             tokens=tokens + (0 if manifest.parent is None else manifest.parent.tokens),
             parent=manifest.parent,
@@ -114,14 +109,15 @@ class Manifest(Block):
 
     Attributes:
         tensor … dtype: how the run was split over ranks (see `Parallelism`).
-        model, generation: Hugging Face's config, and settings of generation; None in what was saved before they were.
+        model, generation: Hugging Face's config, and settings of generation.
         kinds: of the tensors that each parameter has: its master and the optimizer's states.
         fixed, corpora: what the run is, which no resuming may change (see `fixed_of`).
         parent: that the run was started from, if it was.
-        config: of the start that saved it, resolved; None in what was saved before there was a hash, as is `sha256`.
+        config: the resolved config of the start that saved it.
+        sha256: of the manifest's content (see `content_hash`).
     """
 
-    format: Literal[3, 4]
+    format: Literal[4]
     step: Count
     tensor: Positive
     data: Positive
@@ -139,18 +135,9 @@ class Manifest(Block):
     tokenizer: str | None
     versions: dict[str, str]
     parent: Parent | None = None
-    config: dict[str, Any] | None = None
+    config: dict[str, Any]
     files: dict[str, ManifestFile]
-    sha256: Digest | None = None
-
-    @property
-    def hashed(self) -> bool:
-        """Return whether its content was compared with a hash."""
-        return self.sha256 is not None
-
-    def digest(self) -> str:
-        """Return the hash of its content."""
-        return self.sha256 or content_hash(self.model_dump(mode="json"))
+    sha256: Digest
 
 
 def content_hash(manifest: dict[str, Any]) -> str:
@@ -183,15 +170,12 @@ def parse_manifest(raw: dict[str, Any]) -> Manifest:
     """
     if OWN_HASH in raw and raw[OWN_HASH] != (found := content_hash(raw)):
         raise InvalidManifest(f"the {OWN_HASH} of its content is {found[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
-    if raw.get("format") not in (UNHASHED_FORMAT, FORMAT):
-        raise OtherFormat(f"format {shown(raw.get('format'))}, this version reads {UNHASHED_FORMAT} and {FORMAT}")
+    if raw.get("format") != FORMAT:
+        raise OtherFormat(f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
     try:
         manifest = validate(Manifest, raw, "")
     except ConfigError as error:
         raise InvalidManifest(f"{error.key}: {error.problem}") from None
-    for key in (OWN_HASH, "config"):
-        if manifest.format == FORMAT and raw.get(key) is None:
-            raise InvalidManifest(f"{key}: required, but not given")
     ranks = len(manifest.files)
     files = {states_file(*divmod(rank, manifest.data)) for rank in range(ranks)}
     if ranks != manifest.tensor * manifest.data or manifest.files.keys() != files:
@@ -252,25 +236,22 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in ("torch", "deepspeed", "transformers")}
 
 
-def differences(
-    manifest: Manifest, config: RunConfig, before: dict[str, Any] | None, validation: dict[str, dict[str, Any]]
-) -> list[str]:
+def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:
     """Return a line on each key of the config, library and validation corpus that was another when it was saved.
 
     How the run is split over ranks has a line of its own (see `Parallelism`).
 
     Args:
-        before: the resolved config of the start that saved it; None where that is not known.
         validation: what the validation corpora are, by prefix.
     """
     saved = f"when step {manifest.step} was saved"
     other = [prefix for prefix, was in manifest.validation.items() if validation.get(prefix, was) != was]
     known = {
-        **({} if before is None else before),
+        **manifest.config,
         **{f"{name}'s version": was for name, was in manifest.versions.items()},
     }
     now = {
-        **({} if before is None else config.resolved()),
+        **config.resolved(),
         **{f"{name}'s version": is_ for name, is_ in versions().items()},
     }
     return [
@@ -291,7 +272,8 @@ def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str
 
 
 def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that a run of this config can go on from the checkpoint.
+    """Check that a run of this config can go on from the checkpoint. Corpora may have moved: `check_resumed` of a
+    prepared run compares what they hold.
 
     Raises:
         UserError: another run saved it, or it lacks the optimizer's states.
@@ -302,16 +284,20 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
             'DeepSpeed does not restore its states; use "cpu"'
         )
     check_states(checkpoint, manifest)
-    fixed = {**UNSAID, **manifest.fixed}
-    if isinstance(fixed.get("optimizer"), dict):
-        fixed["optimizer"] = _computed(fixed["optimizer"])  # earlier versions kept more
+    fixed = dict(manifest.fixed)
+    train = config.zero_tp.data.train
+    if len(manifest.corpora) == len(train) and "zero_tp.data.train" in fixed:
+        as_saved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=True)]
+        if fixed["zero_tp.data.train"] == as_saved:
+            fixed["zero_tp.data.train"] = [[prefix, weight] for prefix, weight in train.items()]
     for key, value in fixed_of(config).items():
         if key not in fixed:
             raise UserError(f"{checkpoint}: its manifest does not say fixed.{key}; the checkpoint is damaged")
         before = fixed[key]
         if before != value:
+            key, now, was = next(_differing(key, value, before))
             raise UserError(
-                f"{key}: {value!r}, but the run of {checkpoint} was started with {before!r}; "
+                f"{key}: {now}, but the run of {checkpoint} was started with {was}; "
                 f"start it with that, or start a new run from its weights with --from {checkpoint} and another "
                 "--output-dir"
             )

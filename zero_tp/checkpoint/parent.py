@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.checkpoint.directory import find_checkpoint, read_manifest, taken_as_it_stands
-from zero_tp.checkpoint.found import Found
+from zero_tp.architectures.configs import TOKEN_IDS, fields_of
+from zero_tp.architectures.rotary import ROPE
+from zero_tp.checkpoint.directory import find_checkpoint, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, check_states, differences
 from zero_tp.checkpoint.resume import restored_states
+from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.config import RunConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown
-from zero_tp.models.architectures.configs import TOKEN_IDS, fields_of
-from zero_tp.models.architectures.rotary import ROPE
 from zero_tp.zero.engine import ZeroEngine
 
 if TYPE_CHECKING:
@@ -28,37 +28,34 @@ KEPT = "kept: weights, moments, the optimizer's count of updates, and in fp16 th
 ANEW = "anew: the schedule, the samples and dropout, from step 1"
 
 
-def check_parent(given: Path, config: RunConfig, model: PretrainedConfig) -> None:
+def check_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> None:
     """Check that a new run can start from a run or checkpoint.
 
     Raises:
         UserError: naming what does not fit.
     """
-    found = find_parent(given, config, model)
-    if found.refusal is not None:
-        raise found.refusal
+    find_parent(source, config, model)
 
 
-def find_parent(given: Path, config: RunConfig, model: PretrainedConfig) -> Found:
-    """Look at the checkpoint that a new run is to start from. No communication; `agree` raises what is wrong with it.
+def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> ResumePoint:
+    """Find the checkpoint that a new run starts from. No communication.
 
     Args:
-        given: a run, whose newest checkpoint is meant, or a checkpoint.
+        source: a run, whose newest checkpoint is meant, or a checkpoint.
         model: of the new run.
+
+    Raises:
+        UserError: naming what does not fit.
     """
     try:
-        checkpoint = find_checkpoint(given)
+        checkpoint = find_checkpoint(source)
         manifest = read_manifest(checkpoint)
         check_states(checkpoint, manifest)
         _check_model(checkpoint, manifest, model)
         _check_optimizer(checkpoint, manifest, config)
-        with taken_as_it_stands(checkpoint, manifest):
-            Parent.of(checkpoint, manifest)  # what the new run records of it
-    except UserError as error:
-        return Found(refusal=error)
     except OSError as error:
-        return Found(refusal=UserError(f"{given}: cannot be read ({error.strerror}); give a run or a checkpoint"))
-    return Found(checkpoint, manifest)
+        raise UserError(f"{source}: cannot be read ({error.strerror}); give a run or a checkpoint") from error
+    return ResumePoint(checkpoint, manifest, passed_over(source, manifest.step))
 
 
 def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
@@ -69,10 +66,10 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
     free |= {"max_position_embeddings"} if turned else set()
     names = ("model_type", *inspect.get_annotations(type(model)), *known.undeclared)
     for name in names:
-        found, before = getattr(model, name, None), saved.get(name)
-        if name not in free and found != before:
+        value, before = getattr(model, name, None), saved.get(name)
+        if name not in free and value != before:
             may = ["dropout", *(["rope", "max_position_embeddings", "windows"] if turned else [])]
-            problem = f"{shown(found)}, but the model of {checkpoint} has {shown(before)}"
+            problem = f"{shown(value)}, but the model of {checkpoint} has {shown(before)}"
             raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"--from keeps the model, but for {', '.join(may)}")
 
 
@@ -93,7 +90,7 @@ def _states_of(optimizer: Any) -> str:
     return "adam" if str(optimizer).lower() == "adamw" else str(optimizer).lower()
 
 
-def check_child(given: Path, run: Path, manifest: Manifest) -> None:
+def check_child(source: Path, run: Path, manifest: Manifest) -> None:
     """Check that a run that goes on was started from the parent that is given once more.
 
     Raises:
@@ -101,34 +98,32 @@ def check_child(given: Path, run: Path, manifest: Manifest) -> None:
     """
     if manifest.parent is None:
         raise UserError(
-            f"--from {given}: {run} is at step {manifest.step} already, and was not started from it; give another "
+            f"--from {source}: {run} is at step {manifest.step} already, and was not started from it; give another "
             "--output-dir to start a new run"
         )
-    checkpoint, meant = Path(manifest.parent.checkpoint), given.resolve()
+    checkpoint, meant = Path(manifest.parent.checkpoint), source.resolve()
     if meant not in (checkpoint, checkpoint.parent.parent):
         raise UserError(
-            f"--from {given}: {run} was started from {checkpoint}; give another --output-dir to start a new run"
+            f"--from {source}: {run} was started from {checkpoint}; give another --output-dir to start a new run"
         )
 
 
 class Origin:
-    """A new run starts from `given`, a checkpoint or a run, as `zero_tp.training.tools.Origin` says."""
+    """A new run starts from `source`, a checkpoint or a run, as `--from` asks."""
 
-    def __init__(self, given: Path):
-        self.given = given
+    def __init__(self, source: Path):
+        self.source = source
 
-    def look(self, resumed: Found, run: Path, config: RunConfig, model: PretrainedConfig) -> Found:
-        """Return what this rank finds. A run that is resumed has started from it before: nothing is to be found then.
+    def find(self, resumed: ResumePoint, run: Path, config: RunConfig, model: PretrainedConfig) -> ResumePoint:
+        """Return the checkpoint that a new run starts from; none for a run that resumes. No communication.
 
-        No communication; what is wrong is the finding's `refusal`.
+        Raises:
+            UserError: the checkpoint does not fit, or the resumed run was not started from it.
         """
         if resumed.manifest is None:
-            return find_parent(self.given, config, model)
-        try:
-            check_child(self.given, run, resumed.manifest)
-        except UserError as error:
-            return Found(refusal=error)
-        return Found()
+            return find_parent(self.source, config, model)
+        check_child(self.source, run, resumed.manifest)
+        return ResumePoint()
 
     def take(self, zero: ZeroEngine, checkpoint: Path) -> None:
         """Take over masters, moments and what counts their updates; check every file. Collective.
@@ -139,11 +134,11 @@ class Origin:
             Damaged: on every rank, naming the first damaged file; masters and states are then undefined.
             UserError: the model has other parameters than the checkpoint, or elements are missing.
         """
-        with restored_states(zero, checkpoint) as manifest, taken_as_it_stands(checkpoint, manifest):
+        with restored_states(zero, checkpoint) as manifest:
             zero.restore_updates(manifest.progress.model_dump())
 
     def told(
-        self, found: Found, config: RunConfig, corpora: Mapping[str, Any], validation: dict[str, dict[str, Any]]
+        self, found: ResumePoint, config: RunConfig, corpora: Mapping[str, Any], validation: dict[str, dict[str, Any]]
     ) -> list[str]:
         """Return lines on what is kept of it, and each key that is another one than when it was saved.
 
@@ -157,9 +152,9 @@ class Origin:
         lines = [
             f"started from {checkpoint}, {seen:,} tokens" + ("" if before == now else f", saved at {before} → {now}")
         ]
-        lines += [KEPT, ANEW, *differences(manifest, config, manifest.config, validation)]
+        lines += [*found.notes, KEPT, ANEW, *differences(manifest, config, validation)]
         block, fixed = config.zero_tp, manifest.fixed
-        before_of = (manifest.corpora.keys(), *(fixed.get(f"zero_tp.{key}") for key in ORDER))
-        if before_of == (corpora.keys(), block.training.seed, block.data.sequence_length):
+        before_of = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in ORDER))
+        if before_of == (list(corpora.values()), block.training.seed, block.data.sequence_length):
             lines.append("its samples come again in the same order; another zero_tp.training.seed gives another one")
         return lines

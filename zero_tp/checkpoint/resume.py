@@ -2,7 +2,8 @@
 
 Each rank reads the pieces of masters and moments that it holds now, one parameter at a time, and the module is filled
 from the masters, as after an optimizer step. On the topology that saved, everything is restored bit for bit, the random
-streams too; on another, masters and moments are moved exactly, and dropout draws from new streams.
+streams too; on another, masters and moments are moved exactly, and dropout draws from new streams, as it does on
+another kind of device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zero_tp.checkpoint.directory import Damaged, check_file, check_sizes, read_
 from zero_tp.checkpoint.manifest import Manifest, ManifestFile, states_file
 from zero_tp.checkpoint.reader import RANDOM, CheckpointReader, Described, destinations_of
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import from_all
+from zero_tp.parallel.agreement import all_gather_object
 from zero_tp.tensors.files import Destination, read_hashed
 from zero_tp.topology import Topology
 from zero_tp.zero.engine import ZeroEngine
@@ -63,7 +64,7 @@ def _agree_on_damage(checkpoint: Path, damaged: Damaged | None, failure: Excepti
         UserError: another rank has failed; where it is this one, its own error.
     """
     damage = None if damaged is None else (damaged.file.name, damaged.problem)
-    ranks = from_all((damage, None if failure is None else str(failure)))
+    ranks = all_gather_object((damage, None if failure is None else str(failure)))
     for damage, _ in ranks:
         if damage is not None:
             raise Damaged(checkpoint / damage[0], damage[1])
@@ -142,7 +143,7 @@ def resume(zero: ZeroEngine, checkpoint: Path, seed: int) -> int:
     Raises:
         Damaged, UserError: see `restored_states`.
     """
-    with restored_states(zero, checkpoint) as manifest, directory.taken_as_it_stands(checkpoint, manifest):
+    with restored_states(zero, checkpoint) as manifest:
         zero.restore_progress(manifest.progress.model_dump())
         _restore_streams(zero, checkpoint, manifest, seed)
     return manifest.step
@@ -182,9 +183,8 @@ def restored_states(zero: ZeroEngine, checkpoint: Path) -> Iterator[Manifest]:
                 failure = error
             whole.agree(failure)
         zero.fill_module()
-        with directory.taken_as_it_stands(checkpoint, manifest):
-            if manifest.generation is not None:
-                model.generation_config = GenerationConfig(**manifest.generation)
+        if manifest.generation is not None:
+            model.generation_config = GenerationConfig(**manifest.generation)
         yield manifest
 
 
@@ -214,13 +214,14 @@ def _fill(
 
 
 def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, seed: int) -> None:
-    """Restore the streams as they were where the grid is the same; elsewhere take new ones, chosen by seed and step."""
+    """Restore the streams where the grid and the kind of device are the same; elsewhere seed new ones by the step."""
     topology, streams = zero.topology, zero.model.streams
     split_sequence = manifest.sequence and manifest.tensor > 1
     before = (manifest.tensor, manifest.data, split_sequence)
-    if before != (topology.tensor, topology.data, topology.sequence):
-        streams.reseed(topology, seed + manifest.step)
-        return
-    with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:
-        names = [key for key in file.keys() if key.startswith(f"{RANDOM}/")]  # noqa: SIM118 - not a mapping
-        streams.load_state_dict({name.removeprefix(f"{RANDOM}/"): file.get_tensor(name) for name in names})
+    if before == (topology.tensor, topology.data, topology.sequence):
+        with safe_open(checkpoint / states_file(topology.tensor_rank, topology.data_rank), framework="pt") as file:
+            states = {name: file.get_tensor(f"{RANDOM}/{name}") for name in streams.state_dict()}
+        if streams.fit(states):
+            streams.load_state_dict(states)
+            return
+    streams.reseed(topology, seed + manifest.step)

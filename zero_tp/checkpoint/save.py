@@ -22,9 +22,11 @@ from torch import Tensor
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_of, states_file, versions
+from zero_tp.checkpoint.owner import TakenOver
 from zero_tp.checkpoint.reader import RANDOM, STARTS, Described, tensor_name
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
+from zero_tp.parallel.deferred import Deferred
 from zero_tp.tensors.files import Entry, Written, write_tensors
 from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.states import Fragment, OptimizerStates
@@ -38,8 +40,8 @@ class Saver:
 
     Attributes:
         background: whether writing goes on while training does (`checkpoint.async`).
-        notes, removed: on the rank that leads a save, lines on older checkpoints (set aside, or not removed) and on
-            what failed after a complete one had its name, and the steps that `checkpoint.keep` no longer keeps.
+        notes, removed: on the rank that leads a save, lines on older checkpoints that were not removed and on what
+            failed after a complete one had its name, and the steps that `checkpoint.keep` no longer keeps.
     """
 
     def __init__(
@@ -50,20 +52,20 @@ class Saver:
         tokenizer: str | None = None,
         corpora: dict[str, dict[str, Any]] | None = None,
         validation: dict[str, dict[str, Any]] | None = None,
-        goes_on_from: int = 0,
         parent: Parent | None = None,
+        check_owner: Callable[[], None] = lambda: None,
     ):
         """Set up the ranks' common store of messages. Collective.
 
         Args:
             tokenizer: that an export copies, noted in the manifest: a directory, or a name on the hub with its commit.
             corpora, validation: what these corpora are, by prefix, noted too (see `PackedSamples.identities`).
-            goes_on_from: the step that the run was resumed at; newer checkpoints in `run` are of a branch that it left.
             parent: the checkpoint that the run was started from, noted too.
+            check_owner: raises TakenOver on rank 0 if another launch owns the run directory.
         """
         self.zero, self.config, self.run = zero, config, run
         self.tokenizer, self.corpora, self.validation = tokenizer, corpora or {}, validation or {}
-        self.parent = parent
+        self.parent, self._check_owner = parent, check_owner
         self.background = config.zero_tp.checkpoint.async_
         self.topology = zero.topology
         name = [uuid.uuid4().hex]
@@ -73,7 +75,7 @@ class Saver:
         self._file = Path()
         self._thread: threading.Thread | None = None
         self._count = 0
-        self._step = self._saved = goes_on_from
+        self._step = 0
         self.notes: list[str] = []
         self.removed: list[int] = []
         self._told = True
@@ -88,7 +90,8 @@ class Saver:
             self._tell("begun", json.dumps(self._attempt(self._begin)))
         begun = json.loads(self._collect("begun", self._deadline()))
         if "error" in begun:  # on every rank
-            self._tell("outcome", begun["error"])
+            if self.topology.rank == 0:
+                self._tell("outcome", json.dumps(begun))
             return
         name = states_file(self.topology.tensor_rank, self.topology.data_rank)
         self._file = directory.checkpoints_of(self.run) / directory.TEMPORARY / begun["directory"] / name
@@ -103,10 +106,10 @@ class Saver:
             self.wait()
 
     def _begin(self) -> dict[str, Any]:
-        """Make room for a save: what the branch that was left has saved is set aside, what a killed save left goes."""
+        """Make room for a save: what a killed save left goes."""
         for what in ("begun", "outcome"):  # of two saves ago: every rank has read them before it came to the last one
             self._store.delete_key(f"{self._count - 2}/{what}")
-        self.notes += directory.start_branch(self.run, self._saved)
+        self._check_owner()  # before another launch's files are removed
         return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
@@ -126,12 +129,19 @@ class Saver:
 
     def outcome(self) -> tuple[int, str] | None:
         """Return, once for each save that has ended, (step, what went wrong or ""). On every rank after `wait`; while a
-        save writes in the background, on the rank that leads it only."""
+        save writes in the background, on the rank that leads it only.
+
+        Raises:
+            TakenOver: another launch owns the run directory.
+        """
         done = self._thread is None or (self.topology.rank == 0 and not self._thread.is_alive())
         if self._told or not done:
             return None
         self._told = True
-        return self._step, self._collect("outcome", self._deadline())
+        outcome = json.loads(self._collect("outcome", self._deadline()))
+        if outcome.get("taken_over"):
+            raise TakenOver(outcome["error"])
+        return self._step, outcome.get("error", "")
 
     def _deadline(self, limits: int = 1) -> float:
         return time.monotonic() + limits * 60 * self._minutes
@@ -183,15 +193,15 @@ class Saver:
             return
         outcome = self._attempt(lambda: self._finish(manifest))
         if "error" in outcome:
-            directory.abandon(self.run)
-        self._tell("outcome", outcome.get("error", ""))
+            directory.abandon(self._file.parent)
+        self._tell("outcome", json.dumps(outcome))
 
     def _attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `work` gives, or the error as text: the other ranks wait to hear of it."""
         try:
             return work()
         except Exception as error:  # on a thread of its own; the ranks agree on it and say it
-            return {"error": in_words(error, self.run)}
+            return {"error": in_words(error, self.run), "taken_over": isinstance(error, TakenOver)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, Written] = {}
@@ -202,8 +212,8 @@ class Saver:
             if "error" in told:
                 raise OSError(0, f"rank {rank}: {told['error']}")
             files[told["file"]] = Written(told["size"], told["sha256"], told["parts"])
-        self.notes += directory.commit(self.run, self._file.parent, self._step, manifest, files)
-        self._saved, settings = self._step, self.config.zero_tp.checkpoint
+        self.notes += directory.commit(self.run, self._file.parent, self._step, manifest, files, self._check_owner)
+        settings = self.config.zero_tp.checkpoint
         try:
             self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
         except OSError as error:  # this one is saved all the same
@@ -255,6 +265,10 @@ def _read(states: OptimizerStates, fragment: Fragment, kind: str, share: slice) 
 
 
 def _in_host_memory(entry: Entry) -> Entry:
-    """Return the entry with a copy of its data that later steps do not change."""
-    copy = entry.read().detach().to("cpu", copy=True)
-    return replace(entry, read=partial(Tensor.detach, copy))
+    """Return the entry with a copy of its data that later steps do not change.
+
+    A device makes the copy between this step and the next, into page-locked memory; the host waits when it writes it.
+    """
+    data = entry.read().detach()
+    copy = Deferred(data.clone() if data.device.type == "cpu" else data)
+    return replace(entry, read=copy.wait)

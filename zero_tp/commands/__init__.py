@@ -40,11 +40,15 @@ COMMANDS = {
     "evaluate": Command("evaluate a model on zero-shot tasks, as one rank or under a launcher", ranks=True),
     "sample": Command("continue a prompt with an exported model"),
     "report": Command("draw what runs have logged, as a page and a picture"),
-    "finetune": Command("fine-tune an exported model or a run on a task"),
-    "papers": Command("reproduce the results of the papers: measured in small, planned at full size, published"),
     "schema": Command("print the JSON schema of the config file, for editors"),
     "path": Command("print where the scripts for launchers, the configs and the corpus are"),
 }
+
+MOVED = {
+    "papers": "python -m benchmarks.papers in a checkout of the repository",
+    "finetune": "python launch/finetune.py in a checkout of the repository, or python $(zero-tp path finetune)",
+}
+"""Former commands, and what to run instead."""
 
 
 def module(name: str) -> Any:
@@ -52,12 +56,13 @@ def module(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def start(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+def start(name: str, words: Sequence[str] | None = None, prog: str | None = None, **options: Any) -> NoReturn:
     """Be a command to the end of this process.
 
     Args:
         words: its arguments, by default those of this process.
         prog: what a person has called it, by default the script.
+        options: further arguments of the command's own `start`.
     """
     command, words = COMMANDS[name], sys.argv[1:] if words is None else words
     verbose = "--verbose" in words
@@ -71,5 +76,5 @@ def start(name: str, words: Sequence[str] | None = None, prog: str | None = None
         return parser.parse_args(words)
 
     if command.ranks:
-        chosen.start(parse, verbose)
+        chosen.start(parse, verbose, **options)
     cli.run(lambda: chosen.main(parse()))

@@ -72,9 +72,9 @@ def main(options: argparse.Namespace) -> None:
     if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)
     if not absent:
-        from zero_tp.training.run import PreparedRun
+        from zero_tp.training.run import RunInputs
 
-        run = PreparedRun(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
+        run = RunInputs(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
         if options.parent is not None:
             from zero_tp.checkpoint.parent import check_parent
 

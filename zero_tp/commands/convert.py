@@ -42,8 +42,6 @@ def to_hf(options: argparse.Namespace) -> None:
     import torch
 
     from zero_tp.checkpoint.convert import to_huggingface
-    from zero_tp.checkpoint.directory import MANIFEST
-    from zero_tp.checkpoint.manifest import UNHASHED
     from zero_tp.report.card import model_card
 
     converted = to_huggingface(
@@ -56,8 +54,8 @@ def to_hf(options: argparse.Namespace) -> None:
         card=model_card,
     )
     print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
-    if not converted.hashed:
-        print(f"{converted.checkpoint / MANIFEST} is {UNHASHED}")
+    for note in converted.notes:
+        print(note)
     if converted.tokenizer is None:
         print("no tokenizer was copied: the run has none beside its data; give one with --tokenizer")
     else:

@@ -8,6 +8,7 @@ from zero_tp import shipped
 
 PATHS = {
     "pretrain": "launch/pretrain.py",
+    "finetune": "launch/finetune.py",
     "evaluate": "eval/zero_shot.py",
     "corpus": "launch/corpus/sotu.jsonl.gz",
     "configs": shipped.CONFIGS,

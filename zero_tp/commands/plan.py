@@ -41,23 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run all layers with fake tensors and compare",
     )
     parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with pictures, and PNGs beside it")
-    parser.add_argument("--pipeline", type=int, default=1, metavar="P", help="pipeline stages, as the papers count")
-    parser.add_argument("--interleaving", type=int, default=1, metavar="M", help="interleaved stages, likewise")
 
 
 def check(options: argparse.Namespace) -> None:
-    for name in ("world_size", "pipeline", "interleaving", "top"):
+    for name in ("world_size", "top"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not positive; give 1 or more")
-    if options.world_size % options.pipeline:
-        raise UserError(
-            f"--pipeline: {options.world_size} devices do not divide by {options.pipeline} stages; "
-            f"use a multiple of {options.pipeline}"
-        )
     if options.write and not options.search:
         raise UserError("--write: writes what --search finds; give --search too")
-    if options.pipeline > 1 and (options.search or options.dry_run or options.html):
-        raise UserError("--pipeline: only the papers' accounting has it; leave out --search, --dry-run and --html")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -65,36 +56,33 @@ def main(options: argparse.Namespace) -> None:
     from zero_tp.config import RunConfig
     from zero_tp.planning.plan import device, plan
 
-    config = RunConfig.load(options.file, options.set, options.world_size // options.pipeline)
+    config = RunConfig.load(options.file, options.set, options.world_size)
     chosen = device(options.device, options.world_size)
-    made = plan(config, chosen, pipeline=options.pipeline, interleaving=options.interleaving)
+    made = plan(config, chosen)
     from zero_tp.planning import report
-    from zero_tp.planning.search import Candidate, Search, write
+    from zero_tp.planning.search import Search, write
 
     result: dict[str, Any] = made.as_json()
     lines = [report.describe(made)]
     if options.dry_run:
-        comparison = made.compare()
-        result["dry_run"] = comparison.as_json()
-        lines += report.dry_run(comparison)
-    search = Search(config, chosen) if options.search or options.html else None
-    shown: list[Candidate] = []
-    if search is not None and (options.search or search.fitting):
-        try:
-            shown, best = search.fastest(options.set, options.top)
-        except UserError:
-            if options.search:
-                raise  # else the page shows the plan itself, without others
-    if search is not None and options.search:
-        result["candidates"] = [one.as_json() for one in shown]
+        whole, seconds = made.dry_run_all_layers()
+        # "true_view_bytes" is the plan's peak; the key keeps its old name for those who read it.
+        peaks = {"dry_run_bytes": whole.as_json(), "true_view_bytes": made.peak.as_json()}
+        result["dry_run"] = {"seconds": seconds, **peaks}
+        lines += report.dry_run(made.peak, whole, seconds)
+    advice: list[str] = []
+    if options.search:
+        search = Search(config, chosen)
+        shown, best = search.fastest(options.set, options.top)
+        result["candidates"] = [each.as_json() for each in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
-        lines += report.advice(search, shown, made)
+        advice = report.advice(search, shown, made)
+        lines += advice
         if options.write:
             write(best, options.write)
             lines.append(f"wrote {options.write}")
     if options.html:
         from zero_tp.planning.page import write_page
 
-        for path in write_page(made, options.html, search, shown):
-            lines.append(f"wrote {path}")
+        lines += [f"wrote {path}" for path in write_page(made, options.html, advice)]
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from zero_tp import cli
 from zero_tp.commands import check
@@ -27,9 +27,9 @@ from zero_tp.process.watch import Watch
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
-    from zero_tp.training.engine import TrainingEngine
-    from zero_tp.training.run import PreparedRun
-    from zero_tp.training.tools import Forecast, Profiler
+    from zero_tp.models.model import ParallelModel
+    from zero_tp.training.callback import Callback
+    from zero_tp.training.run import RunInputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
 
 
-def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests: Requests, watch: Watch) -> None:
+def pretrain(
+    options: argparse.Namespace,
+    environment: RankEnvironment,
+    requests: Requests,
+    watch: Watch,
+    callbacks: Sequence[Callback],
+) -> None:
     console = Console(environment)
 
     from zero_tp.checkpoint.run import saved_start
@@ -80,64 +86,64 @@ def pretrain(options: argparse.Namespace, environment: RankEnvironment, requests
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.checkpoint.parent import Origin
-    from zero_tp.monitors.feed import Monitors
+    from zero_tp.monitors.feed import Trackers
     from zero_tp.training.loop import train
-    from zero_tp.training.run import PreparedRun
-    from zero_tp.training.start import started
-    from zero_tp.training.tools import Tools
+    from zero_tp.training.run import RunInputs
+    from zero_tp.training.run_callbacks import run_callbacks
+    from zero_tp.training.start import start_training
 
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
         keep_freed_memory()
     first = environment.local_rank in (None, 0)
-    profiler = step_profiler(options.profile_steps, output) if options.profile_steps else None
-    run = PreparedRun(config, output, allow_pickle=options.allow_pickle, whole=first)
-    tools = Tools(
-        forecast=forecast,
-        profiler=profiler,
-        monitors=Monitors.of,
-        origin=Origin(options.parent) if options.parent is not None else None,
-        watch=watch,
-        keep=console.keep,
-        **live_tools(run),
-    )
-    with started(
-        run,
+    forecast = [memory_forecast()] if environment.rank == 0 else []
+    profiler = [step_profiler(options.profile_steps, config)] if options.profile_steps else []
+    inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=first)
+    tasks, model = live_tasks(inputs) if config.zero_tp.evaluation.tasks else ([], None)
+    with start_training(
+        inputs,
         environment,
-        tools,
         verbose=options.verbose,
+        watch=watch,
+        origin=Origin(options.parent) if options.parent is not None else None,
+        model=model,
         resume_from=options.resume_from,
         trace_nonfinite=options.trace_nonfinite,
-    ) as start:
-        train(start, requests)
+        on_directory=console.keep,
+    ) as state:
+        others = [*forecast, Trackers(), *profiler, *tasks, *callbacks]
+        train(state, run_callbacks(state, others), requests)
 
 
-# What follows imports what it needs when it is needed: most runs, and most ranks, start without.
+# These import what they need when it is needed: most ranks start without.
 
 
-def live_tools(run: PreparedRun) -> dict[str, Any]:
-    if not run.config.zero_tp.evaluation.tasks:
-        return {}
-    from zero_tp.evaluation.live import live_tasks
-    from zero_tp.models.wrapper import ZeroTPForCausalLM
+def live_tasks(inputs: RunInputs) -> tuple[list[Callback], type[ParallelModel]]:
+    """Return the callback that evaluates tasks, and the class of a model that can generate for them."""
+    from zero_tp.evaluation.live import LiveTasks
+    from zero_tp.huggingface import ZeroTPForCausalLM
 
-    return {"tasks": live_tasks(run.config, run.tokenizer, run.model_config), "model": ZeroTPForCausalLM}
+    return [LiveTasks(inputs.config, inputs.tokenizer, inputs.model_config)], ZeroTPForCausalLM
 
 
-def forecast(config: RunConfig, device_type: str) -> Forecast:
+def memory_forecast() -> Callback:
     from zero_tp.planning.forecast import MemoryForecast
 
-    return MemoryForecast(config, device_type)
+    return MemoryForecast()
 
 
-def step_profiler(steps: str, output: Path) -> Callable[[TrainingEngine], Profiler]:
+def step_profiler(steps: str, config: RunConfig) -> Callback:
     from zero_tp.planning.profile import StepProfiler, step_range
 
-    first_and_last = step_range(steps)
-    return lambda engine: StepProfiler(first_and_last, engine, output)
+    return StepProfiler(*step_range(steps, config.zero_tp.training.steps))
 
 
-def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
+def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()) -> NoReturn:
+    """Be one rank of a run to the end of this process.
+
+    Args:
+        callbacks: called by the training loop, besides those of the config.
+    """
     if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
         cli.run(lambda: check.main(parse()))
     environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
-    run_rank(lambda: pretrain(parse(), environment, requests, watch), verbose, requests, watch)
+    run_rank(lambda: pretrain(parse(), environment, requests, watch, callbacks), verbose, requests, watch)

@@ -1,7 +1,8 @@
 """RunConfig is the typed, validated view of one JSON file."""
 
 from zero_tp.config.refusals import check_accelerator
-from zero_tp.config.run_config import RunConfig, describe
+from zero_tp.config.run_config import RunConfig
+from zero_tp.config.summary import describe
 from zero_tp.errors import ConfigError
 
 __all__ = ["ConfigError", "RunConfig", "check_accelerator", "describe"]

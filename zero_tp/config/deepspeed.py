@@ -130,6 +130,8 @@ DEEPSPEED_BLOCKS = {
     "timers": "utils.config:DeepSpeedThroughputTimerConfig",
 }
 """Blocks of pydantic models in DeepSpeed's package; that of `timers` is the one key `throughput` in it."""
+TIMERS = {"throughput": {"enabled": False}}
+"""Default of `timers`: DeepSpeed's own default synchronises with the device twice a micro-batch."""
 
 
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
@@ -141,7 +143,8 @@ def deepspeed_models() -> dict[str, type[BaseModel]]:
     with _quiet():
         found = {block: pkgutil.resolve_name(f"deepspeed.{place}") for block, place in DEEPSPEED_BLOCKS.items()}
     throughput = found["timers"]
-    return {**found, "timers": create_model("Timers", __base__=Block, throughput=(throughput, throughput()))}
+    field = throughput, throughput(**TIMERS["throughput"])
+    return {**found, "timers": create_model("Timers", __base__=Block, throughput=field)}
 
 
 OFF_BLOCKS: dict[str, str] = {
@@ -186,8 +189,16 @@ RENAMED: dict[str, str] = {
     "zero_optimization.cpu_offload_param": 'zero_optimization.offload_param: {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "pin_memory of offload_optimizer and offload_param",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    **{
+        f"zero_optimization.{name}": f"stage3_{name}"
+        for name in (
+            *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+            *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+            *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+        )
+    },
 }
-"""Old names that DeepSpeed still takes, or takes only when the new name is absent."""
+"""Names that DeepSpeed still takes, or takes only when the new name is absent: its own fields' names among them."""
 
 
 def known_keys() -> list[str]:
@@ -208,15 +219,18 @@ def check_names(raw: dict[str, Any]) -> None:
         if key in REMOVED:
             raise ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
         if key in RENAMED:
-            raise ConfigError(key, "is an old name", f"use {RENAMED[key]}")
+            raise ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
     names = known_keys()
     for key in raw:
         if key not in names:
             raise ConfigError(key, "unknown key", did_you_mean(key, [*names, *_inner_names()]))
 
 
-def check_values(raw: dict[str, Any]) -> None:
+def check_values(raw: dict[str, Any], needs_optimizer: bool = True) -> None:
     """Check DeepSpeed's part of a config whose "auto" values are resolved.
+
+    Args:
+        needs_optimizer: refuse a config without an `optimizer` block.
 
     Raises:
         ConfigError: see `validate`; a block that has to stay off; an "auto" that is left.
@@ -227,7 +241,7 @@ def check_values(raw: dict[str, Any]) -> None:
         if name in raw:
             validate(model, raw[name], name)
     for name in OFF_BLOCKS.keys() & raw.keys():
-        _check_off(name, raw[name])
+        check_off(name, raw[name])
     offload = raw.get("zero_optimization", {}).get("offload_optimizer") or {}
     checks: dict[str, Callable[[Any], None]] = {
         "optimizer": lambda block: check_optimizer(block, offload.get("device", "none") != "none"),
@@ -236,20 +250,25 @@ def check_values(raw: dict[str, Any]) -> None:
     for name, check in checks.items():
         if name in raw:
             check(raw[name])
-    if "optimizer" not in raw:
+    if needs_optimizer and "optimizer" not in raw:
         raise ConfigError("optimizer", "required, but not given", 'as in {"type": "AdamW", "params": {"lr": 3e-4}}')
+
+
+DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
+"""Keys whose "auto" stays: DeepSpeed decides it, or the run's device."""
 
 
 def refuse_auto(value: Any, path: str = "") -> None:
     """Raise a ConfigError naming the first "auto" in `value` that nothing resolves."""
-    if value == "auto" and path != "data_types.keep_in_fp32_modules":
+    if value == "auto" and path not in DECIDED_LATER:
         raise ConfigError(path, '"auto" is not known for this key', "write the value")
     if isinstance(value, dict):
         for key, inner in value.items():
             refuse_auto(inner, f"{path}.{key}" if path else key)
 
 
-def _check_off(name: str, value: Any) -> None:
+def check_off(name: str, value: Any) -> None:
+    """Raise a ConfigError if a block of OFF_BLOCKS is not switched off."""
     if value is False or value is None:
         return
     if isinstance(value, dict):

@@ -19,9 +19,9 @@ from zero_tp.config.deepspeed import (
     Scalars,
     deepspeed_models,
 )
+from zero_tp.config.load import SCHEMA
 from zero_tp.config.model import FROM
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
-from zero_tp.config.run_config import SCHEMA
 from zero_tp.config.schema import ZeroTP
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -41,7 +41,7 @@ def json_schema() -> Json:
 
     It knows keys, types and ranges. What RunConfig accepts is valid; combinations and sums it can't know.
     """
-    from zero_tp.models.architectures import ARCHITECTURES
+    from zero_tp.architectures import ARCHITECTURES
 
     models: dict[str, type[BaseModel]] = {**deepspeed_models(), **OWN_BLOCKS, "zero_tp": ZeroTP}
     optimizers = {

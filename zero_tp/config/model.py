@@ -16,7 +16,7 @@ from zero_tp.weights.files import resolve
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from zero_tp.models.spec import TransformerSpec
+    from zero_tp.architectures.spec import TransformerSpec
 
 FROM = "from_pretrained"
 
@@ -31,8 +31,8 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
         ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide; no
             such directory.
     """
-    from zero_tp.models.architectures import ARCHITECTURES, architecture_of
-    from zero_tp.models.architectures.configs import written_config
+    from zero_tp.architectures import ARCHITECTURES, architecture_of
+    from zero_tp.architectures.configs import written_config
 
     model = zero_tp.model
     if not {"model_type", FROM} & model.keys():
@@ -64,8 +64,8 @@ def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedC
 def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
     """Return the config of `{"from_pretrained": DIR}`, or the saved one where DIR is gone, with other dropout
     probabilities where they are given beside it."""
-    from zero_tp.models.architectures import ARCHITECTURES
-    from zero_tp.models.architectures.configs import config_from, pretrained_config
+    from zero_tp.architectures import ARCHITECTURES
+    from zero_tp.architectures.configs import config_from, pretrained_config
 
     directory, key = model[FROM], f"{MODEL_KEY}.{FROM}"
     if not isinstance(directory, str) or not directory:

@@ -28,12 +28,14 @@ class OptimizerBlock(TypedBlock):
     legacy_fusion: bool = False
 
 
-OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+OPTIMIZERS = ("Adam", "AdamW", "SGD")
 """Element-wise optimizers: on a shard of a tensor, or of ZeRO's flat buffer, they do what they do on the whole."""
 
 REFUSED_OPTIMIZERS = {
     "Lamb": "its trust ratio needs the norm of a whole tensor, and a rank holds a shard",
     "Muon": "it orthogonalises a whole matrix, and a TP rank holds a shard of it",
+    "Lion": "DeepSpeed's moves weights whose gradient is zero, as those of a token that no batch has",
+    "Adagrad": "torch's makes its states for the model's own tensors, which DeepSpeed replaces",
     "Adafactor": "it factors the moments of a whole matrix, and a rank holds a shard",
     "MuAdam": "muP needs base shapes, which the model does not set",
     "MuAdamW": "muP needs base shapes, which the model does not set",
@@ -46,10 +48,15 @@ REFUSED_OPTIMIZERS = {
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 TYPES: dict[str, Any] = {
-    **dict.fromkeys(("lr", "weight_decay", "eps", "momentum", "lr_decay", "initial_accumulator_value"), NonNegative),
+    **dict.fromkeys(("lr", "weight_decay"), NonNegative),
+    "eps": Annotated[float, Field(gt=0)],
     "betas": tuple[Below1, Below1],
+    **dict.fromkeys(("momentum", "dampening"), Below1),
     **dict.fromkeys(("foreach", "fused"), bool | None),
-    **dict.fromkeys(("lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"), NonNegative),
+    **dict.fromkeys(
+        ("lr_range_test_min_lr", "lr_range_test_step_rate", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"),
+        NonNegative,
+    ),
     **dict.fromkeys(("decay_mom_rate", "warmup_min_lr", "warmup_max_lr"), NonNegative),
     **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size"), Positive),
     **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Positive),
@@ -71,9 +78,7 @@ LEFT_OUT = {
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Arguments that say by which code an Adam is computed, and not what."""
 
-OFFLOADED = {"adam": "CPUAdamBuilder", "adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
-ON_DEVICE = {"adam": "FusedAdamBuilder", "lion": "FusedLionBuilder"}
-"""DeepSpeed's builder for each optimizer (`DeepSpeedEngine._configure_basic_optimizer`); for others torch has it."""
+FUSED_ADAM = "FusedAdamBuilder"
 
 BY_THE_ENGINE = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
 """Arguments that DeepSpeed gives itself."""
@@ -101,19 +106,12 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[BaseMod
         offload: see `check_optimizer`.
     """
     import torch.optim
-    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
     if name in ("adam", "adamw"):
         adam: Any = torch.optim.AdamW if torch_adam else DeepSpeedCPUAdam if offload else FusedAdam
         return _params(adam, "lr", torch_adam=(bool, False), adam_w_mode=(bool, True))
-    plain: dict[str, tuple[Any, Any]] = {
-        "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-        "lion": (FusedLion, DeepSpeedCPULion),
-        "sgd": (torch.optim.SGD, torch.optim.SGD),
-    }
-    return _params(plain[name][offload], "lr")
+    return _params(torch.optim.SGD, "lr")
 
 
 @functools.cache
@@ -138,18 +136,23 @@ def check_optimizer(raw: Any, offload: bool) -> None:
         ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
     """
     block = validate(OptimizerBlock, raw, "optimizer")
-    accepted = {name.lower(): name for name in OPTIMIZERS}
-    refused = {name.lower(): reason for name, reason in REFUSED_OPTIMIZERS.items()}
+    check_optimizer_type(block.type)
     lower = block.type.lower()
-    if lower in refused:
-        use = f"use one of {', '.join(OPTIMIZERS)}"
-        raise ConfigError("optimizer.type", f"{shown(block.type)} is refused: {refused[lower]}", use)
-    if lower not in accepted or (lower == "sgd" and block.type != "SGD"):
-        raise ConfigError("optimizer.type", f"{shown(block.type)} is unknown", did_you_mean(block.type, OPTIMIZERS))
     validate(optimizer_params(lower, bool(block.params.get("torch_adam")), offload), block.params, "optimizer.params")
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
         raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
+
+
+def check_optimizer_type(name: Any) -> None:
+    """Raise a ConfigError for an optimizer that is unknown, removed, or not element-wise."""
+    refused = {each.lower(): reason for each, reason in REFUSED_OPTIMIZERS.items()}
+    lower = str(name).lower()
+    if lower in refused:
+        use = f"use one of {', '.join(OPTIMIZERS)}"
+        raise ConfigError("optimizer.type", f"{shown(name)} is refused: {refused[lower]}", use)
+    if lower not in {each.lower() for each in OPTIMIZERS} or (lower == "sgd" and name != "SGD"):
+        raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(str(name), OPTIMIZERS))
 
 
 def choose_implementation(raw: dict[str, Any]) -> None:
@@ -175,11 +178,10 @@ def choose_implementation(raw: dict[str, Any]) -> None:
 def builder_name(config: dict[str, Any]) -> str | None:
     """Return the builder of the op that the optimizer of DeepSpeed's config needs; None where torch has it."""
     optimizer = config["optimizer"]
-    if optimizer.get("params", {}).get("torch_adam"):
+    if optimizer["type"].lower() not in ("adam", "adamw") or optimizer.get("params", {}).get("torch_adam"):
         return None
     offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    table = ON_DEVICE if offload.get("device", "none") == "none" else OFFLOADED
-    return table.get(optimizer["type"].lower().removesuffix("w"))
+    return FUSED_ADAM if offload.get("device", "none") == "none" else "CPUAdamBuilder"
 
 
 def check_scheduler(raw: Any) -> None:

@@ -2,53 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from zero_tp.config.deepspeed import check_names, check_values
+from zero_tp.config.hyperparameters import MISTAKES
 from zero_tp.config.resolve import dtype_name, look_up
-from zero_tp.config.schema import ZeroTP
+from zero_tp.config.view import Door, Refusal, View
 from zero_tp.errors import ConfigError, shown
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """A view is a config whose types are right and whose "auto" values are resolved."""
-
-    config: dict[str, Any]
-    zero_tp: ZeroTP
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """Return the value at a dotted path of DeepSpeed's part, or the default."""
-        value = look_up(self.config, path)
-        return default if value is None else value
-
-    @property
-    def stage(self) -> int:
-        return int(self.get("zero_optimization.stage", 0))
-
-    @property
-    def tensor(self) -> int:
-        return self.zero_tp.parallel.tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """A refusal is one combination of keys that zero_tp refuses.
-
-    Attributes:
-        key: the key that the message names.
-        when: the combination in words, after "refused".
-        test: whether a config has it.
-        reason: what would go wrong.
-        remedy: what to write instead.
-    """
-
-    key: str
-    when: str
-    test: Callable[[View], bool]
-    reason: str
-    remedy: str = "leave it out"
 
 
 def _other(key: str, usual: Any) -> Callable[[View], bool]:
@@ -65,9 +26,12 @@ def _as(value: bool, key: str, reason: str) -> Refusal:
     return Refusal(key, f"as {shown(value)}", _other(key, not value), reason)
 
 
+def _keeps_activations(view: View) -> bool:
+    return view.door is not Door.TRAINER and view.zero_tp.recompute_policy.mode != "full"
+
+
 ZERO = "zero_optimization"
 ACTIVATIONS = "activation_checkpointing"
-CONTIGUOUS = f"{ACTIVATIONS}.contiguous_memory_optimization"
 
 REFUSALS: tuple[Refusal, ...] = (
     # What is computed
@@ -91,6 +55,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "gradients would grow with the number of replicas, and the loss is a mean over the global batch",
         'use "mean"',
     ),
+    Refusal(
+        "communication_data_type",
+        "when it is neither the dtype of bf16 or fp16 nor fp32",
+        lambda view: view.get("communication_data_type", "fp32") not in (view.dtype, "fp32"),
+        "gradients would be rounded on their way between replicas",
+        'leave it out, or use "fp32"',
+    ),
     _as(False, "managed_gradient_accumulation", "every micro-step would then be an optimizer step"),
     *(
         Refusal(
@@ -100,6 +71,30 @@ REFUSALS: tuple[Refusal, ...] = (
             "DeepSpeed supports it at stage 0 only",
         )
         for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0))
+    ),
+    Refusal(
+        "data_types.grad_accum_dtype",
+        "when it is neither the dtype of bf16 or fp16 nor fp32",
+        lambda view: view.get("data_types.grad_accum_dtype", "fp32") not in (view.dtype, "fp32"),
+        "gradients would be rounded as they are added up",
+        'leave it out, or use "fp32"',
+    ),
+    *(
+        Refusal(
+            key,
+            'as "fp32" with fp16',
+            lambda view, key=key: view.dtype == "fp16" and view.get(key) == "fp32",  # type: ignore[misc]
+            "no run with it was compared with the plain model",
+            "leave it out, or use bf16",
+        )
+        for key in ("data_types.grad_accum_dtype", "communication_data_type")
+    ),
+    Refusal(
+        f"{ZERO}.allgather_bucket_size",
+        "when it is odd",
+        lambda view: view.get(f"{ZERO}.allgather_bucket_size", 0) % 2 == 1,
+        "DeepSpeed splits it by 2",
+        "use an even one",
     ),
     Refusal(
         "data_types.grad_accum_dtype",
@@ -125,6 +120,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "DeepSpeed has not tested SGD under ZeRO",
         "set it to true, or use AdamW",
     ),
+    _as(True, "optimizer.legacy_fusion", "DeepSpeed's older step of fp16 was never compared with the plain one"),
+    _as(False, "optimizer.params.bias_correction", "an Adam without it was never compared with a plain one"),
+    _as(False, "optimizer.params.fp32_optimizer_states", "the optimizer's states would be rounded to 16 bit"),
+    *MISTAKES,
     Refusal(
         "zero_tp.evaluation.tasks",
         'with zero_tp.objective "masked"',
@@ -147,19 +146,33 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     _as(True, "use_data_before_expert_parallelism", "there are no experts"),
     *(
-        Refusal(
-            f"{ZERO}.{key}",
-            "with zero_tp.parallel.tensor above 1",
-            _both(lambda view: view.tensor > 1, _other(f"{ZERO}.{key}", off)),
-            "ZeRO++ makes its groups from the whole world, so they would mix the shards of different TP ranks",
-            "leave it out, or use tensor 1",
-        )
-        for key, off in (
-            ("zero_hpz_partition_size", 1),
-            ("zero_quantized_weights", False),
-            ("zero_quantized_nontrainable_weights", False),
-            ("zero_quantized_gradients", False),
-        )
+        _as(True, f"{ZERO}.{key}", "ZeRO++ rounds what ranks exchange, so the model trains differently")
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+    ),
+    Refusal(
+        f"{ZERO}.zero_hpz_partition_size",
+        "above 1",
+        _other(f"{ZERO}.zero_hpz_partition_size", 1),
+        "ZeRO++ makes its groups of neighbouring ranks, and no run with them was compared with the plain model",
+    ),
+    _as(True, f"{ZERO}.round_robin_gradients", "its order of gradients was never compared with the plain model"),
+    Refusal(
+        f"{ZERO}.stage3_module_granularity_threshold",
+        "above 0",
+        _other(f"{ZERO}.stage3_module_granularity_threshold", 0),
+        "modules that are gathered as one were never compared with the plain model",
+    ),
+    Refusal(
+        f"{ZERO}.leaf_module",
+        "at all",
+        _other(f"{ZERO}.leaf_module", None),
+        "modules that are gathered as one were never compared with the plain model",
+    ),
+    Refusal(
+        f"{ZERO}.offload_optimizer.ratio",
+        "below 1",
+        _other(f"{ZERO}.offload_optimizer.ratio", 1.0),
+        "an update that is half on the host was never compared with the plain one",
     ),
     Refusal(
         f"{ZERO}.offload_param",
@@ -181,6 +194,13 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda view: view.stage < 3 and view.get(f"{ZERO}.offload_optimizer.device") == "nvme",
         "DeepSpeed swaps the optimizer's states to NVMe at stage 3 only",
         'use stage 3, or "cpu"',
+    ),
+    Refusal(
+        f"{ZERO}.offload_optimizer.device",
+        'as "nvme" in ZeroTPTrainer',
+        lambda view: view.door is Door.TRAINER and view.get(f"{ZERO}.offload_optimizer.device") == "nvme",
+        "its checkpoints could not hold the optimizer's states",
+        'use "cpu"',
     ),
     *(
         Refusal(
@@ -204,26 +224,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "it steps on stale gradients, so the model trains differently",
     ),
     # What is kept for backward
+    Refusal(
+        ACTIVATIONS,
+        "in ZeroTPTrainer",
+        lambda view: view.door is Door.TRAINER and any(view.get(ACTIVATIONS, {}).values()),
+        "a Trainer recomputes by gradient_checkpointing of its TrainingArguments",
+    ),
     *(
         Refusal(
             f"{ACTIVATIONS}.{key}",
             "with zero_tp.recompute none or selective",
-            _both(lambda view: view.zero_tp.recompute_policy.mode != "full", _other(f"{ACTIVATIONS}.{key}", False)),
+            _both(_keeps_activations, _other(f"{ACTIVATIONS}.{key}", False)),
             "only full recomputation keeps layer inputs that could be moved",
         )
-        for key in ("partition_activations", "cpu_checkpointing")
-    ),
-    Refusal(
-        CONTIGUOUS,
-        "without partition_activations",
-        _both(_other(CONTIGUOUS, False), lambda view: not view.get(f"{ACTIVATIONS}.partition_activations", False)),
-        "it arranges the partitions",
-    ),
-    Refusal(
-        CONTIGUOUS,
-        "with zero_tp.parallel.sequence",
-        _both(_other(CONTIGUOUS, False), lambda view: view.zero_tp.parallel.sequence),
-        "there is nothing to partition under sequence parallelism",
+        for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
     ),
     Refusal(
         "zero_tp.parallel.fused_products",
@@ -246,51 +260,6 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-WITHOUT_EFFECT: tuple[tuple[str, Callable[[View], bool], str], ...] = (
-    (
-        "zero_tp.evaluation.interval",
-        lambda view: not view.zero_tp.data.validation and not view.zero_tp.evaluation.tasks,
-        "there is neither zero_tp.data.validation nor a task to evaluate",
-    ),
-    (
-        "zero_tp.evaluation.batches",
-        lambda view: not view.zero_tp.data.validation,
-        "there is no zero_tp.data.validation",
-    ),
-    *(
-        (f"zero_tp.evaluation.{key}", lambda view: not view.zero_tp.evaluation.tasks, "there is no task")
-        for key in ("task_limit", "task_include_path")
-    ),
-    (
-        "zero_tp.data.document_attention",
-        lambda view: view.zero_tp.masked is not None,
-        "a sample of the masked objective is of one document",
-    ),
-    (
-        "aio",
-        lambda view: (
-            not any(view.get(f"{ZERO}.{block}.device") == "nvme" for block in ("offload_optimizer", "offload_param"))
-        ),
-        "nothing is offloaded to NVMe",
-    ),
-)
-"""Keys that may be given where they change nothing: when that is so, and why."""
-
-
-def without_effect(config: dict[str, Any], zero_tp: ZeroTP) -> list[str]:
-    """Return a line for each key that was given and changes nothing."""
-    view = View(config, zero_tp)
-    given = {**config, "zero_tp": zero_tp.model_dump(by_alias=True, exclude_unset=True)}
-    found = [
-        f"{key}: {reason}" for key, test, reason in WITHOUT_EFFECT if look_up(given, key) is not None and test(view)
-    ]
-    tasks = zero_tp.evaluation.tasks
-    absent = [task for task in zero_tp.evaluation.task_data if task not in tasks]
-    return found + [
-        f"zero_tp.evaluation.task_data.{task}: zero_tp.evaluation.tasks has no such task" for task in absent
-    ]
-
-
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     f"{ACTIVATIONS}.profile": (False,),
     f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
@@ -303,20 +272,22 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
 """Keys that are known but can't take another value yet: the values that they can take."""
 
 
-def check_refusals(config: dict[str, Any], zero_tp: ZeroTP) -> None:
-    """Raise a ConfigError for the first refused combination, then for the first value that is not built yet."""
-    view = View(config, zero_tp)
+def check_deepspeed(view: View) -> None:
+    """Check DeepSpeed's part of a config: names, types, then every row of `REFUSALS` and `NOT_BUILT`.
+
+    Raises:
+        ConfigError: the first key that has an unknown name, a wrong value, or a combination that is refused.
+    """
+    check_names(view.config)
+    check_values(view.config, needs_optimizer=view.door is not Door.TRAINER)
     for row in REFUSALS:
         if row.test(view):
             raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
-    block = {**config, "zero_tp": zero_tp.model_dump(by_alias=True)}
     for path, built in NOT_BUILT.items():
-        value = look_up(block, path)
+        value = look_up(view.config, path)
         if value is not None and value not in built:
             now = " or ".join(shown(option) for option in built)
-            raise ConfigError(
-                path, f"{shown(value)} is not built yet", f"use {now}" if now != "null" else "leave it out"
-            )
+            raise ConfigError(path, f"{shown(value)} is not built yet", f"use {now}")
 
 
 def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -> None:

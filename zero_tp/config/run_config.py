@@ -9,34 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS, check_names, check_values, refuse_auto
-from zero_tp.config.model import FROM, check_model, check_recompute
-from zero_tp.config.optimizer import choose_implementation
-from zero_tp.config.refusals import check_refusals, without_effect
-from zero_tp.config.resolve import (
-    BATCH_FIELDS,
-    BatchSizes,
-    apply_overrides,
-    check_numbers,
-    dtype_name,
-    look_up,
-    resolve_auto,
-    resolve_batch,
-)
+from zero_tp.config.deepspeed import MONITORS
+from zero_tp.config.effects import cautions, without_effect
+from zero_tp.config.load import TOKENIZER_KEY, load
+from zero_tp.config.model import FROM
+from zero_tp.config.resolve import BatchSizes, dtype_name
 from zero_tp.config.schema import ZeroTP
-from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
-from zero_tp.strict_json import read_json
-from zero_tp.topology import data_parallel_size
-from zero_tp.validation import validate
-from zero_tp.weights.files import as_begun, is_cached, is_name, pinned
+from zero_tp.config.view import View
+from zero_tp.weights.files import is_cached, is_name, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-SCHEMA, TOKENIZER_KEY = "$schema", "zero_tp.tokenizer"
-MOST_SAMPLES = 2**31 - 1
-"""Samples of a step, and tokens of a forward: kernels count in 32 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,40 +63,8 @@ class RunConfig:
             ConfigError: the file can't be read, or the run can't be started as it is written.
         """
         path = Path(path)
-        raw = read_json(path)
-        apply_overrides(raw, overrides)
-        _take_schema(raw)
-        check_numbers(raw)
-        check_names(raw)
-        if "zero_tp" not in raw:
-            raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
-        refuse_auto(raw["zero_tp"], "zero_tp")
-        zero_tp = validate(ZeroTP, raw.pop("zero_tp"), "zero_tp")
-        data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
-        key = f"{MODEL_KEY}.{FROM}"
-        if FROM in zero_tp.model:
-            zero_tp.model[FROM] = as_begun(zero_tp.model[FROM], look_up(frozen, key))
-        hf_config = check_model(zero_tp, saved_model)
-        if FROM in zero_tp.model:
-            zero_tp.model[FROM] = pinned(zero_tp.model[FROM], key)
-        if zero_tp.tokenizer is not None:
-            begun = {"tokenizer": as_begun(zero_tp.tokenizer, look_up(frozen, TOKENIZER_KEY))}
-            zero_tp = zero_tp.model_copy(update=begun)
-        resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
-        choose_implementation(raw)
-        check_values(raw)
-        batch = resolve_batch(raw, data)
-        _check_tokens(batch, zero_tp.data.sequence_length)
-        check_refusals(raw, zero_tp)
-        check_recompute(raw, zero_tp, hf_config.num_hidden_layers, batch.accumulation)
-        raw = {key: value for key, value in raw.items() if key not in OFF_BLOCKS}  # some are on by being there
-        raw.setdefault("gradient_clipping", 1.0)
-        if "scheduler" in raw:
-            raw["scheduler"].setdefault("params", {})  # DeepSpeed takes them to be there
-        for key, field in BATCH_FIELDS.items():
-            if getattr(batch, field) is not None:
-                raw[key] = getattr(batch, field)
-        return cls(path, zero_tp, world_size, batch, raw, hf_config)
+        loaded = load(path, overrides, world_size, frozen, saved_model)
+        return cls(path, loaded.zero_tp, world_size, loaded.batch, loaded.deepspeed, loaded.hf_config)
 
     def pinned(self) -> RunConfig:
         """Return the config with the commit of its tokenizer, where that is a name on the hub, which is asked for it.
@@ -202,7 +153,11 @@ class RunConfig:
 
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
-        return without_effect(self._deepspeed, self.zero_tp)
+        return without_effect(View(self._deepspeed, self.zero_tp))
+
+    def cautions(self) -> list[str]:
+        """Return a line for each setting that does less than it says, or is unusual."""
+        return cautions(View(self._deepspeed, self.zero_tp))
 
     @property
     def pretrained(self) -> Path | None:
@@ -217,67 +172,12 @@ class RunConfig:
         config._attn_implementation = self.zero_tp.attention
         masked = self.zero_tp.masked
         if masked is not None and not masked.sentence_order:
-            from zero_tp.models.architectures import architecture_of
+            from zero_tp.architectures import architecture_of
 
             config.architectures = [str(architecture_of(config).without_sentences)]
         return config
 
 
-def _take_schema(raw: dict[str, Any]) -> None:
-    """Take out what tells an editor where the schema is: it is nothing of a run."""
-    if not isinstance(raw.pop(SCHEMA, ""), str):
-        raise ConfigError(SCHEMA, "expected a string", "give the path of what `zero-tp schema` prints, or leave it out")
-
-
-def _check_tokens(batch: BatchSizes, length: int) -> None:
-    for key, field in BATCH_FIELDS.items():
-        size = getattr(batch, field) or 0
-        if size > MOST_SAMPLES:
-            raise ConfigError(key, f"{size} samples, but at most 2^31 - 1 are counted", "use fewer")
-    if (batch.micro or 0) * length > MOST_SAMPLES:
-        problem = f"micro {batch.micro} × sequence length {length} are more than 2^31 - 1 tokens in one forward"
-        raise ConfigError("train_micro_batch_size_per_gpu", problem, "use fewer, and accumulate")
-
-
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
-
-
-def describe(config: RunConfig) -> str:
-    """Return what `pretrain.py --check` prints about a config that is right."""
-    block, batch, raw = config.zero_tp, config.batch, config.resolved()
-    tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
-    model = config.hf_config()
-    sequence = ", sequence parallel" if block.parallel.sequence else ""
-    if config.world_size is None:
-        ranks = f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
-    else:
-        ranks = f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
-    factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
-    product = " × ".join(f"{name} {_number(size)}" for name, size in factors)
-    params = raw["optimizer"].get("params", {})
-    scheduler = raw.get("scheduler", {}).get("type", "none")
-    tokens = "?" if batch.total is None else f"{batch.total * length:,}"
-    total = "?" if batch.total is None else f"{batch.total * length * steps:,}"
-    kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
-    weights = f" from {config.pretrained}" if config.pretrained else ""
-    lines = (
-        ("config", f"{config.path} is right"),
-        ("model", f"{kind}, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}{weights}"),
-        ("ranks", ranks),
-        ("ZeRO", f"stage {config.zero_stage}, {config.dtype}"),
-        ("batch", f"{_number(batch.total)} samples = {product}"),
-        ("optimizer", f"{raw['optimizer']['type']}, lr {params['lr']:g}, clip {raw['gradient_clipping']:g}"),
-        ("schedule", scheduler),
-        ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
-    )
-    notes = [("no effect", text) for text in config.without_effect()]
-    for path in config.absent():
-        asked = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
-        notes.append(("not here", f"{path}, which a run needs{asked}"))
-    return "\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes))
-
-
-def _number(value: int | None) -> str:
-    return "?" if value is None else str(value)

@@ -248,10 +248,10 @@ class ZeroTP(Block):
         json_schema_extra={"default": "beside the data"},
     )
     training: Training
-    compile: bool = Field(
-        default=False,
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
         description="In training, run elementwise work (RMS norm, rotary, gate, softmax of the loss) in kernels that "
-        "`torch.compile` makes.",
+        '`torch.compile` makes. `"auto"`: on CUDA, not on CPU.',
     )
     checkpoint: Checkpoint = Field(default=Checkpoint())
     evaluation: Evaluation = Field(default=Evaluation())

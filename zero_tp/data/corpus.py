@@ -82,17 +82,18 @@ def prepare(
     shards = _shards(output) if merge else []
     if shard is not None:
         return _prepare_shard(sources, output, spec, settings, overwrite, strict, processes, shard, progress)
-    reading = hidden_beside(output, "progress")
+    place = Path(os.path.realpath(output))  # of a link's output: the link stays
+    reading = hidden_beside(place, "progress")
     try:
         if (reused := existing(output, sources, spec, settings, overwrite)) is not None:
-            clear_partial(output, _OWN_DIRECTORIES)
+            clear_partial(place, _OWN_DIRECTORIES)
             left = Spool(reading)
             of_this = not left.committed or left.identity == identity_of_reading(sources, spec, settings)
-            if of_this and not hidden_beside(output, "partial").exists():  # nobody writes there
+            if of_this and not hidden_beside(place, "partial").exists():  # nobody writes there
                 shutil.rmtree(reading, ignore_errors=True)
             return reused
         with (
-            partial_directory(output, _OWN_DIRECTORIES) as partial,
+            partial_directory(place, _OWN_DIRECTORIES) as partial,
             Preparation(sources, spec, settings, reading, overwrite, strict, processes, progress) as preparation,
         ):
             if shards:
@@ -100,7 +101,7 @@ def prepare(
             else:
                 preparation.read()
             report = preparation.write(partial)
-            put_in_place(partial, output)
+            put_in_place(partial, place)
             preparation.finished = True
     except OSError as error:
         raise UserError(f"{output}: can't be written: {error.strerror or error}{_kept(error, reading)}") from error

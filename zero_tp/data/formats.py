@@ -22,7 +22,7 @@ from zero_tp.data.records import (
     object_of,
 )
 from zero_tp.data.streams import needed
-from zero_tp.errors import UserError, first_line, one_line
+from zero_tp.errors import UserError, first_line, json_kind, one_line
 
 _ROWS = 256  # of a table that are in memory
 
@@ -119,7 +119,7 @@ class _Json(_JsonLines):
         number = 0
         try:
             for number, item in enumerate(ijson.items(stream, "item", use_float=True), start=1):
-                kind = Problem("malformed", f"a JSON object is needed, found {type(item).__name__}")
+                kind = Problem("malformed", f"a JSON object is needed, found {json_kind(type(item).__name__)}")
                 yield Record(number, item if isinstance(item, dict) else kind)
         except (ijson.JSONError, UnicodeDecodeError) as error:
             yield Record(

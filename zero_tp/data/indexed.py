@@ -14,7 +14,7 @@
 A document is one sequence unless a preprocessor split it into sentences.
 
 `PREFIX.content.json` remembers what was found when all of PREFIX.bin was read, and at which size and times of the file:
-it is read again once they differ. It may be deleted.
+it is read again once they differ. It may be deleted. What is read has the checksums of a `report.json` beside it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.errors import UserError
+from zero_tp.errors import UserError, shown
 from zero_tp.files import write_atomically
 from zero_tp.strict_json import InvalidJson, read_object
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+REPORT = "report.json"
+"""In a directory that `prepare` wrote: the checksum of each file, among others."""
 _HEADER = struct.Struct("<9sQBQQ")
 # Megatron's codes 6 and 7 are floating-point types and never token ids.
 DTYPES: dict[int, np.dtype] = {
@@ -108,6 +110,23 @@ def _remember(prefix: str, stamp: dict[str, int], content: Content) -> None:
 def _memory(stamp: dict[str, int], content: dict[str, Any]) -> dict[str, Any]:
     memory = {"file": stamp, "content": content}
     return {**memory, "sha256": hashlib.sha256(json.dumps(memory, sort_keys=True).encode()).hexdigest()}
+
+
+def _check_recorded(path: Path, sha256: str) -> None:
+    """Compare a file's SHA-256 with that of the report beside it, where `prepare` wrote one.
+
+    Raises:
+        UserError: it is another one.
+    """
+    try:
+        recorded = read_object(path.with_name(REPORT))["files"][path.name]["sha256"]
+    except (OSError, InvalidJson, KeyError, TypeError):  # no report, or not one with checksums
+        return
+    if recorded != sha256:
+        raise UserError(
+            f"{path} is damaged: its SHA-256 is {sha256[:12]}…, not {shown(recorded)[1:13]}… as in {REPORT}; "
+            "copy it again, or make it again with zero-tp prepare --overwrite"
+        )
 
 
 def _after_a_tick(data: Path) -> dict[str, int]:
@@ -198,7 +217,7 @@ class IndexedCorpus:
         What a disk changes without a write is not seen until it is read again.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: it cannot be read, or has another checksum than its report says.
         """
         if (known := _remembered(self.prefix)) is not None:
             return known
@@ -220,6 +239,7 @@ class IndexedCorpus:
                 raise UserError(f"{path} was written to while it was read: start again once that has ended")
         except OSError as error:
             raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
+        _check_recorded(path, found.sha256)
         _remember(self.prefix, stamp, found)
         return found
 
@@ -246,11 +266,15 @@ class IndexedCorpus:
 
         Args:
             whole: with `content`, for which all may have to be read.
+
+        Raises:
+            UserError: a file has another checksum than its report says.
         """
         hashed = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
             while block := index.read(_HASHED_BYTES):
                 hashed.update(block)
+        _check_recorded(idx_path(self.prefix), hashed.hexdigest())
         count = _HASHED_BYTES // _HASHED_BLOCKS // self.dtype.itemsize
         for i in range(_HASHED_BLOCKS):
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)

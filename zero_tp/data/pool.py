@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,9 +19,12 @@ from zero_tp.errors import UserError
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+_SET_PDEATHSIG = 1  # prctl(2)
 _AHEAD = 3  # items a process that are read and not yet done
 
 _work: Callable[[Any], Any]
+"""The work of this worker process. concurrent.futures lets an initializer leave something for later calls nowhere else.
+"""
 
 
 def usable_cores() -> int:
@@ -64,6 +68,7 @@ def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # where C code holds the interpreter's lock
     _work = make()
 
 

@@ -17,10 +17,10 @@ from tqdm import tqdm
 from zero_tp.data.assembly import assemble, unigram
 from zero_tp.data.collection import Documents, choose_validation, counted, told_of_dropped
 from zero_tp.data.encoder import DocumentEncoder
+from zero_tp.data.indexed import REPORT
 from zero_tp.data.pool import in_order, usable_cores
 from zero_tp.data.records import Block
 from zero_tp.data.settings import (
-    REPORT,
     PrepareSettings,
     chosen_otherwise,
     identity_of,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zero_tp.errors import UserError, did_you_mean, one_line
+from zero_tp.errors import UserError, did_you_mean, json_kind, one_line
 from zero_tp.files import MOST_BYTES
 from zero_tp.strict_json import InvalidJson, parse_json
 
@@ -107,7 +107,7 @@ def _document_of_object(record: Mapping[str, Any], key: str) -> Document | Probl
         if isinstance(text, Problem):
             return text
     if not isinstance(text, str):
-        return Problem("no text", f"{key!r} must be a string, found {type(text).__name__}")
+        return Problem("no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}")
     if not text.isascii() and (bad := _surrogate(text)) is not None:
         return bad
     title = title.decode("utf-8", "replace") if isinstance(title, bytes) else title
@@ -135,7 +135,7 @@ def object_of(line: bytes) -> dict[str, Any] | Problem:
     except InvalidJson as error:
         return Problem("not UTF-8" if "UTF-8" in str(error) else "malformed", str(error))
     if not isinstance(record, dict):
-        return Problem("malformed", f"a JSON object is needed, found {type(record).__name__}")
+        return Problem("malformed", f"a JSON object is needed, found {json_kind(type(record).__name__)}")
     return record
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from zero_tp.data.indexed import content_path
+from zero_tp.data.indexed import REPORT, content_path
 from zero_tp.data.show import SPLITS
 from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
 from zero_tp.data.streams import needed
@@ -22,7 +22,6 @@ from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.validation import Block as Record
 from zero_tp.validation import Count, Positive, validate
 
-REPORT = "report.json"
 FORMAT = 1  # raised when the same settings would give other files
 SPOOL_FORMAT = 2  # raised when what is kept of an interrupted preparation is stored otherwise
 

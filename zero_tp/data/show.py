@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from zero_tp import page
 from zero_tp.data.indexed import IndexedCorpus, idx_path
 from zero_tp.data.tokenizer import open_tokenizer, tokenizer_beside
 from zero_tp.errors import UserError, one_line
+from zero_tp.files import open_regular
+from zero_tp.strict_json import InvalidJson, parse_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,12 +136,24 @@ def _by_size(sizes: npt.NDArray[np.int64]) -> dict[str, int]:
 
 
 def _copies(path: Path) -> dict[str, int]:
+    """Return how many documents there are by the number of their copies.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not an object.
+    """
     copies = Counter[str]()
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            found: dict[str, Any] = json.loads(line)
-            if "copy_of" in found:
-                copies[found["copy_of"]] += 1
+    try:
+        with open_regular(path) as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    removed = parse_object(line)
+                except InvalidJson as error:
+                    what = f"{path}, line {number}: {error}"
+                    raise UserError(f"{what}; make the corpus again with --overwrite") from None
+                if "copy_of" in removed:
+                    copies[str(removed["copy_of"])] += 1
+    except OSError as error:
+        raise UserError(f"{path}: can't be read ({error.strerror or error})") from error
     sizes = Counter(copies.values())
     return {f"{size:,}": sizes[size] for size in sorted(sizes)}
 

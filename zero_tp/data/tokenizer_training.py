@@ -20,11 +20,15 @@ from zero_tp.weights.files import TOKENIZER_FILES, holds_tokenizer, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerFast
 
 
 EOS = "<|endoftext|>"
 LARGEST = 2**24  # about 60 times the largest known vocabulary
+LONGEST_WORD = 1024
+"""Bytes (of a WordPiece vocabulary, characters) of a word in training; longer ones are cut. The time that a merge takes
+grows with the square of a word's length, so that a word of a million letters would take hours."""
 ALPHABET = 1000  # of a WordPiece vocabulary, as Google's: rarer characters are unknown
 _SPECIAL_PIECES = 258  # of a unigram vocabulary: the end of documents, <unk>, bytes
 WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -109,8 +113,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer, words = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
@@ -119,8 +122,17 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    tokenizer.pre_tokenizer = _cut(words)
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words
     return _causal(tokenizer, unknown=EOS)
+
+
+def _cut(words: PreTokenizer) -> PreTokenizer:
+    """Return what cuts texts into words, and those into pieces of at most `LONGEST_WORD`."""
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
 
 
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: bool) -> PreTrainedTokenizerFast:
@@ -137,6 +149,7 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
     from transformers import BertTokenizer
 
     trained = BertTokenizer(do_lower_case=not cased).backend_tokenizer
+    trained.pre_tokenizer = _cut(trained.pre_tokenizer)
     seen: Counter[str] = Counter()
 
     def counted() -> Iterator[str]:

@@ -22,7 +22,7 @@ from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
 from lm_eval.tasks import TaskManager, _yaml_loader
 
-from zero_tp.errors import UserError, first_line, shown
+from zero_tp.errors import UserError, first_line, in_json_words, one_line, shown
 from zero_tp.evaluation.harness import SEEDS, Harness
 from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, digest_of
@@ -111,30 +111,80 @@ def _own_tasks() -> Any:
     return TaskManager()
 
 
+def check_task_names(directory: Path) -> dict[Path, str]:
+    """Check the names in all task files of a directory: lm-eval sorts them as strings, whatever they are.
+
+    Returns:
+        The files that lm-eval can't read, with the reason. Its own index skips them in silence.
+
+    Raises:
+        UserError: a `task`, `group` or `tag` is no string, or a file is a pipe or a device.
+    """
+    unreadable = {}
+    for file in sorted(directory.rglob("*.yaml")):
+        is_regular(file)  # reading a pipe would wait for its writer
+        try:
+            config = _yaml_loader.load_yaml(file, resolve_func=False)
+        except Exception as error:  # YAML, lm-eval's includes and the file system raise anything
+            unreadable[file] = one_line(in_json_words(str(error)) or first_line(error), 160)
+            continue
+        if problem := _name_problem(config):
+            raise UserError(f"{file}: {problem}")
+    return unreadable
+
+
+def _name_problem(config: Mapping[str, Any]) -> str | None:
+    """Return the problem with the `task`, `group` or `tag` of a task file or of a group's entry; None without one."""
+    is_group = "group" in config and "class" not in config
+    tags = config.get("tag") or []
+    names = [(key, config[key]) for key in ("group" if is_group else "task",) if key in config]
+    names += [("tag", tag) for tag in (tags if isinstance(tags, list) else [tags])]
+    for key, name in names:
+        if not isinstance(name, str):
+            return f"{key} is {shown(name)}, not a string; write the name in quotes"
+    members = config.get("task", []) if is_group else []
+    if not isinstance(members, list):
+        return f"task of the group {shown(config['group'])} is {shown(members)}; write a list of names: [NAME, ...]"
+    for member in members:
+        problem = None
+        if isinstance(member, dict):
+            problem = _name_problem(member)
+        elif not isinstance(member, str):
+            problem = f"{shown(member)} is not a string; write the task's name in quotes"
+        if problem:
+            return f"in the list of the group {shown(config['group'])}: {problem}"
+    return None
+
+
 class Catalogue:
     """The catalogue has lm-eval's tasks, and those of a directory before them.
 
     Attributes:
         included: names of the directory's tasks.
+        unreadable: the end of a line that names the first of its files that can't be read; "" without one.
     """
 
     def __init__(self, options: TaskOptions):
         """Read the names of the directory's tasks.
 
         Raises:
-            UserError: no such directory, or no task in it.
+            UserError: no such directory, no task in it, or a name in a task file that is no string.
         """
         self.options = options
         self.included: list[str] = []
+        self.unreadable = ""
         if options.include_path is not None:
             if not options.include_path.is_dir():
                 raise UserError(f"--include-path {options.include_path}: no such directory")
-            for file in options.include_path.rglob("*.yaml"):
-                is_regular(file)  # a pipe would be waited for
+            unreadable = check_task_names(options.include_path)
             self._included = TaskManager(include_path=str(options.include_path), include_defaults=False)
             self.included = list(self._included.all_tasks)
+            for file, reason in list(unreadable.items())[:1]:
+                self.unreadable = f"; {file} can't be read ({reason}); correct that file"
             if not self.included:
-                raise UserError(f"--include-path {options.include_path}: no task file (.yaml) of lm-eval in it")
+                raise UserError(
+                    f"--include-path {options.include_path}: no task file (.yaml) of lm-eval in it{self.unreadable}"
+                )
 
     def has(self, name: str) -> bool:
         return name in self.included or name in _own_tasks().all_tasks
@@ -163,8 +213,13 @@ class Catalogue:
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
+            if name in self.included:
+                raise UserError(
+                    f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without "
+                    "a network its data have to be files on this machine"
+                ) from error
             raise UserError(
-                f"{name}: its data can't be read ({type(error).__name__}: {first_line(error)}); without a network give "
+                f"{name}: its data can't be read ({first_line(error)}); without a network give "
                 f"the evaluated split's file with --data {name}=FILE, or a task file that names it with --include-path"
             ) from error
         if file is not None:
@@ -229,8 +284,7 @@ def _fill_in(task: Any, limit: int | None) -> None:
                 task.doc_to_choice(document)
         except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
             raise UserError(
-                f"document {number} of its data doesn't fit its task file ({type(error).__name__}: "
-                f"{first_line(error)}); mend either"
+                f"document {number} of its data doesn't fit its task file ({first_line(error)}); correct either"
             ) from error
 
 
@@ -271,8 +325,7 @@ class HarnessTask(Task):
                 if lm.computing or (subject.topology.world > 1 and isinstance(error, RuntimeError)):
                     raise
                 raise UserError(
-                    f"{self.name}: lm-eval can't evaluate it ({type(error).__name__}: {first_line(error)}); look at "
-                    "what its task file asks for and at its data"
+                    f"{self.name}: lm-eval can't evaluate it ({first_line(error)}); correct its task file or its data"
                 ) from error
         whole = {key: results[key] for key in IN_REPORT if key in results}
         metrics = whole["results"].get(self.name) or whole.get("groups", {}).get(self.name) or {}

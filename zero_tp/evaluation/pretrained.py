@@ -12,16 +12,22 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zero_tp.architectures import ARCHITECTURES, architecture_of
+from zero_tp.architectures.configs import pretrained_config
 from zero_tp.checkpoint.convert import config_of, tokenizer_of
-from zero_tp.checkpoint.directory import MANIFEST, check_sizes, find_checkpoint, in_use, read_manifest
-from zero_tp.checkpoint.manifest import UNHASHED
+from zero_tp.checkpoint.directory import (
+    MANIFEST,
+    check_sizes,
+    find_checkpoint,
+    in_use,
+    passed_over,
+    read_manifest,
+)
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.data.tokenizer import missing_for_masking, open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import EncoderScorer, HuggingFaceScorer, ParallelScorer, Scorer, Subject
-from zero_tp.models.architectures import ARCHITECTURES, architecture_of
-from zero_tp.models.architectures.configs import pretrained_config
-from zero_tp.models.wrapper import ZeroTPForCausalLM, ZeroTPForPreTraining
+from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.topology import Topology
 from zero_tp.training.metrics_file import METRICS_FILE
@@ -194,12 +200,14 @@ def _open_run(path: Path, tokenizer: Path | None) -> CheckpointDirectory:
     checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest.files)
-    config = config_of(checkpoint, manifest)
+    config = config_of(manifest)
     found = tokenizer_of(tokenizer, manifest.tokenizer)
     if found is None:
         raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
-    note = "" if manifest.hashed else f"{checkpoint / MANIFEST} is {UNHASHED}"
-    return CheckpointDirectory(checkpoint, config, _open_tokenizer(found, config), step=manifest.step, note=note)
+    opened = _open_tokenizer(found, config)
+    return CheckpointDirectory(
+        checkpoint, config, opened, step=manifest.step, note="; ".join(passed_over(path, manifest.step))
+    )
 
 
 def _open_tokenizer(path: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:

@@ -87,7 +87,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         raise UserError(f"--{asked[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
     for name in names:
         if name not in own and (catalogue is None or not catalogue.has(name)):
-            raise UserError(f"{name}: unknown task; {_near(name, catalogue)}")
+            unreadable = catalogue.unreadable if catalogue else ""
+            raise UserError(f"{name}: unknown task; {_near(name, catalogue)}{unreadable}")
     check_data({name: path for name, path in data.items() if name in own}, own)
 
     def make(name: str) -> Task:

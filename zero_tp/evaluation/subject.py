@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import require_alike
+from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.scores import TokenScores, scores_of_logits
 from zero_tp.topology import Topology
 
@@ -256,7 +256,7 @@ class Subject:
             digest = hashlib.sha256()
             for each in asked:
                 digest.update(len(each).to_bytes(8) + each)
-            require_alike({"what a task asks of the model": f"SHA-256 {digest.hexdigest()[:12]}…"})
+            require_same_on_all_ranks({"what a task asks of the model": f"SHA-256 {digest.hexdigest()[:12]}…"})
 
     def map(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], report: Report

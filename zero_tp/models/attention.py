@@ -12,15 +12,15 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from zero_tp import devices
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models import flash
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import rotate
 from zero_tp.models.projection import projection
-from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -106,8 +106,23 @@ class SDPACore(AttentionCore):
         if mask is None and not dropped and flash.is_faster(query.dtype, query.device, query.shape[2], key.shape[2]):
             return flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
-        with self.streams.use(PER_RANK) if dropped else nullcontext():
+        with self.streams.use(PER_RANK) if dropped else nullcontext(), allowed_kernels(mask):
             return F.scaled_dot_product_attention(query, key, value, mask, dropped, causal, enable_gqa=grouped)
+
+
+@contextmanager
+def allowed_kernels(mask: Tensor | None) -> Iterator[None]:
+    """Keep SDPA off cuDNN's kernel beside a mask; without one, torch chooses alone.
+
+    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799). torch chooses
+    without asking it, so the call raises.
+    """
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn and mask is None)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
@@ -170,20 +185,6 @@ BACK_ENDS = {
     SDPBackend.OVERRIDEABLE: "the device's own kernel",
     SDPBackend.MATH: "the maths path, which keeps the scores",
 }
-
-
-@contextmanager
-def back_ends(device: torch.device) -> Iterator[None]:
-    """Let SDPA take, on CUDA, the first of these that can compute a call: cuDNN where it is faster, flash,
-    memory-efficient, and the maths path."""
-    if device.type != "cuda":
-        yield
-        return
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if devices.prefers_cudnn(device):
-        order = [SDPBackend.CUDNN_ATTENTION, *order]
-    with sdpa_kernel(order, set_priority=True):
-        yield
 
 
 def described(
@@ -258,7 +259,7 @@ def _back_end(
         torch.empty(rows, each, mask.queries, spec.head_size, dtype=dtype, device=device, requires_grad=True)
         for each in (heads, groups)
     )
-    with back_ends(device):
+    with allowed_kernels(added):
         chosen = torch._fused_sdp_choice(
             query,
             key,

@@ -145,11 +145,15 @@ class CausalLM(ParallelModel):
             input_ids.t().contiguous(),
             attention_mask,
             positions=position_ids,
-            pieces=None if document_ids is None else Pieces.of(document_ids, input_ids.device),
+            pieces=None if document_ids is None else self._pieces(document_ids, input_ids.device),
             cache=past_key_values,
             sequence=sequence,
         )
         return hidden, sequence
+
+    def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
+        """Find the pieces of documents. The planner's model, whose tensors hold no numbers, has other ones."""
+        return Pieces.of(document_ids, device)
 
     def _check_shapes(
         self,

@@ -46,9 +46,13 @@ class Pieces:
 
         They are found on the host, which waits for numbers that are on an accelerator, and for nothing else.
         """
-        starts = starts_of(documents)
+        return cls.from_starts(starts_of(documents), documents.shape, device)
+
+    @classmethod
+    def from_starts(cls, starts: npt.NDArray[np.int32], shape: torch.Size, device: torch.device) -> Pieces:
+        """Move `starts`, which are on the host, to the device. `shape` is [b, s]."""
         there = torch.tensor(starts, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-        return cls(there, int(np.diff(starts).max()), *documents.shape)
+        return cls(there, int(np.diff(starts).max()), *shape)
 
     @classmethod
     def of_rows(cls, rows: int, length: int, device: torch.device) -> Pieces:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from zero_tp.models.spec import TransformerSpec
+    from zero_tp.architectures.spec import TransformerSpec
 
 
 class ForwardFlops(NamedTuple):

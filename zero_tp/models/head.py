@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.mlp import Activation
 from zero_tp.models.norm import NORMS
-from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.collectives import gather_from_sequence_region
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.layout import split_vocabulary

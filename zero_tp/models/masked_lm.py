@@ -21,6 +21,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.models.head import MaskedTokenHead, SentenceHead
 from zero_tp.models.model import ParallelModel, check_shape
 from zero_tp.parallel.collectives import gather_rows
+from zero_tp.parallel.loss import nonzero
 from zero_tp.parallel.parameter import ParameterMaker
 
 
@@ -111,7 +112,8 @@ class MaskedLM(ParallelModel):
             num_rows_in_batch: likewise of the rows' losses.
 
         Returns:
-            Losses are means, fp32, equal on all TP ranks; with `none` `masked_loss` is [b, s], 0 where a label is
+            Losses are means, fp32, equal on all TP ranks; where every label is ignored nan, as torch's cross entropy
+            gives, but 0 with a number to divide by; with `none` `masked_loss` is [b, s], 0 where a label is
             ignored, `sentence_loss` is [b], and `loss` is None.
 
         Raises:
@@ -179,12 +181,14 @@ class MaskedLM(ParallelModel):
     ) -> None:
         """Fill in the losses of the labels at `places`."""
         batch, length = labels.shape
+        if not len(places):
+            places = places.new_zeros(1)  # an ignored label: every weight has a gradient, of 0
         row, position = places // length, places % length
         rows = gather_rows(hidden, position * batch + row, self.topology.tensor_group, sequence=sequence)
         wanted = labels.flatten()[places]
         if reduction == "mean":
             output.masked_loss, right = self.head(rows, wanted, divisor=divisor)
-            output.masked_accuracy = right / (len(wanted) if divisor is None else divisor)
+            output.masked_accuracy = right / (len(wanted) if divisor is None else nonzero(divisor))
             return
         loss, right = self.head(rows, wanted, each_token=True)
         output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
@@ -203,6 +207,6 @@ def _score_sentences(
     right = scores.detach().argmax(1) == labels
     taken = "sum" if divisor is not None else reduction
     loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=taken)
-    output.sentence_loss = loss if divisor is None else loss / divisor
-    rows = counted.sum() if divisor is None else divisor
+    rows = counted.sum() if divisor is None else nonzero(divisor)
+    output.sentence_loss = loss if divisor is None else (loss / rows).float()
     output.sentence_accuracy = right if reduction == "none" else right.sum() / rows

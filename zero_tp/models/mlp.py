@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.context import ForwardContext
-from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.elementwise import Elementwise, ElementwiseModule
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker

@@ -1,8 +1,8 @@
 """ParallelModel is what every model that trains here is made of: the Transformer, and heads on it, split over the TP
 group.
 
-models/wrapper.py gives each model the face of a PreTrainedModel. It stays without, as importing that class takes a
-second of each rank's start.
+huggingface/ makes PreTrainedModels of them. They are none here, as importing that class takes a second of each rank's
+start.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from zero_tp.errors import UserError
-from zero_tp.models.architectures import architecture_of
-from zero_tp.models.spec import TransformerSpec
+from zero_tp.architectures import architecture_of
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.errors import UserError, shown
+from zero_tp.models.foreign_engines import ForeignEngineChecks
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import whole_shape
@@ -42,7 +43,21 @@ def model_class(spec: TransformerSpec) -> type[ParallelModel]:
     return found
 
 
-class ParallelModel(nn.Module, ABC):
+def torch_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of a name such as "bfloat16", None where the config decides: without one, and of "auto".
+
+    Raises:
+        UserError: no floating dtype of torch.
+    """
+    if given is None or given == "auto":
+        return None
+    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f'dtype: {shown(given)} is no floating dtype of torch; give one, such as "bfloat16", or "auto"')
+    return dtype
+
+
+class ParallelModel(ForeignEngineChecks, ABC):
     """This model is a Transformer with heads, split over the topology's TP group.
 
     Args:
@@ -50,7 +65,7 @@ class ParallelModel(nn.Module, ABC):
         topology: the TP × DP grid; by default one process.
         seed: of the initial weights and of dropout. Initial weights are the same for every TP size.
         source: where the weights come from instead of the seed.
-        dtype: of the weights; by default the config's, else fp32.
+        dtype: of the weights, such as "bfloat16"; by default, and with "auto", the config's, else fp32.
         device: where the weights live; "meta" makes no data.
         spec: what is built, by default what the config's architecture says; another one may have fewer layers.
 
@@ -80,7 +95,7 @@ class ParallelModel(nn.Module, ABC):
         *,
         seed: int = 0,
         source: WeightSource | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         spec: TransformerSpec | None = None,
     ) -> None:
@@ -94,8 +109,7 @@ class ParallelModel(nn.Module, ABC):
         self.spec.check(self.topology.tensor)
         draws = torch.device(device).type not in WITHOUT_GENERATORS
         self.streams = RandomStreams(self.topology, seed, device if draws else "cpu")
-        chosen = dtype or config.dtype or torch.float32
-        assert isinstance(chosen, torch.dtype)
+        chosen = torch_dtype(dtype) or torch_dtype(config.dtype) or torch.float32
         make = ParameterMaker(self.topology, source or Drawn(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self._make_heads(make)
@@ -121,39 +135,6 @@ class ParallelModel(nn.Module, ABC):
         Args:
             given: the forward's arguments.
         """
-
-    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook as any module does.
-
-        Raises:
-            UserError: the hook is that of a DeepSpeed engine which does not know the model's topology.
-        """
-        _refuse_engine_without_topology(hook, self.topology)
-        return super().register_forward_pre_hook(hook, **options)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
-        """Name nothing; torch's DistributedDataParallel asks when it is made around a module.
-
-        Raises:
-            UserError: the model is split.
-        """
-        _refuse_data_parallel_wrapper(self.topology, "torch's DistributedDataParallel")
-        return ()
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        """Tell torch's compiler what FSDP has noted, which it does, in each of its versions, on all modules it takes.
-
-        Raises:
-            UserError: when it is set on a model that is split.
-        """
-        return bool(vars(self).get("_fsdp_manages", False))
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, managed: bool) -> None:
-        _refuse_data_parallel_wrapper(self.topology, "torch's FSDP")
-        vars(self)["_fsdp_manages"] = managed
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding.word
@@ -211,43 +192,3 @@ def check_shape(name: str, given: Tensor | None, rows: tuple[int, ...], columns:
     """
     if given is not None and (given.ndim != 2 or given.shape[0] not in rows or given.shape[1] != columns):
         raise ValueError(f"{name} is {tuple(given.shape)}, expected {(rows[-1], columns)}")
-
-
-# ---- engines that others build around a split model without knowing its topology are refused -------------------------
-
-
-def _refuse_engine_without_topology(hook: Any, topology: Topology) -> None:
-    """Refuse the forward hook of a DeepSpeed engine that knows another topology than the model.
-
-    DeepSpeed's engine registers a hook on the module that it is made around. `Accelerator.prepare` and `Trainer` call
-    `deepspeed.initialize` without an mpu. Its data-parallel group is then the whole world, and it averages the
-    gradients of different tensor parallel shards, without an error.
-
-    Raises:
-        UserError: the hook is that of an engine which knows another topology than the model, and the model is split.
-    """
-    free = getattr(getattr(hook, "__code__", None), "co_freevars", ())
-    held = dict(zip(free, getattr(hook, "__closure__", None) or (), strict=False))
-    engine = held["self"].cell_contents if "self" in held else None
-    if topology.tensor == 1 or not type(engine).__module__.startswith("deepspeed."):
-        return
-    if getattr(engine, "mpu", None) is not topology:
-        raise _refusal(topology, "a DeepSpeed engine that does not know its topology")
-
-
-def _refuse_data_parallel_wrapper(topology: Topology, wrapper: str) -> None:
-    """Refuse a wrapper of torch's that averages gradients over the whole world.
-
-    Raises:
-        UserError: the model is split.
-    """
-    if topology.tensor > 1:
-        raise _refusal(topology, f"{wrapper}, which does not know its topology")
-
-
-def _refusal(topology: Topology, where: str) -> UserError:
-    return UserError(
-        f"a model of tensor parallel size {topology.tensor} in {where}, as Accelerator.prepare and Trainer make it, "
-        "would average the gradients of different shards; train it with zero-tp pretrain, call "
-        "deepspeed.initialize(mpu=topology), or tensor parallel size 1"
-    )

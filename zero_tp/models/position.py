@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_tp.models.spec import Rotary
+from zero_tp.architectures.spec import Rotary
 from zero_tp.parallel.elementwise import Elementwise
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker

@@ -5,9 +5,10 @@ s sequence, b batch, h hidden, a heads, k KV heads, d head size, t TP size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from zero_tp.models.spec import TransformerSpec
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.parallel.linear import ColumnParallelLinear, column_parallel_linear
 from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
@@ -31,9 +32,9 @@ class FusedProjection(ColumnParallelLinear):
         query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)
         return query, key, value
 
-    def for_each_query(self, kept: Tensor) -> Tensor:
+    def for_each_query(self, key_or_value: Tensor) -> Tensor:
         """Return keys or values as the core takes them: there is one for each query already."""
-        return kept
+        return key_or_value
 
 
 class GroupedProjection(nn.Module):
@@ -46,42 +47,47 @@ class GroupedProjection(nn.Module):
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
         topology = make.topology
-        self.head_size, self.group = spec.head_size, topology.tensor_group
-        width, kept = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+        self.head_size, self.topology = spec.head_size, topology
+        width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         split = spec.kv_heads % topology.tensor == 0
         replicated: Layout = Replicated("partial")
-        kept_layout = Sharded(0, (kept,)) if split else replicated
+        kv_layout = Sharded(0, (kv_width,)) if split else replicated
 
         def bias(name: str, size: int, layout: Layout) -> nn.Parameter | None:
             return make.make(name, (size,), layout, Constant(0.0)) if spec.qkv_bias else None
 
         init = Normal(spec.init_std)
         self.query = make.make("query", (width, spec.hidden), Sharded(0, (width,)), init)
-        self.key = make.make("key", (kept, spec.hidden), kept_layout, init)
-        self.value = make.make("value", (kept, spec.hidden), kept_layout, init)
+        self.key = make.make("key", (kv_width, spec.hidden), kv_layout, init)
+        self.value = make.make("value", (kv_width, spec.hidden), kv_layout, init)
         self.query_bias = bias("query_bias", width, Sharded(0, (width,)))
-        self.key_bias = bias("key_bias", kept, kept_layout)
-        self.value_bias = bias("value_bias", kept, kept_layout)
+        self.key_bias = bias("key_bias", kv_width, kv_layout)
+        self.value_bias = bias("value_bias", kv_width, kv_layout)
 
-        local, each = spec.heads // topology.tensor, spec.heads // spec.kv_heads
-        serving = [head // each for head in range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)]
+        local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
+        start = topology.tensor_rank * local
+        serving = [head // group_size for head in range(start, start + local)]
         first, last = serving[0], serving[-1] + 1
         self.rows = None if split else (first * spec.head_size, last * spec.head_size)
         uses = [serving.count(head) for head in range(first, last)]
         # The cores repeat evenly by themselves; with k = 3 and t = 2 a rank may hold 4 queries of one and 2 of another.
-        self.serving = None if len(set(uses)) == 1 else [head - first for head in serving]
+        self.uses = None if len(set(uses)) == 1 else uses
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
         """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
         weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
         rows = (None, self.rows, self.rows)
-        found = column_parallel_linear(tensor, weights, biases, self.group, sequence=sequence, rows=rows)
-        query, key, value = (each.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for each in found)
+        projected = column_parallel_linear(tensor, weights, biases, self.topology, sequence=sequence, rows=rows)
+        query, key, value = (tensor.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for tensor in projected)
         return query, key, value
 
-    def for_each_query(self, kept: Tensor) -> Tensor:
+    def for_each_query(self, key_or_value: Tensor) -> Tensor:
         """Return keys or values [b, KV heads, s, d] as the core takes them: evenly many queries for each."""
-        return kept if self.serving is None else kept[:, self.serving]
+        if self.uses is None:
+            return key_or_value
+        # An index would be copied to the device, for which both wait.
+        heads = zip(key_or_value.split(1, 1), self.uses, strict=True)
+        return torch.cat([head.expand(-1, uses, -1, -1) for head, uses in heads], 1)
 
 
 def projection(make: ParameterMaker, spec: TransformerSpec) -> FusedProjection | GroupedProjection:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.attention import CORES, Attention
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
 from zero_tp.models.mlp import MLPS
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS, LearnedVectors, rotation
-from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams

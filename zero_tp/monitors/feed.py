@@ -13,6 +13,7 @@ from pathlib import Path
 from zero_tp.config import RunConfig
 from zero_tp.errors import first_line, one_line
 from zero_tp.monitors.sinks import Sink, Start, chosen
+from zero_tp.training.callback import Callback, Metrics, TrainState
 
 MOST_WAITING = 10_000
 SLOW_SECONDS = 60.0
@@ -134,3 +135,25 @@ class Monitors:
         yield from self.notes()
         for feed in self._feeds:
             yield from feed.outcome(seconds)
+
+
+class Trackers(Callback):
+    """Send what a run logs to the trackers that its config names, on rank 0."""
+
+    def __init__(self) -> None:
+        self._monitors: Monitors | None = None
+
+    def on_start(self, state: TrainState) -> None:
+        if state.is_rank_zero:
+            self._monitors = Monitors.of(state.config, state.directory, state.step)
+
+    def on_log(self, state: TrainState, values: Metrics) -> None:
+        if self._monitors is not None:
+            self._monitors.write(values)
+            for note in self._monitors.notes():
+                state.print(note)
+
+    def on_end(self, state: TrainState) -> None:
+        if self._monitors is not None:
+            for note in self._monitors.close(failing=state.error is not None):
+                state.print(note)

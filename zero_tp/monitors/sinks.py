@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +55,7 @@ class Start:
     step: int
     batch: int
     config: dict[str, Any]
+    _remembering: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class Start:
 
     def remember(self, monitor: str, identity: object) -> None:
         """Keep that name for the run's next start."""
-        with _REMEMBERING:
+        with self._remembering:
             known = {**self._identities(), monitor: str(identity)}
             write_atomically(self.run / IDENTITIES, json.dumps(known, indent=2) + "\n")
 
@@ -85,9 +86,6 @@ class Start:
             return read_object(self.run / IDENTITIES)
         except FileNotFoundError:
             return {}
-
-
-_REMEMBERING = threading.Lock()
 
 
 # --- the monitors -----------------------------------------------------------------------------------------------------

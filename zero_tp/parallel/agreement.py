@@ -20,7 +20,7 @@ from zero_tp.topology import Topology, name_ranks
 T = TypeVar("T")
 
 
-def from_all(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Return what each rank of the job gives, by rank; `[value]` where there is no process group. Collective."""
     if not dist.is_initialized():
         return [value]
@@ -29,7 +29,7 @@ def from_all(value: T) -> list[T]:
     return values
 
 
-def require_alike(read: Mapping[str, str]) -> None:
+def require_same_on_all_ranks(read: Mapping[str, str]) -> None:
     """Check that all ranks have read the same. Collective. They exchange 32 bytes each where they have.
 
     Args:
@@ -39,9 +39,9 @@ def require_alike(read: Mapping[str, str]) -> None:
         UserError: on every rank, naming the ranks and their hosts.
     """
     told = dict(read)
-    if len(set(from_all(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()))) == 1:
+    if len(set(all_gather_object(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()))) == 1:
         return
-    ranks = from_all((told, socket.gethostname()))
+    ranks = all_gather_object((told, socket.gethostname()))
     for problem in {key: None for seen, _ in ranks for key in seen}:
         holders: dict[str, list[int]] = {}
         for rank, (seen, _) in enumerate(ranks):
@@ -60,28 +60,30 @@ def require_alike(read: Mapping[str, str]) -> None:
 def most_machines(topology: Topology) -> int:
     """Return on how many machines, at most, the ranks of a TP group are. Collective."""
     hosts: dict[int, set[str]] = {}
-    for group, host in from_all((topology.data_rank, socket.gethostname())):
+    for group, host in all_gather_object((topology.data_rank, socket.gethostname())):
         hosts.setdefault(group, set()).add(host)
     return max(len(each) for each in hosts.values())
 
 
-def by_the_first(work: Callable[[], T]) -> T:
-    """Return on every rank what `work` gives on the first. Collective.
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """Return on every rank what `work` returns on rank 0. Collective: one broadcast.
 
     Raises:
-        UserError: on every rank; it could not read or write.
+        UserError: on every rank; `work` raised it, or could not read or write.
     """
-    told: list[tuple[T | None, str]] = [(None, "")]
+    result: list[tuple[T | None, str]] = [(None, "")]
     if dist.get_rank() == 0:
         try:
-            told = [(work(), "")]
+            result = [(work(), "")]
+        except UserError as error:
+            result = [(None, str(error))]
         except OSError as error:
-            told = [(None, f"{error.filename}: {error.strerror}")]
-    dist.broadcast_object_list(told)
-    done, problem = told[0]
+            result = [(None, f"{error.filename}: {error.strerror}; make the directory writable")]
+    dist.broadcast_object_list(result)
+    value, problem = result[0]
     if problem:
-        raise UserError(f"{problem}; make the directory writable")
-    return done  # type: ignore[return-value]
+        raise UserError(problem)
+    return value  # type: ignore[return-value]
 
 
 def octets(tensor: Tensor) -> memoryview:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,60 +19,63 @@ CACHE_ELEMENTS = 2**18
 """Elements of a piece that a CPU core's cache holds: 1 MiB in fp32."""
 
 
-def pieces(rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
-    """Yield the rows of each piece of `rows` [n, *], one after another.
-
-    Args:
-        elsewhere: elements of a piece on other devices than CPUs; by default all.
-    """
-    most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
-    count = rows.shape[0]
-    step = max(1, count if most is None else most * count // max(1, rows.numel()))
-    yield from (slice(start, min(count, start + step)) for start in range(0, max(1, count), step))
-
-
 class Elementwise:
     """How a pure function of tensors is run: its operations one by one, as they are written, piece after piece.
 
     The function treats each row, the first dimension of its first arguments, alike.
     """
 
+    def starts(self, stop: int, step: int) -> Sequence[int]:
+        """Return the first index of each piece of `step` indices below `stop`. A subclass may leave pieces out."""
+        return range(0, stop, step)
+
+    def pieces(self, rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
+        """Yield the rows of each piece of `rows` [n, *], one after another.
+
+        Args:
+            elsewhere: elements of a piece on other devices than CPUs; by default all.
+        """
+        most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
+        count = rows.shape[0]
+        step = max(1, count if most is None else most * count // max(1, rows.numel()))
+        yield from (slice(start, min(count, start + step)) for start in self.starts(max(1, count), step))
+
     def rows(
         self,
         function: Callable[..., Any],
-        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         *others: Any,
         elsewhere: int | None = None,
     ) -> Any:
-        """Return what `function(*given, *others)` does: one or several tensors with as many rows as `given`, or None
-        where it writes into one of them.
+        """Return what `function(*tensors, *others)` does: one or several tensors with n rows, or None where it writes
+        into one of `tensors`.
 
         Args:
-            given: [n, *] each.
+            tensors: [n, *].
             elsewhere: elements of a piece on other devices than CPUs; by default all.
         """
         outputs: list[Tensor] = []
-        found: Any = None
-        for piece in pieces(given[0], elsewhere):
-            found = function(*(each[piece] for each in given), *others)
-            if found is None:
+        result: Any = None
+        for piece in self.pieces(tensors[0], elsewhere):
+            result = function(*(tensor[piece] for tensor in tensors), *others)
+            if result is None:
                 continue
-            parts = (found,) if isinstance(found, Tensor) else found
+            parts = (result,) if isinstance(result, Tensor) else result
             if not outputs:
-                if len(parts[0]) == len(given[0]):
-                    return found
-                outputs = [part.new_empty(len(given[0]), *part.shape[1:]) for part in parts]
+                if len(parts[0]) == len(tensors[0]):
+                    return result
+                outputs = [part.new_empty(len(tensors[0]), *part.shape[1:]) for part in parts]
             for output, part in zip(outputs, parts, strict=True):
                 output[piece] = part
-        if found is None:
+        if result is None:
             return None
-        return outputs[0] if isinstance(found, Tensor) else tuple(outputs)
+        return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
 
-    def total(self, function: Callable[..., Tensor], given: Sequence[Tensor], *others: Any) -> Tensor:
-        """Return what `function(*given, *others)` does: a sum over the rows."""
-        found = (function(*(each[piece] for each in given), *others) for piece in pieces(given[0]))
-        total = next(found)
-        for part in found:
+    def total(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
+        """Return what `function(*tensors, *others)` does: a sum over the rows."""
+        sums = (function(*(tensor[piece] for tensor in tensors), *others) for piece in self.pieces(tensors[0]))
+        total = next(sums)
+        for part in sums:
             total += part
         return total
 
@@ -83,14 +86,14 @@ class Compiled(Elementwise):
     def rows(
         self,
         function: Callable[..., Any],
-        given: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         *others: Any,
         elsewhere: int | None = None,
     ) -> Any:
-        return _compiled(function)(*map(_plain, given), *map(_plain, others))
+        return _compiled(function)(*map(_plain, tensors), *map(_plain, others))
 
-    def total(self, function: Callable[..., Tensor], given: Sequence[Tensor], *others: Any) -> Tensor:
-        total: Tensor = self.rows(function, given, *others)
+    def total(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
+        total: Tensor = self.rows(function, tensors, *others)
         return total
 
 
@@ -100,7 +103,8 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    # A second number of rows, such as masked tokens in each batch, makes one kernel for all others.
+    return torch.compile(function, fullgraph=True)
 
 
 def _twice(tensor: Tensor) -> Tensor:
@@ -111,17 +115,29 @@ IN_PIECES, COMPILED = Elementwise(), Compiled()
 
 
 class ElementwiseModule(nn.Module):
-    """This module does elementwise work, in training by compiled kernels if `compile_elementwise` says so.
+    """This module does elementwise work, in training as `set_training_elementwise` says.
 
     Evaluation compiles nothing: its shapes are many, and a model's scores are the same whoever trained it.
     """
 
-    compiled = False
+    training_elementwise: Elementwise = IN_PIECES
 
     @property
     def elementwise(self) -> Elementwise:
         """How the functions of this module are run now."""
-        return COMPILED if self.compiled and self.training else IN_PIECES
+        return self.training_elementwise if self.training else IN_PIECES
+
+
+def set_training_elementwise(model: nn.Module, elementwise: Elementwise) -> None:
+    """Set how training runs the elementwise work of a model's modules."""
+    for module in model.modules():
+        if isinstance(module, ElementwiseModule):
+            module.training_elementwise = elementwise
+
+
+def is_compiled(setting: bool | Literal["auto"], device: torch.device) -> bool:
+    """Return whether a run on `device` compiles its elementwise work; "auto": on CUDA alone."""
+    return device.type == "cuda" if setting == "auto" else setting
 
 
 def compile_elementwise(model: nn.Module, device: torch.device) -> None:
@@ -135,10 +151,8 @@ def compile_elementwise(model: nn.Module, device: torch.device) -> None:
     try:
         COMPILED.rows(_twice, (torch.ones(1, device=device),))
     except (BackendCompilerFailed, OSError) as error:
-        told = getattr(error, "inner_exception", error)
+        cause = getattr(error, "inner_exception", error)
         raise UserError(
-            f"zero_tp.compile: torch can't compile for {device.type} here ({told}): set it to false"
+            f"zero_tp.compile: torch can't compile for {device.type} here ({cause}): set it to false"
         ) from error
-    for module in model.modules():
-        if isinstance(module, ElementwiseModule):
-            module.compiled = True
+    set_training_elementwise(model, COMPILED)

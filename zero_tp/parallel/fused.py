@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from zero_tp.errors import UserError
-from zero_tp.parallel.collectives import Group, group_size
-
-_groups: set[str] = set()
-"""Names of the groups whose layers use them."""
+from zero_tp.parallel.collectives import Group
+from zero_tp.topology import Topology
 
 
-def fuse(group: Group, device: torch.device) -> None:
-    """Let the layers of this TP group use fused products. Collective over the group.
+def fuse(topology: Topology, device: torch.device) -> None:
+    """Let the layers of this topology use fused products. Collective over the TP group.
 
     Raises:
         UserError: the devices are not CUDA's, or do not reach each other's memory.
@@ -30,6 +28,7 @@ def fuse(group: Group, device: torch.device) -> None:
     key, remedy = "zero_tp.parallel.fused_products", "set it to false"
     if device.type != "cuda":
         raise UserError(f"{key}: needs CUDA devices, and this run is on {device.type}; {remedy}")
+    group = topology.tensor_group
     assert group is not None  # under SP, which the config asks for
     try:
         symmetric_memory.rendezvous(symmetric_memory.empty(1, device=device), group)
@@ -37,12 +36,7 @@ def fuse(group: Group, device: torch.device) -> None:
         raise UserError(
             f"{key}: the devices of a TP group do not reach each other's memory ({error}); {remedy}"
         ) from error
-    _groups.add(group.group_name)
-
-
-def fuses(group: Group) -> bool:
-    """Tell whether the layers of this group use fused products."""
-    return group_size(group) > 1 and group is not None and group.group_name in _groups
+    topology.fused_products = True
 
 
 def gathered_products(shard: Tensor, matrices: Sequence[Tensor], group: Group) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, Pending, all_reduce, start_all_reduce
-from zero_tp.parallel.elementwise import pieces
+from zero_tp.parallel.elementwise import IN_PIECES
 from zero_tp.parallel.layout import Replicated, Sharded, layout_of
 from zero_tp.topology import Topology
 
@@ -32,10 +32,10 @@ class GradientSum:
     def __init__(self, group: Group):
         self.group, self.fired = group, 0
 
-    def start(self, *gradients: Tensor) -> Pending:
+    def start(self, *gradients: Tensor, async_op: bool = True) -> Pending:
         """Start one all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
         self.fired += 1
-        return start_all_reduce(torch.stack(gradients), self.group)
+        return start_all_reduce(torch.stack(gradients), self.group, async_op=async_op)
 
 
 class GradientHooks:
@@ -68,7 +68,7 @@ class GradientHooks:
 
 def _hooked(parameter: nn.Parameter, group: Group) -> GradientSum:
     made = GradientSum(group)
-    parameter.register_hook(lambda gradient: made.start(gradient).wait()[0])
+    parameter.register_hook(lambda gradient: made.start(gradient, async_op=False).wait()[0])
     return made
 
 
@@ -77,7 +77,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
-    for piece in pieces(column, _ELSEWHERE_ELEMENTS):
+    for piece in IN_PIECES.pieces(column, _ELSEWHERE_ELEMENTS):
         total += column[piece].double().square_().sum()
     return total
 

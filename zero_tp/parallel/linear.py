@@ -39,10 +39,13 @@ from zero_tp.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from zero_tp.parallel.fused import fuses, gathered_products, scattered_product
+from zero_tp.parallel.fused import gathered_products, scattered_product
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+from zero_tp.topology import Topology
 
+OWN_ROWS_FIRST = True
+"""A rank multiplies its own rows while the others are gathered; else all rows at once when they are there."""
 Rows = tuple[int, int]
 """First and last + 1 of the output features that a rank computes of a replicated weight."""
 
@@ -57,9 +60,14 @@ def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _gathered_products(
-    shard: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group
+    shard: Tensor,
+    matrices: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Group,
+    *,
+    fused: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Gather a sequence shard and multiply what it is part of: its own rows first, while the others are on their way.
+    """Gather a sequence shard and multiply what it is part of (`OWN_ROWS_FIRST`).
 
     Each row's product is what it is in a product of all rows, up to the order of a GEMM's own sums.
 
@@ -67,11 +75,12 @@ def _gathered_products(
         shard: [s/t, b, i].
         matrices: [i, o] each.
         biases: [o] each, or None.
+        fused: use torch's fused operator.
 
     Returns:
         The whole [s, b, i], and its products [s, b, o].
     """
-    if matrices and fuses(group):
+    if matrices and fused:
         whole, products = gathered_products(shard, matrices, group)
         pairs = zip(products, biases, strict=True)
         return whole, tuple(product if bias is None else product.add_(bias) for product, bias in pairs)
@@ -87,9 +96,12 @@ def _gathered_products(
             else:
                 torch.addmm(bias, given.flatten(0, 1), matrix, out=to)
 
-    multiply(rank * rows, (rank + 1) * rows, shard)
+    left = [(0, size * rows)]
+    if OWN_ROWS_FIRST:
+        multiply(rank * rows, (rank + 1) * rows, shard)
+        left = [(0, rank * rows), ((rank + 1) * rows, size * rows)]
     whole = gathering.wait()
-    for first, end in ((0, rank * rows), ((rank + 1) * rows, size * rows)):
+    for first, end in left:
         if end > first:
             multiply(first, end, whole[first:end])
     return whole, outputs
@@ -104,22 +116,29 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, group: Group, sequence: bool, rows: tuple[Rows | None, ...], *parameters: Tensor | None
+        ctx: Any,
+        shard: Tensor,
+        group: Group,
+        sequence: bool,
+        fused: bool,
+        rows: tuple[Rows | None, ...],
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(rows)], parameters[len(rows) :]
         # Whole parameters, not views of their rows: ZeRO-3 takes a parameter's data away until backward.
         ctx.save_for_backward(shard, *weights)
-        ctx.group, ctx.sequence, ctx.rows = group, sequence, rows
+        ctx.group, ctx.sequence, ctx.fused, ctx.rows = group, sequence, fused, rows
         own_weights = [_cut(weight, cut) for weight, cut in zip(weights, rows, strict=True)]
         own_biases = [_cut(bias, cut) for bias, cut in zip(biases, rows, strict=True)]
         if sequence:
-            return _gathered_products(shard, [weight.t() for weight in own_weights], own_biases, group)[1]
+            matrices = [weight.t() for weight in own_weights]
+            return _gathered_products(shard, matrices, own_biases, group, fused=fused)[1]
         return tuple(_linear(shard, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         shard, *weights = ctx.saved_tensors
-        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         gathering = start_all_gather(shard, ctx.group) if ctx.sequence and any(needs_weights) else None
@@ -127,7 +146,7 @@ class _ColumnParallel(torch.autograd.Function):
         if needs_input:
             pairs = [(grad, _cut(weight, cut)) for grad, weight, cut in zip(gradients, weights, ctx.rows, strict=True)]
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
-            fused = ctx.sequence and len(pairs) == 1 and fuses(ctx.group)
+            fused = ctx.sequence and len(pairs) == 1 and ctx.fused
             whole_gradient = None if fused else _sum(gradient @ weight for gradient, weight in pairs)
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
@@ -143,7 +162,7 @@ class _ColumnParallel(torch.autograd.Function):
                 of_weights[index] = _uncut(gradient.flatten(0, 1).t() @ whole.flatten(0, 1), cut, weight.shape[0])
             if needs_biases[index]:
                 of_biases[index] = _uncut(gradient.sum((0, 1)), cut, weight.shape[0])
-        return reducing.wait() if reducing is not None else None, None, None, None, *of_weights, *of_biases
+        return reducing.wait() if reducing is not None else None, *(None,) * 4, *of_weights, *of_biases
 
 
 def _cut(parameter: Any, rows: Rows | None) -> Any:
@@ -175,15 +194,17 @@ class _RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, fused: bool
+    ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
-        ctx.group, ctx.sequence = group, sequence
+        ctx.group, ctx.sequence, ctx.fused = group, sequence, fused
         # As one matrix: torch multiplies any other X in s products of b rows (bf16 on CPU, s 256, b 4, i 256, o 256:
         # 28 ms instead of 0.6).
         matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
-        if sequence and fuses(group):
+        if sequence and fused:
             whole = scattered_product(tensor, weight.t(), group)
         else:
             partial = F.linear(matrix, weight).unflatten(0, rows)
@@ -191,18 +212,20 @@ class _RowParallel(torch.autograd.Function):
         return whole if bias is None else whole.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if ctx.sequence:
             matrices = [weight] if needs_input else []
-            whole, of_input = _gathered_products(gradient, matrices, [None] * len(matrices), ctx.group)
+            no_biases = [None] * len(matrices)
+            whole, of_input = _gathered_products(gradient, matrices, no_biases, ctx.group, fused=ctx.fused)
         else:
             whole, of_input = gradient, (gradient @ weight,) if needs_input else ()
         return (
             of_input[0] if needs_input else None,
             whole.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
             whole.sum((0, 1)) if needs_bias else None,
+            None,
             None,
             None,
         )
@@ -212,7 +235,7 @@ def column_parallel_linear(
     tensor: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
-    group: Group,
+    topology: Topology,
     *,
     sequence: bool,
     rows: Sequence[Rows | None] | None = None,
@@ -223,10 +246,11 @@ def column_parallel_linear(
         rows: of each weight, those that this rank uses; by default all.
     """
     cuts = tuple(rows) if rows is not None else (None,) * len(weights)
-    if group_size(group) == 1:
+    if group_size(topology.tensor_group) == 1:
         cut = zip(weights, biases, cuts, strict=True)
         return tuple(_linear(tensor, _cut(weight, of), _cut(bias, of)) for weight, bias, of in cut)
-    outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, group, sequence, cuts, *weights, *biases)
+    options = (topology.tensor_group, sequence, topology.fused_products, cuts)
+    outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, *options, *weights, *biases)
     return outputs
 
 
@@ -247,13 +271,13 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, make: ParameterMaker, inputs: int, parts: tuple[int, ...], *, bias: bool, init: Normal):
         super().__init__()
         layout = Sharded(0, parts)
-        self.group = make.topology.tensor_group
+        self.topology = make.topology
         self.weight = make.make("weight", (sum(parts), inputs), layout, init)
         self.bias = make.make("bias", (sum(parts),), layout, Constant(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
-        (output,) = column_parallel_linear(tensor, (self.weight,), (self.bias,), self.group, sequence=sequence)
+        (output,) = column_parallel_linear(tensor, (self.weight,), (self.bias,), self.topology, sequence=sequence)
         return output
 
 
@@ -262,13 +286,14 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
         super().__init__()
-        self.group = make.topology.tensor_group
+        self.topology = make.topology
         self.weight = make.make("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
         self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
-        output: Tensor = _RowParallel.apply(tensor, self.weight, self.bias, self.group, sequence)
+        options = (self.topology.tensor_group, sequence, self.topology.fused_products)
+        output: Tensor = _RowParallel.apply(tensor, self.weight, self.bias, *options)
         return output
 
 

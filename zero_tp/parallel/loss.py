@@ -47,6 +47,11 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
     return math.ceil(sequence / math.ceil(sequence / most))
 
 
+def nonzero(divisor: Tensor | float) -> Tensor | float:
+    """Return what a sum of losses is divided by, 1 in the place of 0: the sum over no label is 0, its share too."""
+    return divisor.masked_fill(divisor == 0, 1) if isinstance(divisor, Tensor) else divisor or 1
+
+
 def adds_up(sequence: int, positions: int, dtype: torch.dtype) -> bool:
     """Tell whether the weight's gradient is added up in fp32: over several blocks, or in fp16, which holds no sums of
     many tokens."""
@@ -157,7 +162,7 @@ def _differences_(
     logits[torch.arange(len(logits), device=logits.device), column.squeeze(1)] = at_target.squeeze(1).to(logits.dtype)
 
 
-def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
+def _add_product_(total: Tensor, first: Tensor, second: Tensor, run: Elementwise = IN_PIECES) -> None:
     """Add firstᵀ · second to `total`, which is in fp32. [n, v/t], [n, h] → [v/t, h].
 
     Where the GEMM cannot add to fp32, a bf16 product is rounded first. One of fp16 is made in fp32: a sum of many
@@ -172,7 +177,7 @@ def _add_product_(total: Tensor, first: Tensor, second: Tensor) -> None:
     half = first.dtype == torch.float16
     second = second.float() if half else second
     step = max(1, BLOCK_ELEMENTS // second.shape[1])
-    for start in range(0, first.shape[1], step):
+    for start in run.starts(first.shape[1], step):
         rows = slice(start, start + step)
         if half:
             total[rows].addmm_(first[:, rows].t().float(), second)
@@ -215,8 +220,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
+        divisor = counted.sum() if divisor is None else nonzero(divisor)
         if not isinstance(divisor, Tensor):
-            divisor = counted.sum() if divisor is None else hidden.new_full((), divisor, dtype=torch.float32)
+            divisor = hidden.new_full((), divisor, dtype=torch.float32)
         count = divisor.to(hidden.device, torch.float32)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         right = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -228,7 +234,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = block_positions(length, batch, rows, columns if needs_weight else 0, weight.dtype)
         if needs_weight and adds_up(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in range(0, length, step):
+        for start in run.starts(length, step):
             keep = counted[start : start + step].flatten()
             # What is ignored is 0 from here on, whatever it was.
             piece = hidden[start : start + step].flatten(0, 1).masked_fill(~keep.unsqueeze(1), 0.0)
@@ -246,7 +252,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if bias_gradient is not None:
                 bias_gradient += logits.sum(0, dtype=torch.float32)
             if weight_gradient is not None:
-                _add_product_(weight_gradient, logits, piece)
+                _add_product_(weight_gradient, logits, piece, run)
             elif needs_weight:
                 weight_gradient = logits.t() @ piece
             del logits  # before the next block's are made
@@ -261,7 +267,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient, bias_gradient, count = ctx.saved_tensors
-        # With no counted token the loss is 0/0 = nan and the gradient zero, as in torch.
+        # The mean over no token is 0/0 = nan and its gradient zero, as in torch.
         scale = gradient.float() / count.masked_fill(count == 0, 1.0)
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
@@ -298,11 +304,11 @@ def vocab_parallel_cross_entropy(
         vocabulary: v; rows past it get no probability and no gradient.
         divisor: of the sum of the losses, instead of the number of labels that are not ignored; a tensor of no
             dimension keeps the host from waiting for it.
-        run: of the softmax.
+        run: of the softmax, and which blocks there are.
 
     Returns:
         fp32 scalar, equal on all TP ranks; nan when every label is ignored, as torch's cross entropy gives, but 0 with
-        a `divisor`.
+        a `divisor`, also of 0.
     """
     given = (vocabulary, ignore_index, group, sequence, divisor, False, torch.is_grad_enabled(), run)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *given)[0]

@@ -18,64 +18,82 @@ from zero_tp.topology import Topology
 SHARED, PER_RANK = "shared", "per_rank"
 
 
-class RandomStreams:
-    """The streams are two generator states of one device, of which one is active inside `use`.
+@contextmanager
+def _copied_state(generator: torch.Generator) -> Iterator[None]:
+    """Let the CPU's default generator draw what `generator` would, by copies of states."""
+    default = torch.default_generator
+    outside = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(outside)
 
-    torch's dropout and attention draw from the device's default generator only, so a stream is a state that is swapped
+
+@contextmanager
+def _shared_state(generator: torch.Generator) -> Iterator[None]:
+    """Let the CUDA device's default generator draw from the state of `generator`, which no copy is made of."""
+    default = torch.cuda.default_generators[generator.device.index]
+    outside = default.graphsafe_get_state()
+    default.graphsafe_set_state(generator)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(outside)
+
+
+class RandomStreams:
+    """The streams are two generators of one device, of which one is active inside `use`.
+
+    torch's dropout and attention draw from the device's default generator only, so the state of a stream is swapped
     into it and back.
     """
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
+        self._active = _copied_state
+        if self.device.type == "cuda":
+            torch.cuda.init()  # fills torch.cuda.default_generators
+            self._active = _shared_state
         self.reseed(topology, seed)
 
     def reseed(self, topology: Topology, seed: int) -> None:
         """Start both streams anew."""
-        self._states = {
-            name: self._seeded(topology.seed(seed, per_rank=name == PER_RANK)) for name in (SHARED, PER_RANK)
+        self._generators = {
+            name: torch.Generator(self.device).manual_seed(topology.seed(seed, per_rank=name == PER_RANK))
+            for name in (SHARED, PER_RANK)
         }
-
-    def _seeded(self, seed: int) -> Tensor:
-        return torch.Generator(device=self.device).manual_seed(seed).get_state()
-
-    def _get(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-
-    def _set(self, state: Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
         """Draw from the stream `name` (SHARED or PER_RANK) inside; the default generator is as before after it."""
-        outside = self._get()
-        self._set(self._states[name])
-        try:
+        with self._active(self._generators[name]):
             yield
-        finally:
-            self._states[name] = self._get()
-            self._set(outside)
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return the states now, for `replaying`. A use replaces them and never changes them, so nothing is copied."""
-        return dict(self._states)
+    def snapshot(self) -> dict[str, torch.Generator]:
+        """Return copies of the streams as they are now, for `replaying`."""
+        return {name: generator.clone_state() for name, generator in self._generators.items()}
 
     @contextmanager
-    def replaying(self, snapshot: dict[str, Tensor]) -> Iterator[None]:
+    def replaying(self, snapshot: dict[str, torch.Generator]) -> Iterator[None]:
         """Draw again what was drawn after the snapshot; the streams are as before after it."""
-        now, self._states = self._states, dict(snapshot)
+        now, self._generators = self._generators, {name: one.clone_state() for name, one in snapshot.items()}
         try:
             yield
         finally:
-            self._states = now
+            self._generators = now
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: state.clone() for name, state in self._states.items()}
+        return {name: generator.get_state() for name, generator in self._generators.items()}
+
+    def fit(self, states: dict[str, Any]) -> bool:
+        """Tell whether the states are those of a generator of this kind of device."""
+        return all(states[name].shape == state.shape for name, state in self.state_dict().items())
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
-        self._states = {name: states[name].clone() for name in (SHARED, PER_RANK)}
+        for name, generator in self._generators.items():
+            generator.set_state(states[name])
 
 
 class Dropout(nn.Module):

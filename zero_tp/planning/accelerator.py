@@ -23,7 +23,7 @@ from zero_tp import devices
 
 @contextmanager
 def accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
-    """Give the device for fake tensors that stand for an accelerator's: a simulated one, or CUDA where it is there.
+    """Give the device for fake tensors that stand for an accelerator's: a simulated one, wherever this runs.
 
     Args:
         varlen: `varlen_attn` runs on it.
@@ -33,7 +33,7 @@ def accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
         stack.enter_context(_Unpinned())
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
-        yield torch.device("cuda") if torch.cuda.is_available() else _simulated()
+        yield _simulated()
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def _simulated() -> torch.device:
 
 
 class _Stream:
-    """This is a stream, and an event on it, of a device on which nothing takes time."""
+    """A stream, and an event on it, of a device on which nothing takes time."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -63,7 +63,7 @@ class _Stream:
 
 
 class _Unpinned(TorchFunctionMode):
-    """This mode makes ordinary memory where an accelerator asks for page-locked memory."""
+    """Allocate ordinary memory instead of page-locked memory."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -17,10 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,14 +28,16 @@ from transformers import PretrainedConfig
 
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.activations.stores import LEAVING
+from zero_tp.architectures import architecture_of
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.constants import DTYPES
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
-from zero_tp.models import context
-from zero_tp.models.architectures import architecture_of
-from zero_tp.models.model import ParallelModel, model_class
-from zero_tp.models.spec import TransformerSpec
-from zero_tp.parallel import elementwise
-from zero_tp.parallel import loss as cross_entropy
+from zero_tp.models.causal_lm import CausalLM
+from zero_tp.models.context import Pieces
+from zero_tp.models.masked_lm import MaskedLM
+from zero_tp.models.model import ParallelModel
+from zero_tp.parallel.elementwise import Elementwise, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.moments import Moment, joined, measure
 from zero_tp.planning.workload import Workload
@@ -47,13 +47,13 @@ from zero_tp.topology import Topology
 def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[Moment]:
     """Return every moment of one micro-batch at which something is made, forward and backward, in order.
 
+    Not in it is what outlives the micro-batch: M_D's buffer (`Workload.stored`).
+
     Args:
         config: of the model.
         whole: run all layers, instead of those of each kind that differ.
     """
-    # One buffer for all checkpoints takes what they take one by one, until they are gone: then it stays.
-    apart = replace(workload, checkpointing={**workload.checkpointing, "contiguous_memory_optimization": False})
-    with without_numbers(config, apart, whole=whole) as (model, batch, order):
+    with without_numbers(config, workload, whole=whole) as (model, batch, order):
         parts = measure(model, batch)
     return joined(parts, order)
 
@@ -76,21 +76,19 @@ def without_numbers(
         # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(mock.patch.object(context, "starts_of", most_starts))
-        for module in (cross_entropy, elementwise):
-            stack.enter_context(mock.patch.object(module, "range", pieces_that_differ, create=True))
         spec = architecture_of(config).spec(config)
-        every = kinds(workload, spec.windows)
+        every, reach = kinds(workload, spec.windows), LEAVING if workload.to_host else 1
         measured, order = every, list(range(len(every)))
         if not whole:
-            measured = shortened(every)
-            numbers = {each: number for number, each in enumerate(contexts(measured))}
-            order = [numbers[each] for each in contexts(every)]
+            measured = shortened(every, reach)
+            numbers = {each: number for number, each in enumerate(contexts(measured, reach))}
+            order = [numbers[each] for each in contexts(every, reach)]
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # whose positions are given; fake ones have no greatest one
             rotary = replace(rotary, by_length=False)
         windows = tuple(kind.window for kind in measured)
-        model = model_class(spec)(
+        model_class: type[ParallelModel] = PlannedCausalLM if spec.causal else MaskedLM
+        model = model_class(
             config,
             topology_of(workload.tensor, workload.sequence),
             source=Unfilled(),
@@ -99,6 +97,7 @@ def without_numbers(
             spec=replace(spec, layers=len(measured), windows=windows, rotary=rotary),
         )
         model.train()
+        set_training_elementwise(model, DifferingPieces())
         again = tuple(number for number, kind in enumerate(measured) if kind.recomputes)
         policy = _Numbered(**workload.policy.model_dump(), numbers=again)
         ActivationMemory(model, policy, workload.checkpointing, device)
@@ -119,18 +118,26 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
     return batch
 
 
-def pieces_that_differ(start: int, stop: int, step: int) -> Sequence[int]:
-    """Return the starts of the first, second and last piece of what is computed in pieces.
+class DifferingPieces(Elementwise):
+    """Compute only the first, second and last piece.
 
-    Each later piece finds what the second found, another whole piece's tensors, and takes the same bytes.
+    Each later piece runs beside the tensors of another whole piece, as the second does, and takes the same bytes.
     """
-    starts = range(start, stop, step)
-    return [*starts[:2], *starts[2:][-1:]]
+
+    def starts(self, stop: int, step: int) -> Sequence[int]:
+        starts = super().starts(stop, step)
+        return [*starts[:2], *starts[2:][-1:]]
 
 
-def most_starts(documents: Tensor) -> npt.NDArray[np.int32]:
-    """Return starts of pieces where each token is a document, which take the most bytes: fake ones have no numbers."""
-    return np.arange(documents.numel() + 1, dtype=np.int32)
+class PlannedCausalLM(CausalLM):
+    """A causal model of fake tensors, which hold no document numbers: each token is a document.
+
+    That takes the most bytes.
+    """
+
+    def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
+        starts = np.arange(document_ids.numel() + 1, dtype=np.int32)
+        return Pieces.from_starts(starts, document_ids.shape, device)
 
 
 class Unfilled:
@@ -189,45 +196,46 @@ class Context(NamedTuple):
     Attributes:
         before, kind, after: its kind, between those of its neighbours.
         window_begins: it is the first with its window, in backward the last to let go of that window's mask.
-        recomputing_begins, recomputing_ends: it is the first, the last that recomputes: checkpoints come back from host
-            memory one ahead.
+        recomputing_before, recomputing_after: of one that recomputes, how many others there are, up to `reach`:
+            checkpoints that go to host memory are gone that many layers later, and come back one ahead.
     """
 
     before: Kind | None
     kind: Kind
     after: Kind | None
     window_begins: bool
-    recomputing_begins: bool
-    recomputing_ends: bool
+    recomputing_before: int
+    recomputing_after: int
 
 
-def contexts(kinds: Sequence[Kind]) -> list[Context]:
+def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[Context]:
     """Return the context of each layer."""
     around: list[Kind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]
-    again = [number for number, kind in enumerate(kinds) if kind.recomputes]
+    again = [kind.recomputes for kind in kinds]
     return [
         Context(
             around[number],
             kind,
             around[number + 2],
             windows.index(kind.window) == number,
-            number in again[:1],
-            number in again[-1:],
+            min(reach, sum(again[:number])) * kind.recomputes,
+            min(reach, sum(again[number + 1 :])) * kind.recomputes,
         )
         for number, kind in enumerate(kinds)
     ]
 
 
-def shortened(kinds: Sequence[Kind]) -> list[Kind]:
-    """Return fewer layers that have every context of the given ones and no other: of equal layers, three."""
-    found, wanted = list(kinds), set(contexts(kinds))
+def shortened(kinds: Sequence[Kind], reach: int = 1) -> list[Kind]:
+    """Return fewer layers that have every context of the given ones and no other: of equal layers, three, or two more
+    for each layer that `reach` is greater than 1."""
+    found, wanted = list(kinds), set(contexts(kinds, reach))
 
     def cut() -> list[Kind] | None:
         for length in range(len(found) - 1, 0, -1):
             for start in range(len(found) - length + 1):
                 shorter = found[:start] + found[start + length :]
-                if set(contexts(shorter)) == wanted:
+                if set(contexts(shorter, reach)) == wanted:
                     return shorter
         return None
 

@@ -1,4 +1,4 @@
-"""A forecast says what the plan makes of a run's memory at its start, and beside it what was measured at its end."""
+"""Forecast a run's memory at its start, and compare it with the measured one at its end."""
 
 from __future__ import annotations
 
@@ -7,45 +7,80 @@ import torch
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import Device, find_device, named_device, runs_varlen
-from zero_tp.planning.memory import rank_memory
+from zero_tp.errors import first_line
+from zero_tp.planning.isolated import run_isolated
+from zero_tp.planning.memory import Point, rank_memory
 from zero_tp.planning.plan import plan
 from zero_tp.planning.report import PHASES
 from zero_tp.process.heap import can_keep_freed_memory
+from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.metrics import memory_gib, resident_gib
 
 
-class MemoryForecast:
-    """A MemoryForecast is about one rank. On the CPU its process holds libraries beside its tensors."""
+class MemoryForecast(Callback):
+    """Print the planned peak memory of rank 0 before the first step, and beside it the measured one at the end.
 
-    def __init__(self, config: RunConfig, device_type: str):
-        self.config, self.device_type = config, device_type
+    On the CPU a rank's process holds libraries beside its tensors. Where tensor parallel groups span machines, also
+    print what that costs.
+    """
+
+    def __init__(self) -> None:
+        self._planned: float | None = None
+
+    def on_start(self, state: TrainState) -> None:
+        if not state.is_rank_zero:
+            return
+        device_type = state.engine.device.type
+        try:
+            state.print(self.announce(state.config, device_type))
+            if state.machines > 1 and (cost := _crossing(state.config, device_type)):
+                state.print(f"TP between machines: {cost}")
+        except Exception as error:  # the plan is for people; a run does not depend on it
+            state.print(f"plan: none; the planner failed: {type(error).__name__}: {first_line(error)}")
+
+    def announce(self, config: RunConfig, device_type: str) -> str:
+        """Plan the run and return a line for its start."""
         cpu = device_type == "cpu"
-        point = rank_memory(config, cpu=cpu, varlen=runs_varlen(torch.device(device_type))).peak
-        self.planned = (point.total + (point.host if cpu else 0.0)) / GIB
-        self.host = 0.0 if cpu else point.host / GIB
-        self.phase = PHASES[point.phase]
-        self.before = resident_gib() if cpu else 0.0
-        self.keeps = config.zero_tp.training.keep_freed_memory and can_keep_freed_memory()
+        if cpu:
+            point = rank_memory(config, cpu=True).peak
+        else:
+            point = run_isolated(_peak_of_accelerator, config, runs_varlen(_current(device_type)))
+        self._planned = (point.total + (point.host if cpu else 0.0)) / GIB
+        self._before = resident_gib() if cpu else 0.0
+        self._keeps_freed = config.zero_tp.training.keep_freed_memory and can_keep_freed_memory()
+        host = f", and {point.host / GIB:.2f} GiB of host memory" if point.host and not cpu else ""
+        return f"plan: at most {self._planned:.2f} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
 
-    def announcement(self) -> str:
-        host = f", and {self.host:.2f} GiB of host memory" if self.host else ""
-        return f"plan: at most {self.planned:.2f} GiB of tensors a rank, in {self.phase}{host}"
+    def on_end(self, state: TrainState) -> None:
+        if self._planned is not None and state.error is None:
+            state.print(self.outcome(state.engine.device.type))
 
-    def crossing(self) -> str:
-        """Return what TP between machines costs, by the planner; nothing where it knows no links of this device."""
-        known = find_device(torch.cuda.get_device_name()) if self.device_type == "cuda" else None
-        if known is None or not known.plans:
-            return ""
-        return crossing_cost(self.config, named_device(next(iter(known.plans))))
-
-    def outcome(self) -> str:
-        measured = memory_gib(self.device_type)
-        if self.device_type == "cpu":
+    def outcome(self, device_type: str) -> str:
+        """Return a line for the run's end: planned and measured memory."""
+        measured = memory_gib(device_type)
+        if device_type == "cpu":
             return (
-                f"memory: {self.planned:.2f} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
-                f"{self.before:.2f} of them before the first step" + (", and kept what was freed" if self.keeps else "")
+                f"memory: {self._planned:.2f} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
+                f"{self._before:.2f} of them before the first step"
+                + (", and kept what was freed" if self._keeps_freed else "")
             )
-        return f"memory: {self.planned:.2f} GiB planned, {measured:.2f} GiB measured"
+        return f"memory: {self._planned:.2f} GiB planned, {measured:.2f} GiB measured"
+
+
+def _crossing(config: RunConfig, device_type: str) -> str:
+    """Return what TP between machines costs; "" where the planner does not know the links of this device."""
+    device = find_device(torch.cuda.get_device_name()) if device_type == "cuda" else None
+    if device is None or not device.plans:
+        return ""
+    return run_isolated(crossing_cost, config, named_device(next(iter(device.plans))))
+
+
+def _peak_of_accelerator(config: RunConfig, varlen: bool) -> Point:
+    return rank_memory(config, cpu=False, varlen=varlen).peak
+
+
+def _current(device_type: str) -> torch.device:
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 def crossing_cost(config: RunConfig, device: Device) -> str:

@@ -1,8 +1,7 @@
-"""The papers' formulas count activations, model states and communication.
+"""Count activations, model states and communication by the papers' formulas.
 
-Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, p pipeline size, m interleaved
-stages, N_d data-parallel size, Ψ parameters. Sizes are bytes; activations have 16 bits unless e
-says otherwise.
+Letters: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, N_d data-parallel size,
+Ψ parameters. Sizes are bytes; activations have 16 bits unless e says otherwise.
 
 The first part counts the bytes of activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4
 and table 2). What a layer keeps, for 16-bit activations, masks of one byte, an MLP of 4h and dropout everywhere:
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layer:
-    """A Layer describes one rank's layer; by default the papers': 16 bits, an MLP of 4h, as many KV heads, dropout.
+    """One rank's part of a layer; by default the papers': 16 bits, an MLP of 4h, as many KV heads, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
@@ -40,7 +39,7 @@ class Layer:
         head_size, kv_heads, mlp_size: d, k and f where they are not h/a, a and 4h.
         gated: the MLP multiplies its activation's output with a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
-        remade_norms: how many norms' outputs can be made again.
+        remade_norms: number of norms whose outputs can be recomputed.
     """
 
     s: int
@@ -105,15 +104,6 @@ def sdpa_fused_core(layer: Layer) -> float:
     return 4 * layer.a * layer.s * layer.b / layer.t
 
 
-def sdpa_maths_core(layer: Layer) -> float:
-    """Return 12as²b/t + 6sbh/t: torch's maths path, which it takes on the CPU where attention has dropout.
-
-    It computes in fp32: softmax output 4, dropout mask 4, dropout output 4 bytes a score; and Q, K, V are kept in fp32
-    in place of 16 bits, 12sbh/t instead of 6.
-    """
-    return 12 * layer.scores + 6 * layer.sbh / layer.t
-
-
 # ---- a layer, by what is recomputed ---------------------------------------------------------------------------------
 
 Core = Callable[[Layer], float]
@@ -157,33 +147,18 @@ def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
     return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
-def kept_outside_layers(layer: Layer, v: float, *, pipeline: int = 1, dropout: bool = True) -> float:
-    """Return sbhL/t · (p/L + δ_{p=1}·4/L·(1 + v/h)): dropout of the input, and the output (2205.05198, 4.3).
+def kept_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
+    """Return sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section 4.3, with p = 1).
 
-    The mask of the embedding's dropout, sbh a micro-batch in flight; the input of the final norm and of the output
-    layer, 2sbh each; the logits in fp32, 4sbv. The paper divides all of it by t.
-
-    Without SP only the logits are split.
+    The mask of the embedding's dropout, sbh; the input of the final norm and of the output layer, 2sbh each; the logits
+    in fp32, 4sbv. The paper divides all of it by t. Without SP only the logits are split.
 
     Args:
         layer: one of the layers. dropout: whether the input has any.
         v: where not every token has a label, as many times the share of those that do.
     """
-    last = 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t if pipeline == 1 else 0.0
-    return (layer.residual * pipeline if dropout else 0.0) + last
-
-
-def pipeline_factor(pipeline: int, interleaving: int = 1) -> float:
-    """Return the layers of activations on the first stage over L: 1, interleaved 1 + (p-1)/(pm) (2205.05198, 4.2.3).
-
-    The first stage holds p micro-batches of its L/p layers, so L layers in all.
-    """
-    return 1.0 if interleaving == 1 else 1.0 + (pipeline - 1) / (pipeline * interleaving)
-
-
-def pipeline_bubble(pipeline: int, micro_batches: int, interleaving: int = 1) -> float:
-    """Return idle time over working time: (p-1)/(m·micro-batches) (arXiv 2104.04473, section 2.2)."""
-    return (pipeline - 1) / (interleaving * micro_batches)
+    mask = layer.residual if dropout else 0.0
+    return mask + 2 * layer.element * layer.residual + 4 * layer.s * layer.b * v / layer.t
 
 
 # ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------

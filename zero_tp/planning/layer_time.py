@@ -1,4 +1,4 @@
-"""Estimate the time of one layer for one micro-batch: forward, backward, and what backward makes again.
+"""Estimate the time of one layer for one micro-batch: forward, backward and recomputation.
 
 s sequence, b batch, h hidden, a heads, t TP size. Passes are counted by the bytes that an operation reads and writes,
 for forward and for backward.
@@ -9,40 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.flops import forward_flops
-from zero_tp.models.spec import TransformerSpec
 from zero_tp.planning.rates import FLASH_SHARE, Rates
 from zero_tp.planning.workload import Workload
 
 
-@dataclass(frozen=True)
-class Program:
-    """A Program says how the code that trains does what the time depends on; this project, if nothing is given.
-
-    The papers' programs differ, and their published times are theirs.
-
-    Attributes:
-        hides_tensor: backward's collectives over TP run beside products.
-        hides_data: stage 0 reduces gradients while backward runs, as torch's DistributedDataParallel.
-        adds_in_product: a product that makes a weight's gradient adds it to the ones before.
-        scores: how many times forward and backward read or write each score beside products, softmax and dropout.
-            Ours copies the mask into the product's result and reads it there.
-        column_biases: how many times forward reads or writes the results of column-parallel products for their biases;
-            0 where the product adds them.
-    """
-
-    hides_tensor: bool = True
-    hides_data: bool = False
-    adds_in_product: bool = False
-    scores: tuple[int, int] = (2, 0)
-    column_biases: int = 0
-
-
-OURS = Program()
-
-
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of passes over memory, of collectives over TP that are waited for."""
+    """Seconds of matrix products, of passes over memory and of collectives over TP that nothing hides."""
 
     products: float = 0.0
     passes: float = 0.0
@@ -57,14 +31,14 @@ class Seconds(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """A LayerTime has a layer's forward, its backward, and what backward makes again where a layer is recomputed."""
+    """Seconds of a layer's forward, of its backward, and of what backward recomputes if the layer is recomputed."""
 
     forward: Seconds
     backward: Seconds
     again: Seconds
 
     def as_json(self) -> dict[str, float]:
-        """Return seconds of a layer that is recomputed as the run's policy says."""
+        """Return the seconds of a layer that the run's policy recomputes."""
         backward = self.backward.total + self.again.total
         return {"forward": self.forward.total, "backward": backward, "again": self.again.total}
 
@@ -75,17 +49,18 @@ Bytes = tuple[float, float]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A LayerWork is one layer of one micro-batch on one rank."""
+    """One layer of one micro-batch on one rank."""
 
     spec: TransformerSpec
     at: Workload
     rates: Rates
-    program: Program
 
     def time(self) -> LayerTime:
-        forward, backward = (self._linear(backward=each) for each in (False, True))
+        products = [*self._columns(), *self._rows()]
+        forward = sum(self.rates.product(self._tokens, outputs, inputs) for inputs, outputs in products)
+        backward = self._input_gradients(products) + self._weight_gradients(products)
         core_forward, core_backward = self._core()
-        passes = self._passes()
+        passes = self.passes()
         waits, hides = self._tensor()
         memory = self.rates.memory
         before = Seconds(forward + core_forward, sum(each[0] for each in passes.values()) / memory, waits[0])
@@ -120,17 +95,11 @@ class LayerWork:
     def _tokens(self) -> int:
         return self.at.length * self.at.batch
 
-    def _linear(self, *, backward: bool) -> float:
-        products = [*self._columns(), *self._rows()]
-        if not backward:
-            return sum(self.rates.product(self._tokens, outputs, inputs) for inputs, outputs in products)
-        return sum(self._of_inputs(products)) + sum(self._of_weights(products))
+    def _input_gradients(self, products: list[tuple[float, float]]) -> float:
+        return sum(self.rates.product(self._tokens, inputs, outputs) for inputs, outputs in products)
 
-    def _of_inputs(self, products: list[tuple[float, float]]) -> list[float]:
-        return [self.rates.product(self._tokens, inputs, outputs) for inputs, outputs in products]
-
-    def _of_weights(self, products: list[tuple[float, float]]) -> list[float]:
-        return [self.rates.product(inputs, outputs, self._tokens) for inputs, outputs in products]
+    def _weight_gradients(self, products: list[tuple[float, float]]) -> float:
+        return sum(self.rates.product(inputs, outputs, self._tokens) for inputs, outputs in products)
 
     def _core(self) -> tuple[float, float]:
         """Return the seconds of QKᵀ and of the sum over V, forward and backward.
@@ -141,7 +110,7 @@ class LayerWork:
         spec, rates = self.spec, self.rates
         flops = forward_flops(spec, self.at.batch, self.at.length).core / self.at.tensor
         if spec.attention == "eager":
-            traffic = 2 * rates.element * (self._scores + self._heads + self._pairs)
+            traffic = 2 * rates.element * (self.scores + self._heads + self._pairs)
             return (
                 max(flops / rates.rate, traffic / rates.memory),
                 max(2 * flops / rates.rate, 2 * traffic / rates.memory),
@@ -157,7 +126,8 @@ class LayerWork:
         return self._tokens * self.spec.hidden / (self.at.tensor if self.at.sequence else 1)
 
     @property
-    def _scores(self) -> float:
+    def scores(self) -> float:
+        """Return the attention scores on this rank: as²b/t."""
         return self.spec.heads / self.at.tensor * self.at.length**2 * self.at.batch
 
     @property
@@ -168,12 +138,12 @@ class LayerWork:
     def _pairs(self) -> float:
         return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.at.tensor)
 
-    def _passes(self) -> dict[str, Bytes]:
+    def passes(self) -> dict[str, Bytes]:
         """Return the bytes by operation. Backward of a norm reads its input and gradient twice, for its weight too."""
         spec, e, stream = self.spec, self.at.element, self._residual
         wide = self._tokens * spec.mlp_size / self.at.tensor
         biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
-        columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
+        biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
         alone = self.at.tensor == 1  # a row's product then adds its bias itself
@@ -185,7 +155,7 @@ class LayerWork:
             "dropout": (dropped, dropped),
             "sums": (6 * e * stream, 6 * e * stream),
             "row biases": (0.0 if alone else 2 * e * stream * row_biases, e * stream * row_biases),
-            "column biases": (self.program.column_biases * e * columns, e * columns),
+            "column biases": (0.0, e * biased_columns),  # the product adds them
             "activation": (e * wide * spec.mlp_matrices, e * wide * (2 * spec.mlp_matrices - 1)),
             "heads": (moved + turned, moved + turned),
             "core": self._core_passes(),
@@ -196,8 +166,8 @@ class LayerWork:
         if spec.attention != "eager":
             return 0.0, 0.0
         dropped = 2 * e + 1 if spec.dropouts.attention else 0
-        forward, backward = self.program.scores
-        return self._scores * (2 * e + dropped + forward * e), self._scores * (3 * e + dropped + backward * e)
+        # Forward copies the mask into the product's result and reads it there, beside softmax and dropout.
+        return self.scores * (4 * e + dropped), self.scores * (3 * e + dropped)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
@@ -208,9 +178,13 @@ class LayerWork:
         without SP the weights' gradients, under SP the inputs' gradients too, while it gathers the saved shards again.
         Under SP backward also gathers the row layers' output gradients and waits for them.
         """
-        at, rates, columns = self.at, self.rates, self._columns()
+        at, rates = self.at, self.rates
         half = rates.collective(at.element * self._tokens * self.spec.hidden, at.tensor)
-        beside = sum(self._of_weights(columns)) + (sum(self._of_inputs(columns)) if at.sequence else 0.0)
-        hidden = min(4 * half, beside) if self.program.hides_tensor else 0.0
+        hidden = min(4 * half, self.overlapped_products())
         waits = (4 * half, (2 * half if at.sequence else 0.0) + 4 * half - hidden)
         return waits, Seconds(products=rates.beside(hidden))
+
+    def overlapped_products(self) -> float:
+        """Return the seconds of products that run beside backward's collectives over TP."""
+        columns = self._columns()
+        return self._weight_gradients(columns) + (self._input_gradients(columns) if self.at.sequence else 0.0)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from zero_tp.architectures import architecture_of
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
-from zero_tp.models.architectures import architecture_of
 from zero_tp.models.model import model_class
-from zero_tp.models.spec import TransformerSpec
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.moments import Moment
@@ -25,7 +25,7 @@ CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "ac
 
 
 class Model(NamedTuple):
-    """A Model has the spec of a model, TP rank 0's parameters of it, and the number of all its elements."""
+    """The spec of a model, the parameters of TP rank 0, and the number of elements of all ranks together."""
 
     spec: TransformerSpec
     parameters: Parameters
@@ -33,7 +33,7 @@ class Model(NamedTuple):
 
 
 def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
-    """Return what a model built on the meta device says of itself, exact for every architecture.
+    """Build a model on the meta device and count its parameters, exactly for every architecture.
 
     Raises:
         UserError: an architecture or size that is not supported.
@@ -59,14 +59,14 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
 
 
 def model_in(config: RunConfig) -> Model:
-    """Return what the model of a run says of itself."""
+    """Return the model of a run; see `model_of`."""
     parallel = config.zero_tp.parallel
     return model_of(config.hf_config(), parallel.tensor, parallel.sequence)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point is one moment of a step [bytes].
+    """One moment of a step [bytes].
 
     Attributes:
         phase: "forward", "backward", "reduce" or "step".
@@ -90,31 +90,33 @@ class Point:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A RankMemory says what one rank allocates.
+    """The memory that one rank allocates over a step.
 
     Attributes:
         moments: of one micro-batch.
+        stored: `Workload.stored`.
     """
 
     zero: ZeroMemory
     moments: list[Moment]
+    stored: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the points of a step with its last micro-batch, in order; without accumulation that is all of it."""
+        """Return the points of a step from its last micro-batch on, in order."""
         return self._until_step(self.zero) + self._step(self.zero)
 
     @cached_property
     def first_points(self) -> list[Point]:
-        """Return those of a new run's first step, in which the optimizer makes its moments; Adagrad has them."""
+        """Return the points of a run's first step, in which the optimizer allocates its moments."""
         at = self.zero.at
-        new = self.zero if at.moments_at_once else replace(self.zero, at=replace(at, moments=0))
+        new = replace(self.zero, at=replace(at, moments=0))
         return self._until_step(new) + self._step(new)
 
     def _step(self, before: ZeroMemory) -> list[Point]:
         """Return the points of the update, of a run that has `before` when it begins."""
         moments = (2.25, before.converting()), (2.5, self.zero.updating()), (3.0, self.zero.states)
-        return [_point("step", position, held) for position, held in moments]
+        return [self._point("step", position, held) for position, held in moments]
 
     def _until_step(self, zero: ZeroMemory) -> list[Point]:
         forward = sum(moment.phase == "forward" for moment in self.moments)
@@ -123,8 +125,8 @@ class RankMemory:
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
             held = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
-            found.append(_point(one.phase, position, held, one.activations, one.transients))
-        found.append(_point("reduce", 2.0, zero.end_of_backward()))
+            found.append(self._point(one.phase, position, held, one.activations, one.transients))
+        found.append(self._point("reduce", 2.0, zero.end_of_backward()))
         return found
 
     @cached_property
@@ -135,12 +137,14 @@ class RankMemory:
     @cached_property
     def host(self) -> float:
         """Return the most in host memory, of one rank [bytes]."""
-        return max(self.zero.states.host, self.zero.updating().host)
+        return max(self.zero.states.host, self.zero.updating().host) + self.stored[1]
 
-
-def _point(phase: str, position: float, held: StateBytes, activations: float = 0.0, transients: float = 0.0) -> Point:
-    states = {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
-    return Point(phase, position, {**states, "activations": activations, "transients": transients}, held.host)
+    def _point(
+        self, phase: str, position: float, held: StateBytes, activations: float = 0.0, transients: float = 0.0
+    ) -> Point:
+        states = {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
+        states |= {"activations": self.stored[0] + activations, "transients": transients}
+        return Point(phase, position, states, held.host + self.stored[1])
 
 
 def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:
@@ -162,9 +166,10 @@ def rank_memory(
         config: loaded with a world size.
         cpu: the ranks are CPU processes; else they have accelerators.
         varlen: which run `varlen_attn`.
-        model: what `model_of` gives, if it is known.
+        model: the run's model, if it is built already.
         whole: dry-run all layers.
     """
-    parameters = (model or model_in(config)).parameters
-    zero = zero_memory(parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
-    return RankMemory(zero, dry_run(config.hf_config(), workload_of(config, cpu=cpu, varlen=varlen), whole=whole))
+    model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
+    zero = zero_memory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
+    stored = workload.stored(model.spec.hidden, model.spec.layers)
+    return RankMemory(zero, dry_run(config.hf_config(), workload, whole=whole), stored)

@@ -14,7 +14,7 @@ from zero_tp.planning.tracking import Allocation, Allocations
 
 
 class Moment(NamedTuple):
-    """A moment says what exists at one point of a pass, beside parameters, finished gradients and model states.
+    """Bytes at one point of a forward or backward, without parameters, finished gradients and model states.
 
     Attributes:
         phase: "forward" or "backward". layer: the layer's number, -1 before the first and L after the last.
@@ -30,7 +30,7 @@ class Moment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part is a stretch of a pass: its moments, and the changes over all of it, relative to its start."""
+    """A stretch of a pass: its moments, and the changes over all of it, relative to its start."""
 
     moments: list[Moment]
     activations: int
@@ -72,6 +72,8 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[Part]:
         turned = allocations.clock
         loss.backward()
         del loss
+        for one in allocations.alive():
+            one.category = one.category or "outlives the micro-batch"
     assert len(ends) == 2 * len(layers), "each begins once"
     return _cut(allocations, [begin, *ends, allocations.clock], turned, done)
 

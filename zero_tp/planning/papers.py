@@ -12,19 +12,21 @@ from zero_tp.planning.workload import Workload
 
 @dataclass(frozen=True)
 class PaperView:
-    """A view gives the papers' account of a run [bytes].
+    """The papers' account of one rank [bytes].
 
     Attributes:
-        stage, data: of ZeRO, over how many ranks.
-        pipeline, interleaving: p and m; runs themselves have none.
+        stage, data: ZeRO's stage and N_d.
     """
 
     model: Model
     workload: Workload
     stage: int
     data: int
-    pipeline: int = 1
-    interleaving: int = 1
+
+    @property
+    def parameters(self) -> float:
+        """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
+        return self.model.whole / self.workload.tensor
 
     @property
     def layer(self) -> formulas.Layer:
@@ -47,7 +49,7 @@ class PaperView:
         )
 
     def layer_bytes(self, *, recomputes: bool) -> float:
-        """Return what one layer keeps of one micro-batch."""
+        """Return what one layer keeps of one micro-batch, recomputed as the policy says or not at all."""
         layer, policy = self.layer, self.workload.policy
         core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
         if not recomputes or policy.mode == "none":
@@ -59,29 +61,22 @@ class PaperView:
         return formulas.kept_selective(layer, core, policy.chosen_modules)
 
     def layers_bytes(self) -> float:
-        """Return what the layers keep of p micro-batches in flight, some of which may keep everything."""
+        """Return what the layers keep of one micro-batch: of the one that keeps the most, if some keep everything."""
         layers, policy = self.model.spec.layers, self.workload.policy
-        again = len(policy.recomputed_layers(layers))
-        everything = layers * self.layer_bytes(recomputes=False)
-        less = again * self.layer_bytes(recomputes=True) + (layers - again) * self.layer_bytes(recomputes=False)
-        share = min(policy.keep_micro_batches, self.pipeline) / self.pipeline
-        return (share * everything + (1 - share) * less) * formulas.pipeline_factor(self.pipeline, self.interleaving)
+        recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
+        kept = (layers - recomputed) * self.layer_bytes(recomputes=False)
+        return kept + recomputed * self.layer_bytes(recomputes=True)
 
     def outside_bytes(self) -> float:
         """Return what is kept outside the layers."""
         spec = self.model.spec
-        return formulas.kept_outside_layers(
-            self.layer,
-            self.workload.labelled * spec.vocabulary,
-            pipeline=self.pipeline,
-            dropout=spec.dropouts.embedding > 0,
-        )
+        vocabulary = self.workload.labelled * spec.vocabulary
+        return formulas.kept_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
 
     def bytes(self) -> dict[str, float]:
         """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
-        own = self.model.whole / (self.workload.tensor * self.pipeline)
         return {
-            **formulas.model_states(own, self.stage, self.data, self.workload.element),
+            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.element),
             "activations": self.layers_bytes(),
             "outside layers": self.outside_bytes(),
         }

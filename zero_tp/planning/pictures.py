@@ -9,11 +9,9 @@ from typing import Any
 
 from zero_tp.constants import GIB
 from zero_tp.page import dressed, legend, new_figure
-from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import CATEGORIES, Point, RankMemory
+from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.report import TITLES
-from zero_tp.planning.zero import ZeroMemory
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 COLOURS = {
@@ -71,30 +69,6 @@ def _figure(gib: float) -> str:
     return f"{gib:.0f}" if gib >= 100 else f"{gib:.3g}"
 
 
-def areas(
-    title: str, label: str, along: Sequence[float], stacks: Sequence[Mapping[str, float]], limit: float | None
-) -> tuple[Any, Any]:
-    """Draw stacked areas in GiB over the numbers `along`."""
-    figure, axes = _axes(title)
-    names = _present(stacks)
-    heights = [[stack.get(name, 0.0) / GIB for stack in stacks] for name in names]
-    axes.stackplot(
-        along, heights, colors=[COLOURS[name] for name in names], labels=[TITLES[name] for name in names], linewidth=0
-    )
-    top = max(sum(stack.values()) for stack in stacks) / GIB
-    shown = limit if limit is not None and limit < 4 * top else None
-    axes.set_ylim(0, 1.1 * max(top, shown or 0.0))
-    axes.set_xlim(along[0], along[-1])
-    if shown is not None:
-        axes.axhline(shown, color=LIMIT, linestyle="--", linewidth=1.2)
-        at = axes.get_yaxis_transform()
-        axes.text(0.005, shown, f"device: {shown:g} GiB", transform=at, fontsize=8, va="bottom", color=LIMIT)
-    axes.set_xlabel(label, fontsize=9)
-    axes.set_ylabel("GiB on one device", fontsize=9)
-    legend(axes, reverse=True)
-    return figure, axes
-
-
 def over_time(title: str, steps: Mapping[str, Sequence[Point]], limit: float | None, label: str = "one step") -> Any:
     """Draw memory over steps by category, one after another, with the steps and their phases named."""
     length = 1 + max(PHASES.values())
@@ -103,7 +77,27 @@ def over_time(title: str, steps: Mapping[str, Sequence[Point]], limit: float | N
         for number, points in enumerate(steps.values())
         for point in _thinned(points)
     ]
-    figure, axes = areas(title, label, [point.position for point in drawn], [point.bytes for point in drawn], limit)
+    peak = max(drawn, key=lambda point: point.total)
+    top = (peak.position, peak.total / GIB)
+    figure, axes = _axes(title)
+    names = _present([point.bytes for point in drawn])
+    axes.stackplot(
+        [point.position for point in drawn],
+        [[point.bytes.get(name, 0.0) / GIB for point in drawn] for name in names],
+        colors=[COLOURS[name] for name in names],
+        labels=[TITLES[name] for name in names],
+        linewidth=0,
+    )
+    shown = limit if limit is not None and limit < 4 * top[1] else None
+    axes.set_ylim(0, 1.1 * max(top[1], shown or 0.0))
+    axes.set_xlim(drawn[0].position, drawn[-1].position)
+    if shown is not None:
+        axes.axhline(shown, color=LIMIT, linestyle="--", linewidth=1.2)
+        at = axes.get_yaxis_transform()
+        axes.text(0.005, shown, f"device: {shown:g} GiB", transform=at, fontsize=8, va="bottom", color=LIMIT)
+    axes.set_xlabel(label, fontsize=9)
+    axes.set_ylabel("GiB on one device", fontsize=9)
+    legend(axes, reverse=True)
     starts = [number * length + start for number in range(len(steps)) for start in PHASES.values()]
     for start in starts[1:]:
         axes.axvline(start, color="#888888", linewidth=0.8 if start % length else 1.8)
@@ -113,8 +107,6 @@ def over_time(title: str, steps: Mapping[str, Sequence[Point]], limit: float | N
         for number, name in enumerate(steps):
             at = axes.get_xaxis_transform()
             axes.text(number * length + 0.05, 0.98, name, transform=at, fontsize=9, va="top")
-    peak = max(drawn, key=lambda point: point.total)
-    top = (peak.position, peak.total / GIB)
     axes.plot(*top, "o", color=LIMIT, markersize=4)
     right = peak.position > len(steps) * length - 0.8
     axes.annotate(f"{_figure(top[1])} GiB", top, textcoords="offset points", xytext=(-6 if right else 6, 4), fontsize=9,
@@ -125,12 +117,12 @@ def over_time(title: str, steps: Mapping[str, Sequence[Point]], limit: float | N
 def _thinned(points: Sequence[Point]) -> list[Point]:
     """Return, of many points, the greatest of each stretch of a phase, and the last stretch of each phase whole."""
     length = -(-len(points) // SHOWN_POINTS)
-    found: list[Point] = []
+    thinned: list[Point] = []
     for _, group in groupby(points, lambda point: point.phase):
         phase = list(group)
         stretches = [phase[start : start + length] for start in range(0, len(phase), length)]
-        found += [max(stretch, key=lambda point: point.total) for stretch in stretches[:-1]] + stretches[-1]
-    return found
+        thinned += [max(stretch, key=lambda point: point.total) for stretch in stretches[:-1]] + stretches[-1]
+    return thinned
 
 
 def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one step") -> Any:
@@ -162,8 +154,6 @@ def of_plan(plan: Plan) -> dict[str, Any]:
             limit,
             "the last micro-batch of a step",
         ),
-        "sequence": _by_sequence(plan, limit),
-        "zero_stage": bars("Memory at its peak, by ZeRO stage", _by_stage(plan), limit),
         "time": seconds("Time of one step by term, an estimate", plan.time.terms()),
     }
 
@@ -173,7 +163,7 @@ def _rank_bars(plan: Plan, points: Sequence[Point]) -> dict[str, Mapping[str, fl
     paper["activations"] += paper.pop("outside layers")
 
     def most_in(phase: str) -> Mapping[str, float]:
-        return max((each for each in points if each.phase == phase), key=lambda each: each.total).bytes
+        return max((point for point in points if point.phase == phase), key=lambda point: point.total).bytes
 
     return {
         "as the papers count": paper,
@@ -182,37 +172,3 @@ def _rank_bars(plan: Plan, points: Sequence[Point]) -> dict[str, Mapping[str, fl
         "most in the step": most_in("step"),
         "between steps": points[-1].bytes,
     }
-
-
-def _by_sequence(plan: Plan, limit: float | None) -> Any:
-    at, config, spec = plan.paper.workload, plan.config.hf_config(), plan.model.spec
-    longest = max(at.length, spec.positions) if spec.position == "learned" else at.length * 16  # which then end there
-    lengths = [int(at.length * 2.0**power) for power in range(-3, 5)]
-    lengths = [length for length in lengths if 2 * at.tensor <= length <= longest]
-    peaks = []
-    for length in lengths:
-        moments = dry_run(config, replace(at, length=length - length % at.tensor))
-        peaks.append(RankMemory(plan.memory.zero, moments).peak.bytes)
-    title = "Memory at its peak against sequence length"
-    figure, axes = areas(title, "tokens of one sequence", lengths, peaks, limit)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.axvline(at.length, color="#888888", linewidth=0.8)
-    axes.text(at.length, 0.97, " this run", transform=axes.get_xaxis_transform(), fontsize=9, va="top", color="#444444")
-    return figure
-
-
-def _by_stage(plan: Plan) -> dict[str, Mapping[str, float]]:
-    given = plan.memory.zero.at
-    found: dict[str, Mapping[str, float]] = {}
-    for stage in range(4):
-        zero = given.at_stage(
-            stage,
-            offload_optimizer=given.offload_optimizer and stage > 0,
-            offload_param=given.offload_param and stage == 3,
-        )
-        memory = RankMemory(ZeroMemory(plan.memory.zero.parameters, zero), plan.memory.moments)
-        here = "  ← this run" if stage == given.stage else ""
-        found[f"ZeRO-{stage}{here}"] = memory.peak.bytes
-    return found

@@ -1,4 +1,4 @@
-"""A plan says what one run needs on one kind of device, and whether that is there."""
+"""Plan the memory and the time of a run on one kind of device."""
 
 from __future__ import annotations
 
@@ -36,67 +36,74 @@ def device(name: str, ranks: int = 1) -> Device:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A comparison has the peak of a dry run of all layers, that of the plan, and how long the first took [s]."""
-
-    whole: Point
-    planned: Point
-    seconds: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "dry_run_bytes": {"phase": self.whole.phase, "total": self.whole.total, **self.whole.bytes},
-            # The plan's peak; the key is kept for those who read it.
-            "true_view_bytes": {"phase": self.planned.phase, "total": self.planned.total, **self.planned.bytes},
-        }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A Plan holds one run on one device; `plan` makes it.
+class MemoryFit:
+    """What a run needs of the memory of its devices and nodes [bytes].
 
     Attributes:
-        config: loaded for the ranks of one pipeline stage.
-        pipeline, interleaving: of the papers' accounting; a run has none.
+        memory: of one rank.
+        ranks: of the run.
+        tensor: TP size.
     """
 
-    config: RunConfig
-    device: Device
-    model: Model
     memory: RankMemory
-    paper: PaperView
-    time: StepTime
-    pipeline: int = 1
-    interleaving: int = 1
-
-    @property
-    def ranks(self) -> int:
-        assert self.config.world_size is not None
-        return self.config.world_size * self.pipeline
+    device: Device
+    ranks: int
+    tensor: int
 
     @property
     def peak(self) -> Point:
         return self.memory.peak
 
     @property
+    def communicators(self) -> int:
+        """Return how many communicators of several ranks a rank has: of the world, and of smaller TP and DP groups."""
+        data = self.ranks // self.tensor
+        return (self.ranks > 1) + (1 < self.tensor < self.ranks) + (1 < data < self.ranks)
+
+    @property
+    def reserved(self) -> float:
+        """Return what the context, kernels and communicators take before any tensor exists."""
+        return (self.device.context_gib + self.communicators * self.device.communicator_gib) * GIB
+
+    @property
     def needed(self) -> float:
-        """Return the bytes needed of the device's memory: the peak with the allocator's gaps and what is reserved."""
-        return needed(self.memory.peak, self.device)
+        """Return what is needed of the device's memory, margins included. A CPU rank's device is its host."""
+        tensors = self.peak.total + (self.peak.host if self.device.is_cpu else 0.0)
+        return tensors * (1 + self.device.fragmentation) + self.reserved
 
     @property
     def spare(self) -> float:
-        """Return the bytes of the device that stay free; negative: short by so much."""
+        """Return what stays free of the device's memory; negative if it is short."""
         return self.device.memory_gib * GIB - self.needed
 
     @property
+    def host_needed(self) -> float:
+        """Return what is needed of a node's host memory."""
+        return 0.0 if self.device.is_cpu else self.memory.host * min(self.device.per_node, self.ranks)
+
+    @property
     def host_spare(self) -> float:
-        """Return the bytes of a node's host memory that stay free; negative: short by so much."""
-        return self.device.host_memory_gib * GIB - host_needed(self.memory.host, self.device, self.ranks)
+        """Return what stays free of a node's host memory; negative if it is short."""
+        return self.device.host_memory_gib * GIB - self.host_needed
+
+    @property
+    def short(self) -> float:
+        """Return what a device or its share of the host lacks, whichever is more; at most 0 if the run fits."""
+        return max(-self.spare, -self.host_spare / self.device.per_node)
 
     @property
     def fits(self) -> bool:
-        return self.spare >= 0 and self.host_spare >= 0
+        return self.short <= 0
+
+
+@dataclass(frozen=True)
+class Plan(MemoryFit):
+    """One run on one kind of device; `plan` makes it."""
+
+    config: RunConfig
+    model: Model
+    paper: PaperView
+    time: StepTime
 
     @property
     def tokens(self) -> int:
@@ -119,20 +126,17 @@ class Plan:
     def elements_sent(self) -> dict[str, float]:
         """Return the elements that one rank sends in a step over TP and over DP, as the papers count."""
         config, layer, policy = self.config, self.paper.layer, self.paper.workload.policy
-        layers = self.model.spec.layers / self.pipeline
+        layers = self.model.spec.layers
         return {
             "tensor": config.accumulation * layers * formulas.tensor_volume(layer, policy.mode),
-            "data": formulas.zero_volume(
-                self.model.whole / (layer.t * self.pipeline), config.zero_stage, config.data_parallel
-            ),
+            "data": formulas.zero_volume(self.paper.parameters, config.zero_stage, config.data_parallel),
         }
 
-    def compare(self) -> Comparison:
-        """Dry-run all layers, beside the sum of those that differ."""
-        start = time.perf_counter()
-        device = self.device
+    def dry_run_all_layers(self) -> tuple[Point, float]:
+        """Return the peak by a dry run of all layers instead of those that differ, and the seconds that it took."""
+        start, device = time.perf_counter(), self.device
         whole = rank_memory(self.config, cpu=device.is_cpu, varlen=device.varlen, model=self.model, whole=True).peak
-        return Comparison(whole, self.peak, time.perf_counter() - start)
+        return whole, time.perf_counter() - start
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
@@ -151,8 +155,6 @@ class Plan:
                 "tensor": block.parallel.tensor,
                 "data": config.data_parallel,
                 "sequence": block.parallel.sequence,
-                "pipeline": self.pipeline,
-                "interleaving": self.interleaving,
             },
             "zero_stage": config.zero_stage,
             "dtype": config.dtype,
@@ -178,21 +180,6 @@ class Plan:
         }
 
 
-def needed(peak: Point, device: Device) -> float:
-    """Return the bytes needed of the device's memory, margins included. A CPU rank's device is its host."""
-    tensors = peak.total + (peak.host if device.is_cpu else 0.0)
-    return tensors * (1 + device.fragmentation) + device.reserved_gib * GIB
-
-
-def host_needed(host: float, device: Device, ranks: int) -> float:
-    """Return the bytes needed of a node's host memory.
-
-    Args:
-        host: of one rank.
-    """
-    return 0.0 if device.is_cpu else host * min(device.per_node, ranks)
-
-
 def check_device(device: Device, config: RunConfig) -> None:
     """Check that the device can compute in the run's dtype.
 
@@ -207,46 +194,27 @@ def check_device(device: Device, config: RunConfig) -> None:
         )
 
 
-def plan(
-    config: RunConfig,
-    device: Device,
-    *,
-    pipeline: int = 1,
-    interleaving: int = 1,
-    model: Model | None = None,
-) -> Plan:
+def plan(config: RunConfig, device: Device) -> Plan:
     """Plan a run on a device.
 
     Args:
-        config: loaded with the ranks of one pipeline stage as its world size.
-        pipeline, interleaving: p and m of the papers' accounting and of the time.
+        config: loaded with a world size.
 
     Raises:
-        UserError: the device can't compute in the run's dtype, or the layers don't divide by the stages.
+        UserError: the device can't compute in the run's dtype.
     """
     check_device(device, config)
-    model = model or model_in(config)
-    layers = model.spec.layers
-    if layers % (pipeline * interleaving):
-        stages = f"{pipeline} stages" + (f" × {interleaving}" if interleaving > 1 else "")
-        raise UserError(f"--pipeline: {layers} layers do not divide by {stages}; choose factors of {layers}")
+    assert config.world_size is not None
+    model = model_in(config)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
     workload, zero = workload_of(config, cpu=device.is_cpu, varlen=device.varlen), memory.zero
     return Plan(
-        config=config,
-        device=device,
-        model=model,
         memory=memory,
-        paper=PaperView(model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving),
-        time=Timing(
-            spec=model.spec,
-            at=workload,
-            zero=zero.at,
-            parameters=zero.parameters.total,
-            device=device,
-            pipeline=pipeline,
-            interleaving=interleaving,
-        ).estimate(),
-        pipeline=pipeline,
-        interleaving=interleaving,
+        device=device,
+        ranks=config.world_size,
+        tensor=workload.tensor,
+        config=config,
+        model=model,
+        paper=PaperView(model, workload, config.zero_stage, config.data_parallel),
+        time=Timing(model.spec, workload, zero.at, zero.parameters.total, device).estimate(),
     )

@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,49 +21,76 @@ from zero_tp.errors import UserError, first_line
 from zero_tp.files import write_atomically
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.tracking import Allocation, Allocations
+from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.zero.states import partition_of
 
 OPERATORS = 15
 
 
-def step_range(text: str) -> tuple[int, int]:
+def step_range(text: str, steps: int) -> tuple[int, int]:
     """Return the first and the last step of FIRST:LAST; both are profiled.
 
+    Args:
+        steps: of the run.
+
     Raises:
-        UserError: not two positive numbers in order.
+        UserError: not two positive numbers in order, or the run has fewer steps.
     """
     found = re.fullmatch(r"(\d+):(\d+)", text)
     first, last = (int(found[1][:20]), int(found[2][:20])) if found else (0, 0)
     if not 1 <= first <= last:
         raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
+    if last > steps:
+        raise UserError(f"--profile-steps {first}:{last}: zero_tp.training.steps is {steps}; choose earlier steps")
     return first, last
 
 
-class StepProfiler:
-    """A profiler records a rank's steps FIRST to LAST and writes RUN/profile/steps_FIRST-LAST.html, .json and PNGs."""
+class StepProfiler(Callback):
+    """Record rank 0's steps FIRST to LAST and write RUN/profile/steps_FIRST-LAST.html, .json and PNGs.
 
-    def __init__(self, steps: tuple[int, int], engine: TrainingEngine, directory: Path):
-        self.first, self.last = steps
-        self.engine, self.directory = engine, directory / "profile"
+    Memory is recorded in FIRST and operators in the others, or both when there is one step only. In a run that resumes
+    between them, FIRST is its first step.
+    """
+
+    def __init__(self, first: int, last: int):
+        self.first, self.last = first, last
         self._operators: dict[str, float] = {}
         self._timed = 0
         self._points: list[Point] = []
+        self._ended = False
+        self._recording = ExitStack()
 
-    @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Record one step: its memory when it is FIRST, its operators in the others, or both when there is one only."""
-        with ExitStack() as stack:
-            if step == self.first:
-                stack.enter_context(self._following())
-            if self.first < step <= self.last or step == self.first == self.last:
-                stack.enter_context(self._timing())
-            yield
+    def on_start(self, state: TrainState) -> None:
+        self.engine, self.directory = state.engine, state.directory / "profile"
+        self._enabled = state.is_rank_zero
 
-    def outcome(self, step: int) -> str | None:
-        """Write the files after LAST and tell where they are, or why they could not be written."""
-        if step != self.last:
-            return None
+    def on_step_begin(self, state: TrainState) -> None:
+        if not self._enabled:
+            return
+        step = state.step
+        if self.first < step <= self.last and not self._points:
+            self.first = step
+        if step == self.first:
+            self._recording.enter_context(self._following())
+        if self.first < step <= self.last or step == self.first == self.last:
+            self._recording.enter_context(self._timing())
+
+    def on_step_end(self, state: TrainState) -> None:
+        if not self._enabled:
+            return
+        self._recording.close()
+        if state.step >= self.last and not self._ended:
+            self._ended = True
+            state.print(self._outcome())
+
+    def on_end(self, state: TrainState) -> None:
+        self._recording.close()
+
+    def _outcome(self) -> str:
+        """Write the files and return a line that says where they are, or why there are none."""
+        if not self._points:
+            return f"--profile-steps: steps {self.first} to {self.last} came before this start; nothing is recorded"
         try:
             return self._write()
         except (OSError, UserError) as error:

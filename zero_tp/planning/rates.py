@@ -23,7 +23,7 @@ src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates are those of one device in one dtype.
+    """The rates of one device in one dtype.
 
     Attributes:
         element: bytes of an element.

@@ -1,12 +1,12 @@
-"""Put a plan into words, for a terminal."""
+"""Describe a plan as text for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from zero_tp.constants import GIB
-from zero_tp.planning.memory import CATEGORIES
-from zero_tp.planning.plan import Comparison, Plan
+from zero_tp.planning.memory import CATEGORIES, Point
+from zero_tp.planning.plan import Plan
 from zero_tp.planning.search import Candidate, Search
 
 TITLES = {
@@ -30,11 +30,10 @@ def heading(plan: Plan) -> list[str]:
     config, block = plan.config, plan.config.zero_tp
     model, parameters = config.hf_config(), plan.model.whole
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
-    stages = f" × {plan.pipeline} pipeline stages" if plan.pipeline > 1 else ""
     sequence = ", SP" if block.parallel.sequence else ""
     return [
         f"{model.model_type}, {parameters:,} parameters, {plan.model.parameters.total:,} a TP rank",
-        f"{plan.ranks} × {plan.device.name} = {sizes}{stages}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
+        f"{plan.ranks} × {plan.device.name} = {sizes}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
         f"recompute {block.recompute_policy.mode}, {block.attention}",
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro {config.micro_batch} × "
         f"accumulation {config.accumulation} × data {config.data_parallel}",
@@ -43,49 +42,40 @@ def heading(plan: Plan) -> list[str]:
 
 
 def memory(plan: Plan) -> list[str]:
-    paper, peak = plan.paper.bytes(), plan.peak
+    paper, peak, device = plan.paper.bytes(), plan.peak, plan.device
     paper["activations"] += paper.pop("outside layers")
-    if plan.pipeline > 1:
-        # A run has no pipeline, so nothing is said of what it would allocate.
-        lines = [f"{'memory of one device [GiB]':28}{'papers':>10}"]
-        lines += [f"  {TITLES[name]:26}{size / GIB:10.2f}" for name, size in paper.items()]
-        return [*lines, f"  {'together':26}{sum(paper.values()) / GIB:10.2f} of {plan.device.memory_gib:.4g}"]
     lines = [f"{'memory of one device [GiB]':28}{'papers':>10}{'allocated':>12}"]
     for name in CATEGORIES:
-        if not peak.bytes[name] and not paper.get(name):
-            continue
-        counted = f"{paper[name] / GIB:10.2f}" if name in paper else " " * 10
-        lines.append(f"  {TITLES[name]:26}{counted}{peak.bytes[name] / GIB:12.2f}")
-    device, together = plan.device, peak.total
+        if peak.bytes[name] or paper.get(name):
+            counted = f"{paper[name] / GIB:10.2f}" if name in paper else " " * 10
+            lines.append(f"  {TITLES[name]:26}{counted}{peak.bytes[name] / GIB:12.2f}")
+    total = peak.total
     if device.is_cpu and peak.host:
         lines.append(f"  {'offloaded':26}{'':10}{peak.host / GIB:12.2f}")
-        together += peak.host
-    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{together / GIB:12.2f}")
-    gaps = together * device.fragmentation / GIB
+        total += peak.host
+    lines.append(f"  {'together':26}{sum(paper.values()) / GIB:10.2f}{total / GIB:12.2f}")
+    hint = " (--search tries other settings)" if plan.spare < 0 else ""
     lines.append(
-        f"  the peak is in {PHASES[peak.phase]}; with {device.reserved_gib:g} GiB for context and kernels and "
-        f"{gaps:.2f} for gaps {plan.needed / GIB:.2f} of {device.memory_gib:.4g} GiB: {verdict(plan)}"
+        f"  the peak is in {PHASES[peak.phase]}; with {plan.reserved / GIB:.2f} GiB for the context and "
+        f"{plan.communicators} communicators and {total * device.fragmentation / GIB:.2f} for gaps "
+        f"{plan.needed / GIB:.2f} of {device.memory_gib:.4g} GiB: {verdict(plan)}{hint}"
     )
-    if plan.memory.host and not device.is_cpu:
-        node = min(device.per_node, plan.ranks)
-        each, together = plan.memory.host / GIB, node * plan.memory.host / GIB
+    if plan.host_needed:
         lines.append(
-            f"  host memory: {each:.2f} GiB a rank, {together:.1f} of {device.host_memory_gib:.4g} for {node} of a node"
+            f"  host memory: {plan.memory.host / GIB:.2f} GiB a rank, {plan.host_needed / GIB:.1f} of "
+            f"{device.host_memory_gib:.4g} for {min(device.per_node, plan.ranks)} of a node"
         )
     return lines
 
 
 def verdict(plan: Plan) -> str:
-    """Say whether it fits, and what is the largest part of it."""
+    """Return whether the run fits, and which category is the largest if it does not."""
     if plan.fits:
         return f"fits, {plan.spare / GIB:.2f} GiB left"
     if plan.spare >= 0:
         return f"does not fit, short by {-plan.host_spare / GIB:.1f} GiB of host memory a node for what is offloaded"
     name, size = max(plan.peak.bytes.items(), key=lambda item: item[1])
-    return (
-        f"does not fit, short by {-plan.spare / GIB:.2f} GiB; the most are {TITLES[name]}, {size / GIB:.2f} "
-        "(--search tries other settings)"
-    )
+    return f"does not fit, short by {-plan.spare / GIB:.2f} GiB; the most are {TITLES[name]}, {size / GIB:.2f}"
 
 
 def time(plan: Plan) -> list[str]:
@@ -102,13 +92,13 @@ def time(plan: Plan) -> list[str]:
     return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{again}"]
 
 
-def dry_run(comparison: Comparison) -> list[str]:
+def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
+    """Return the table of the plan's peak beside that of a dry run of all layers."""
     lines = [
         "",
-        f"dry run of one micro-batch with all layers: {comparison.seconds:.1f} s, model states by formula",
+        f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula",
         f"{'at the peak [GiB]':28}{'all layers':>10}{'planned':>12}",
     ]
-    whole, planned = comparison.whole, comparison.planned
     for name in CATEGORIES:
         if whole.bytes[name] or planned.bytes[name]:
             lines.append(f"  {TITLES[name]:26}{whole.bytes[name] / GIB:10.3f}{planned.bytes[name] / GIB:12.3f}")
@@ -123,16 +113,10 @@ def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:
         f"by formulas {search.fitting} of {len(search.ranked)} settings fit; the fastest (an estimate), run dry:",
         f"{'':4}{'s a step':>10}{'tokens/s':>12}{'GiB':>8}  settings",
     ]
-    for number, one in enumerate(shown, start=1):
-        speed = plan.tokens / one.time.total
-        lines.append(f"{number:3}.{one.time.total:10.3f}{speed:12,.0f}{one.needed / GIB:8.1f}  {one.choice.describe()}")
-    if plan.fits:
-        best = shown[0].time.total if shown else plan.time.total
-        slower = plan.time.total / best - 1
-        lines.append(
-            f"the present settings fit, {plan.spare / GIB:.2f} GiB left, "
-            + (f"and take {slower:.0%} longer than the first" if slower > 0.005 else "and are as fast as the first")
-        )
-    else:
-        lines.append(f"the present settings: {verdict(plan).replace(' (--search tries other settings)', '')}")
-    return lines
+    for number, each in enumerate(shown, start=1):
+        seconds, settings = each.time.total, each.choice.describe()
+        lines.append(f"{number:3}.{seconds:10.3f}{plan.tokens / seconds:12,.0f}{each.needed / GIB:8.1f}  {settings}")
+    slower = plan.time.total / shown[0].time.total - 1 if shown else 0.0
+    compared = f"take {slower:.0%} longer than the first" if slower > 0.005 else "are as fast as the first"
+    present = f" fit, {plan.spare / GIB:.2f} GiB left, and {compared}" if plan.fits else f": {verdict(plan)}"
+    return [*lines, f"the present settings{present}"]

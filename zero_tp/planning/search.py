@@ -6,8 +6,8 @@ All are ranked by formulas; what is listed has been run dry, and accepted as a r
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import write_named
 from zero_tp.parallel.loss import adds_up, block_positions
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, Point, RankMemory, model_of, zero_memory
+from zero_tp.planning.memory import Model, RankMemory, model_of, zero_memory
 from zero_tp.planning.moments import Moment
 from zero_tp.planning.papers import PaperView
-from zero_tp.planning.plan import check_device, host_needed, needed
+from zero_tp.planning.plan import MemoryFit, check_device
 from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.planning.workload import Workload, workload_of
 from zero_tp.planning.zero import ZeroMemory
@@ -36,13 +36,17 @@ from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.strict_json import read_json
 
 NEAREST = 8
-"""Settings that by formulas do not fit, the nearest, that are run dry before it is said that none fits."""
+"""If nothing fits by formulas, so many settings that come nearest are run dry before the search gives up."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice is the settings of one candidate."""
+    """The settings of one candidate.
+
+    Attributes:
+        owners: gradients are reduced to their owners; see `ZeroSettings.to_owners`.
+    """
 
     tensor: int
     sequence: bool
@@ -52,36 +56,26 @@ class Choice:
     accumulation: int
     offload_optimizer: bool
     offload_param: bool
+    owners: bool = False
 
     def describe(self) -> str:
         """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
         parts = [f"TP {self.tensor}"]
         parts += ["SP"] if self.sequence else []
-        parts += [f"ZeRO-{self.stage}", f"recompute {self.recompute}", f"micro {self.micro} × {self.accumulation}"]
+        parts += [f"ZeRO-{self.stage}", *["reduced to owners"] * self.owners]
+        parts += [f"recompute {self.recompute}", f"micro {self.micro} × {self.accumulation}"]
         away = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_param
         parts += [f"offload {' and '.join(away)}"] if away else []
         return ", ".join(parts)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A candidate is a choice with what it needs.
-
-    Attributes:
-        peak: the moment at which the device holds the most.
-        needed: bytes of the device's memory, margins included. host: of a node's host memory.
-        short: bytes that the device or a device's share of the host lacks, the greater; 0 or less where all fits.
-        time: of a step.
-    """
+class Candidate(MemoryFit):
+    """A choice with what it needs and the time of its steps."""
 
     choice: Choice
     model: Model
     workload: Workload
-    zero: ZeroMemory
-    peak: Point
-    needed: float
-    host: float
-    short: float
     time: StepTime
 
     def as_json(self) -> dict[str, Any]:
@@ -89,18 +83,18 @@ class Candidate:
         return {
             **vars(self.choice),
             "needed_bytes": self.needed,
-            "host_node_bytes": self.host,
+            "host_node_bytes": self.host_needed,
             "peak_bytes": self.peak.as_json(),
             "step_seconds": self.time.as_json(),
         }
 
 
 class Search:
-    """A search weighs the other settings of a run.
+    """The settings of a run that are free to change, ranked by formulas.
 
     Attributes:
-        ranked: by formulas: those that fit before those that don't, the faster first, or the nearest to fitting.
-        fitting: how many of them fit.
+        ranked: those that fit, the fastest first, then the others, the nearest to fitting first.
+        fitting: how many fit.
     """
 
     def __init__(self, config: RunConfig, device: Device):
@@ -110,78 +104,75 @@ class Search:
             UserError: the device can't compute in the run's dtype; no setting splits this world size.
         """
         check_device(device, config)
-        self.config, self.device = config, device
+        assert config.world_size is not None
+        self.config, self.device, self.ranks = config, device, config.world_size
         self._deepspeed = config.deepspeed_config()
         self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
-        self.ranked = [self._estimated(choice, model) for choice, model in _choices(config, cpu=device.is_cpu)]
+        estimates = (self._estimate(choice, model) for choice, model in _choices(config, cpu=device.is_cpu))
+        self.ranked = [each for each in estimates if each.memory.zero.at.to_owners == each.choice.owners]
         if not self.ranked:
             raise UserError(
-                f"--search: no tensor size splits {config.world_size} ranks, the model and a global batch of "
+                f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
-        self.ranked.sort(key=lambda one: (max(0.0, one.short), one.time.total, one.needed))
-        self.fitting = sum(one.short <= 0 for one in self.ranked)
+        self.ranked.sort(key=lambda each: (max(0.0, each.short), each.time.total, each.needed))
+        self.fitting = sum(each.fits for each in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Candidate], dict[str, Any]]:
-        """Return the fastest `top` whose dry run fits and that a run accepts, and the first one's config.
+        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the config of the first.
 
-        Where none of those that fit by formulas is one, the nearest of the others are run dry too.
+        If none of those that fit by formulas is left, the nearest of the others are run dry too.
 
         Raises:
-            UserError: nothing fits; says what was tried, what is short and by how much.
+            UserError: nothing fits. The message has what was tried, what is short and by how much.
         """
         raw = read_json(self.config.path)
         apply_overrides(raw, overrides)
         shown: list[Candidate] = []
+        too_large: list[Candidate] = []
         best: dict[str, Any] = {}
-        lacking: list[Candidate] = []
-        refused = None
-        assert self.config.world_size is not None
-        for number, estimated in enumerate(self.ranked[: self.fitting + NEAREST]):
-            if number >= self.fitting and shown:
+        refusal: ConfigError | None = None
+        for number, estimate in enumerate(self.ranked[: self.fitting + NEAREST]):
+            if len(shown) == top or (shown and number >= self.fitting):
                 break
-            one = self._run_dry(estimated)
-            if one.short > 0:
-                lacking.append(one)
+            candidate = self._dry_run(estimate)
+            if not candidate.fits:
+                too_large.append(candidate)
                 continue
-            written = changed(raw, one.choice, self.config.global_batch)
-            refusal = accepted(written, self.config.world_size)
-            if refusal is not None:
-                refused = refusal
+            written = changed(raw, candidate.choice, self.config.global_batch)
+            if (error := load_error(written, self.ranks)) is not None:
+                refusal = error
                 continue
             best = best or written
-            shown.append(one)
-            if len(shown) == top:
-                break
-        if not shown and refused is not None:
-            raise UserError(f"--search: every setting that fits is refused, the last one because: {refused}")
+            shown.append(candidate)
+        if not shown and refusal is not None:
+            raise UserError(f"--search: every setting that fits is refused, the last one because: {refusal}")
         if not shown:
-            raise UserError(self._short(lacking))
+            raise UserError(self._describe_nearest(too_large))
         return shown, best
 
-    def _short(self, lacking: Sequence[Candidate]) -> str:
-        config, device = self.config, self.device
-        least = min(lacking, key=lambda one: one.short)
-        parts = sorted(least.peak.bytes.items(), key=lambda item: -item[1])[:3]
-        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts)
+    def _describe_nearest(self, too_large: Sequence[Candidate]) -> str:
+        device, nearest = self.device, min(too_large, key=lambda each: each.short)
+        largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
+        listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (
-            f"{config.path}: does not fit {config.world_size} × {device.name}: of {len(self.ranked)} ways "
-            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(lacking)} fits when run dry; "
-            f"{least.choice.describe()} comes nearest with {least.needed / GIB:.1f} of {device.memory_gib:.4g} GiB a "
-            f"device ({listed}) and {least.host / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's host "
-            f"memory, short by {least.short / GIB:.1f} GiB a device; use more or larger devices"
+            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} ways "
+            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits when run dry; "
+            f"{nearest.choice.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
+            f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's "
+            f"host memory, short by {nearest.short / GIB:.1f} GiB a device; use more or larger devices"
         )
 
-    def _estimated(self, choice: Choice, model: Model) -> Candidate:
-        config, device = self.config, self.device
-        assert config.world_size is not None
-        given = ZeroSettings.of(self._deepspeed, config.world_size // choice.tensor, cpu=device.is_cpu)
-        settings = given.at_stage(
+    def _estimate(self, choice: Choice, model: Model) -> Candidate:
+        device = self.device
+        run_settings = ZeroSettings.of(self._deepspeed, self.ranks // choice.tensor, cpu=device.is_cpu)
+        settings = run_settings.at_stage(
             choice.stage,
             accumulation=choice.accumulation,
             offload_optimizer=choice.offload_optimizer,
             offload_param=choice.offload_param,
+            owners=choice.owners,
         )
         zero = zero_memory(model.parameters, settings)
         workload = replace(
@@ -192,95 +183,91 @@ class Search:
             policy=RecomputePolicy(mode=choice.recompute),
             checkpointing=self._workload.checkpointing if choice.recompute == "full" else {},
         )
-        memory = RankMemory(zero, _estimate(model, workload, zero))
-        time = Timing(model.spec, workload, zero.at, model.parameters.total, device).estimate()
-        return self._candidate(choice, model, workload, memory, time)
+        return Candidate(
+            memory=RankMemory(zero, _estimated_moments(model, workload, zero)),
+            device=device,
+            ranks=self.ranks,
+            tensor=choice.tensor,
+            choice=choice,
+            model=model,
+            workload=workload,
+            time=Timing(model.spec, workload, zero.at, model.parameters.total, device).estimate(),
+        )
 
-    def _run_dry(self, one: Candidate) -> Candidate:
-        choice = one.choice
+    def _dry_run(self, estimate: Candidate) -> Candidate:
+        choice, workload, spec = estimate.choice, estimate.workload, estimate.model.spec
         key = (choice.tensor, choice.sequence, choice.micro, choice.recompute)
         if key not in self._dry_runs:
-            self._dry_runs[key] = dry_run(self.config.hf_config(), one.workload)
-        memory = RankMemory(one.zero, self._dry_runs[key])
-        return self._candidate(choice, one.model, one.workload, memory, one.time)
-
-    def _candidate(
-        self, choice: Choice, model: Model, workload: Workload, memory: RankMemory, time: StepTime
-    ) -> Candidate:
-        device = self.device
-        own, host = needed(memory.peak, device), host_needed(memory.host, device, self.config.world_size or 1)
-        lacking = (host - device.host_memory_gib * GIB) / device.per_node
-        short = max(own - device.memory_gib * GIB, lacking)
-        return Candidate(choice, model, workload, memory.zero, memory.peak, own, host, short, time)
+            self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
+        memory = RankMemory(estimate.memory.zero, self._dry_runs[key], workload.stored(spec.hidden, spec.layers))
+        return replace(estimate, memory=memory)
 
 
-def _estimate(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment]:
+def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> list[Moment]:
     """Return a few moments by the papers' formulas: the end of forward, and both ends of the layers' backward.
 
-    Beside what is kept, a layer that runs again has its activations whole, the output layer its gradient and a block of
-    logits (as the loss of parallel/loss.py makes them), and an eager core its scores' gradients.
+    Added to what the formulas count: all activations of a layer that is recomputed, the gradient of the output layer
+    and a block of logits (as parallel/loss.py computes them), and the gradients of an eager core's scores.
     """
     paper, layers = PaperView(model, workload, zero.at.stage, zero.at.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
     kept = paper.layers_bytes() + paper.outside_bytes() - logits
-    again = paper.layer_bytes(recomputes=False)
+    recomputed = paper.layer_bytes(recomputes=False)
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
-    wide = adds_up(length, positions, dtype)
-    gradient = (4 if wide else workload.element) * shard * model.spec.hidden
+    gradient = (4 if adds_up(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
     most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
     total = float(zero.parameters.total)
     return [
         Moment("forward", layers, kept + gradient, block, 0.0),
-        Moment("backward", layers - 1, kept, again + stream + workload.element * shard * model.spec.hidden, 0.0),
-        Moment("backward", min(max(most, 0), layers - 1), kept / 2, again + stream, total / 2),
-        Moment("backward", 0, kept / layers, again + stream, total),
+        Moment("backward", layers - 1, kept, recomputed + stream + workload.element * shard * model.spec.hidden, 0.0),
+        Moment("backward", min(max(most, 0), layers - 1), kept / 2, recomputed + stream, total / 2),
+        Moment("backward", 0, kept / layers, recomputed + stream, total),
     ]
 
 
 def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
-    world, total = config.world_size, config.global_batch
-    assert world is not None
+    for tensor, sequence, model in _splits(config):
+        assert config.world_size is not None
+        data = config.world_size // tensor
+        samples = config.global_batch // data
+        # A fused attention keeps nothing that selective recomputation would save.
+        fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
+        modes = [mode for mode in MODES if not (fused and mode == "selective")]
+        for micro, stage, recompute in itertools.product(_divisors(samples), range(4), modes):
+            offloads = [(False, False)] + [(True, False)] * (stage > 0) + [(True, True)] * (stage == 3)
+            reductions = (False, True) if stage in (1, 2) and data > 1 else (False,)
+            for offload, owners in itertools.product(offloads, reductions):
+                yield Choice(tensor, sequence, stage, recompute, micro, samples // micro, *offload, owners), model
+
+
+def _splits(config: RunConfig) -> Iterator[tuple[int, bool, Model]]:
+    """Yield (TP size, SP, the model) of every way to split the ranks."""
+    assert config.world_size is not None
     length, hf_config = config.zero_tp.data.sequence_length, config.hf_config()
-    for tensor in _divisors(world):
-        data = world // tensor
-        if total % data:
+    for tensor in _divisors(config.world_size):
+        if config.global_batch % (config.world_size // tensor):
             continue
-        for sequence in (False, True):
-            if sequence and (tensor == 1 or length % tensor):
-                continue
-            try:
-                model = model_of(hf_config, tensor, sequence)
-            except UserError:  # heads or MLP do not divide
-                break
-            # A fused attention keeps nothing that selective recomputation would save.
-            fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
-            modes = [mode for mode in MODES if not (fused and mode == "selective")]
-            for micro in _divisors(total // data):
-                for stage in range(4):
-                    for recompute in modes:
-                        offloads = [(False, False)] + [(True, False)] * (stage > 0) + [(True, True)] * (stage == 3)
-                        for optimizer, parameters in offloads:
-                            accumulation = total // data // micro
-                            yield (
-                                Choice(tensor, sequence, stage, recompute, micro, accumulation, optimizer, parameters),
-                                model,
-                            )
+        try:
+            yield tensor, False, model_of(hf_config, tensor, False)
+        except UserError:  # heads or MLP do not divide
+            continue
+        if tensor > 1 and length % tensor == 0:
+            yield tensor, True, model_of(hf_config, tensor, True)
 
 
 def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 # ---- back to a config ------------------------------------------------------------------------------------------------
 
 
 def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[str, Any]:
-    """Return the run's file with a choice's settings.
+    """Return the run's config with a choice's settings.
 
     Args:
         raw: the object of the file, overrides applied.
@@ -292,6 +279,9 @@ def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[s
     zero = dict(config.get("zero_optimization", {}))
     if choice.stage != 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
+    zero.pop("use_multi_rank_bucket_allreduce", None)
+    if choice.owners:
+        zero |= {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True}
     before = int(zero.get("stage", 0))
     if before != choice.stage and 3 in (before, choice.stage):
         zero.pop("overlap_comm", None)
@@ -310,13 +300,13 @@ def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[s
     return config
 
 
-def accepted(config: Mapping[str, Any], world: int) -> ConfigError | None:
-    """Return what a run of this config would be refused for, or None."""
+def load_error(config: Mapping[str, Any], ranks: int) -> ConfigError | None:
+    """Return why a run refuses this config, or None."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "candidate.json")
         path.write_text(json.dumps(config))
         try:
-            RunConfig.load(path, (), world)
+            RunConfig.load(path, (), ranks)
         except ConfigError as error:
             return error
     return None

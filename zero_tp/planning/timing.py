@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.devices import Device
 from zero_tp.models.flops import head_products
-from zero_tp.models.spec import TransformerSpec
-from zero_tp.planning.formulas import pipeline_bubble
-from zero_tp.planning.layer_time import OURS, LayerTime, LayerWork, Program, Seconds
+from zero_tp.planning.layer_time import LayerTime, LayerWork, Seconds
 from zero_tp.planning.rates import Rates
 from zero_tp.planning.workload import Workload
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
@@ -26,13 +25,15 @@ HOST_MEMORY_GBPS = 200.0
 
 @dataclass(frozen=True)
 class StepTime:
-    """A StepTime has the seconds of one step, by term.
+    """The seconds of one step, by term.
 
     Attributes:
-        products: matrix products of forward and backward. recompute: what is computed again. elementwise: norms,
-            activations, dropout, residual sums, softmax, gradients added up. tensor, data: communication over TP and
-            DP that nothing hides, and what products lose while it runs beside them. optimizer: the update. host: copies
-            to and from host memory. stages: transfers between pipelines' stages. bubble: their idle time.
+        products: matrix products of forward and backward.
+        recompute: everything that backward recomputes.
+        elementwise: norms, activations, dropout, residual sums, softmax, accumulation of gradients.
+        tensor, data: communication over TP and DP that nothing hides, and what overlapped products lose to it.
+        optimizer: the update.
+        host: copies to and from host memory.
         layer: of one layer and micro-batch.
     """
 
@@ -43,8 +44,6 @@ class StepTime:
     data: float
     optimizer: float
     host: float
-    stages: float
-    bubble: float
     layer: LayerTime
 
     @property
@@ -60,8 +59,6 @@ class StepTime:
             "DP communication": self.data,
             "optimizer": self.optimizer,
             "host copies": self.host,
-            "pipeline transfers": self.stages,
-            "pipeline bubble": self.bubble,
         }
 
     def as_json(self) -> dict[str, float]:
@@ -70,22 +67,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """A Timing has what the time of a step is estimated from.
+    """Everything that the time of a step is estimated from.
 
     Attributes:
-        parameters: elements on one rank of all stages together (Ψ/t).
-        pipeline, interleaving: p and m.
-        program: whose code it is.
+        parameters: elements on one rank before ZeRO partitions them (Ψ/t).
     """
 
     spec: TransformerSpec
     at: Workload
     zero: ZeroSettings
-    parameters: int
+    parameters: float
     device: Device
-    pipeline: int = 1
-    interleaving: int = 1
-    program: Program = OURS
 
     @cached_property
     def rates(self) -> Rates:
@@ -102,44 +94,37 @@ class Timing:
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term.
 
-        The last stage has the head beside its layers, so the others wait for it in every micro-batch.
-
         Raises:
             ValueError: the device has no rate in this dtype.
         """
         micro, share = self.zero.accumulation, self._recomputed()
-        layers = self.spec.layers / self.pipeline
-        layer = LayerWork(self.spec, self.at, self.rates, self.program).time()
-        stage, again = Seconds().plus(layer.forward, layers).plus(layer.backward, layers), layers * share
-        stage = stage.plus(Seconds(passes=self._added()))
-        head = self._head()
-        transfers = self._transfers()
-        working = stage.total + again * layer.again.total + transfers
-        bubble = pipeline_bubble(self.pipeline, micro, self.interleaving) * micro * working
+        layers = self.spec.layers
+        layer = self.layer_work().time()
+        work, again = Seconds().plus(layer.forward, layers).plus(layer.backward, layers), layers * share
+        work = work.plus(Seconds(passes=self.accumulation_time()))
+        head = self.head()
         backward = layers * (layer.backward.total + share * layer.again.total)
         optimizer, host = self._optimizer()
         return StepTime(
-            products=micro * (stage.products + head.products),
+            products=micro * (work.products + head.products),
             recompute=micro * again * layer.again.total,
-            elementwise=micro * (stage.passes + head.passes),
-            tensor=micro * stage.tensor,
+            elementwise=micro * (work.passes + head.passes),
+            tensor=micro * work.tensor,
             data=self._data(layers * layer.forward.total + head.total, backward),
             optimizer=optimizer,
             host=host,
-            stages=micro * transfers,
-            bubble=bubble,
             layer=layer,
         )
+
+    def layer_work(self) -> LayerWork:
+        """Return the work of one layer."""
+        return LayerWork(self.spec, self.at, self.rates)
 
     def _recomputed(self) -> float:
         """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
         return self.at.policy.layers_again(self.spec.layers, self.zero.accumulation) / self.spec.layers
 
-    @property
-    def _own(self) -> float:
-        return self.parameters / self.pipeline
-
-    def _head(self) -> Seconds:
+    def head(self) -> Seconds:
         """Return forward and backward of the output layer and its loss, which goes over each logit six times."""
         at, spec = self.at, self.spec
         labels, width = at.labels, head_products(spec) / spec.hidden / at.tensor
@@ -149,7 +134,7 @@ class Timing:
             products + product(spec.hidden, width, labels), 6 * at.element * labels * width / self.rates.memory
         )
 
-    def _added(self) -> float:
+    def accumulation_time(self) -> float:
         """Return the seconds, of one micro-batch, in which the gradients of its products are added to those before.
 
         Where they are added up in another dtype there is a buffer for them, also for one micro-batch, which is zeroed
@@ -159,38 +144,36 @@ class Timing:
         buffer = zero.accumulated != e
         if zero.accumulation == 1 and not buffer:
             return 0.0
-        traffic = 2.0 * zero.accumulated + (-e if self.program.adds_in_product else e)
-        traffic += zero.accumulated * buffer / zero.accumulation
-        return self._own * traffic / self.rates.memory
-
-    def _transfers(self) -> float:
-        """Return the seconds of one micro-batch's activations and gradients between stages, each TP rank its part."""
-        if self.pipeline == 1:
-            return 0.0
-        at, device = self.at, self.device
-        near = at.tensor * self.zero.data * self.pipeline <= device.per_node
-        speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
-        part = at.element * at.length * at.batch * self.spec.hidden / at.tensor
-        return 2 * self.interleaving * part / (speed * 1e9)
+        traffic = 2.0 * zero.accumulated + e + zero.accumulated * buffer / zero.accumulation
+        return self.parameters * traffic / self.rates.memory
 
     def _data(self, forward: float, backward: float) -> float:
-        """Return what DP's communication costs. Stages 0 to 2 all-reduce gradients, or 1 and 2 reduce them to their
-        owners (`to_owners`); these gather the updated parameters."""
+        """Return what DP's communication costs: the gathers and reductions of `ZeroSettings.volumes`.
+
+        DeepSpeed waits for the device before each reduction to an owner (stage_1_and_2.py, `allreduce_and_copy`), so
+        `overlap_comm` hides none of them.
+        """
         zero, micro, e = self.zero, self.zero.accumulation, self.at.element
-        ring = self.rates.collective
-        bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
-        pieces = max(1, -(-self._own // bucket))
+        gathers, reductions = zero.volumes
+        calls = self.spec.layers  # each layer's collectives begin somewhere
         if zero.stage == 3:
-            calls = self.spec.layers / self.pipeline  # each layer's collectives begin somewhere
-            gather = ring(e * self._own, zero.data, self.at.tensor, calls)
-            reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, calls)
-            return self._beside(micro * (2 * gather + reduce), micro * (forward + backward))
-        reduce = ring(zero.reduced * self._own, zero.data, self.at.tensor, pieces) * (1 if zero.to_owners else 2)
-        if zero.stage == 0:
-            return self._beside(reduce, backward if self.program.hides_data else 0.0)
-        times = micro if zero.stage == 2 else 1
-        gather = ring(e * self._own, zero.data, self.at.tensor)
-        return gather + self._beside(times * reduce, times * backward if zero.overlap and zero.in_buckets else 0.0)
+            gather = self.rates.collective(e * self.parameters, zero.data, self.at.tensor, calls)
+            reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.at.tensor, calls)
+            return self._beside(gathers * gather + reductions * reduce, micro * (forward + backward))
+        bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
+        pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
+        if zero.to_owners:
+            # Each ends at a bucket's or an owner's end. A chain's links carry all bytes (NCCL's tuning.cc: N steps).
+            pieces, sent = pieces + zero.data - 1, sent * zero.data / (zero.data - 1)
+        gather = self.rates.collective(e * self.parameters, zero.data, self.at.tensor)
+        reduce = self.rates.collective(sent, zero.data, self.at.tensor, pieces)
+        beside = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        return gathers * gather + self._beside(reductions * reduce, beside)
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Return whether stages 0 to 2 reduce gradients while backward runs."""
+        return self.zero.overlap and self.zero.in_buckets and not self.zero.to_owners
 
     def _beside(self, communicating: float, computing: float) -> float:
         hidden = min(communicating, computing)
@@ -203,10 +186,10 @@ class Timing:
         become fp32, their norm is taken and they are clipped.
         """
         zero, e, memory = self.zero, self.at.element, self.rates.memory
-        part = self._own / (zero.data if zero.stage else 1)
+        part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
         wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
-        traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self._own
+        traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self.parameters
         to_host = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # those of checkpoints run beside the layers
         if zero.offload_param:

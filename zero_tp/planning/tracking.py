@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 @dataclass
 class Allocation:
-    """An allocation is one storage.
+    """One storage.
 
     Attributes:
         bytes: its size.

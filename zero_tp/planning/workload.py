@@ -1,4 +1,4 @@
-"""A workload says what the bytes and seconds of a micro-batch depend on, beside the model."""
+"""Describe a micro-batch on one rank: everything but the model that its bytes and seconds depend on."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import torch
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.constants import DTYPES
+from zero_tp.planning.zero import page_locked
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A Workload is one micro-batch on one rank.
+    """One micro-batch on one rank.
 
     Attributes:
         length, batch: s and b.
         dtype: "fp32", "bf16" or "fp16".
         cpu: the ranks are CPU processes; else they have accelerators.
         checkpointing: DeepSpeed's `activation_checkpointing` block.
-        documents: a token sees its own document alone (`data.document_attention` "reset").
+        documents: attention stays inside a document (`data.document_attention` "reset").
         labelled: share of the tokens that have labels.
         varlen: the accelerators run `varlen_attn`, so that documents and windows need no mask.
     """
@@ -59,6 +60,16 @@ class Workload:
     def to_host(self) -> bool:
         """Return whether an accelerator's checkpoints wait in host memory (P_a+cpu)."""
         return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
+
+    def stored(self, hidden: int, layers: int) -> tuple[float, float]:
+        """Return the bytes that checkpoints take all the time: M_D's buffer on the device, and those on the host."""
+        again = len(self.policy.recomputed_layers(layers))
+        slots = self.checkpointing.get("number_checkpoints") or again
+        parts = self.tensor if self.sequence or self.partitioned else 1
+        one = self.element * math.ceil(self.length * self.batch * hidden / parts)
+        if not self.checkpointing.get("contiguous_memory_optimization"):
+            return 0.0, float(again * page_locked(one)) if self.to_host else 0.0
+        return (0.0, float(page_locked(slots * one))) if self.to_host else (float(slots * one), 0.0)
 
 
 def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:

@@ -7,6 +7,7 @@ P is a rank's partition of the flattened parameters, e bytes an element of the r
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -21,7 +22,7 @@ NORM_BYTES = 8
 
 
 class StateBytes(NamedTuple):
-    """StateBytes are the bytes on the device at one moment, by category, and in host memory."""
+    """The bytes on the device at one moment, by category, and in host memory."""
 
     parameters: float = 0.0
     gathered: float = 0.0
@@ -31,9 +32,14 @@ class StateBytes(NamedTuple):
     host: float = 0.0
 
 
+def page_locked(size: int) -> int:
+    """Return the bytes that torch page-locks for a tensor of `size` bytes (ATen/core/CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Parameters:
-    """These are one TP rank's parameters.
+    """One TP rank's parameters.
 
     Attributes:
         matrices, flats: elements of each parameter of two dimensions or more, and of the others: DeepSpeed flattens
@@ -49,8 +55,12 @@ class Parameters:
     layers: tuple[int, ...]
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return self.matrices + self.flats
+
+    @cached_property
     def total(self) -> int:
-        return sum(self.matrices) + sum(self.flats)
+        return sum(self.sizes)
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
@@ -58,12 +68,12 @@ class Parameters:
 
     @cached_property
     def largest(self) -> int:
-        return max(self.matrices + self.flats)
+        return max(self.sizes)
 
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """A ZeroMemory is the account of one rank of one run."""
+    """The account of one rank of one run."""
 
     parameters: Parameters
     at: ZeroSettings
@@ -83,17 +93,18 @@ class ZeroMemory:
         return sum(self.partitions)
 
     @cached_property
-    def straddling(self) -> int:
-        """Return the elements of all parameters that rank 0's partition reaches into: its gradient buffer's size."""
-        total = 0
+    def partition_parameters(self) -> list[int]:
+        """Return the elements of each parameter that rank 0's partition reaches into."""
+        sizes = []
         for group, length in zip(self.parameters.groups, self.partitions, strict=True):
-            reached = 0
-            for size in group:
-                if reached >= length:
-                    break
-                reached += size
-            total += reached
-        return total
+            starts = itertools.accumulate(group, initial=0)
+            sizes += [size for size, start in zip(group, starts, strict=False) if start < length]
+        return sizes
+
+    @cached_property
+    def straddling(self) -> int:
+        """Return the elements of rank 0's gradient buffer: whole parameters."""
+        return sum(self.partition_parameters)
 
     @cached_property
     def states(self) -> StateBytes:
@@ -109,16 +120,54 @@ class ZeroMemory:
             if not at.offload_optimizer:
                 sums = at.accumulated / e * whole if at.sums_apart else 0.0
                 return StateBytes(parameters=whole, optimizer=master_moments, buffers=sums)
-            copy = 4 * part + (e * part if e < 4 else 0)  # of the gradients, and of the weights on their way back
-            return StateBytes(whole, buffers=e * largest, host=master_moments + copy + e * largest)
-        persistent = e * sum(size for size in self._distinct if size <= at.persistence_threshold)
-        device, host = (0, e * part) if at.offload_param else (e * part, 0)
-        held = StateBytes(device, gathered=persistent, buffers=e * at.reduce_bucket, host=host)
+            copies = (4 + e) * part + e * largest  # of gradients, of weights on their way back, and between
+            return StateBytes(whole, buffers=e * largest, host=master_moments + copies + self._waiting + self._rounding)
+        persistent = e * sum(size for size in self.parameters.sizes if size <= at.persistence_threshold)
+        device, host = (0.0, e * part + self._rounding) if at.offload_param else (e * part, self._rounding)
+        states = StateBytes(device, gathered=persistent, buffers=e * at.reduce_bucket, host=host)
         if at.offload_optimizer:
-            return held._replace(
+            return states._replace(
                 host=host + master_moments + (4 + self._sum) * part
             )  # of gradients, in fp32 and added up
-        return held._replace(gradients=self._sum * part, optimizer=master_moments)
+        return states._replace(gradients=self._sum * part, optimizer=master_moments)
+
+    @property
+    def _waiting(self) -> float:
+        """Return the bytes in which an offloaded ZeRO-2 adds up gradients on the host, a tensor for each parameter."""
+        at = self.at
+        return at.element * self.straddling if at.stage == 2 and at.accumulation > 1 and not at.wide else 0.0
+
+    @cached_property
+    def pinned(self) -> list[int]:
+        """Return the bytes of each tensor that DeepSpeed page-locks: neither moments nor ZeRO-3's masters."""
+        at, e, pinned = self.at, self.at.element, list[int]()
+        if at.offload_param:
+            pinned += [e * length for length in self.partitions]
+        if at.offload_optimizer and at.pins and at.stage == 3:
+            pinned += [self._sum * self.partition, *(4 * size for size in self._sub_groups)]
+        elif at.offload_optimizer and at.pins:
+            pinned += [size * length for length in self.partitions for size in (4, 4, e)]
+            pinned += [e * self.parameters.largest, *(e * size for size in self.partition_parameters if self._waiting)]
+        return pinned
+
+    @cached_property
+    def _rounding(self) -> float:
+        """Return the bytes of page-locked blocks that no tensor fills; a CPU rank page-locks nothing."""
+        return 0.0 if self.at.cpu else float(sum(page_locked(size) - size for size in self.pinned))
+
+    @property
+    def _sub_groups(self) -> list[int]:
+        """Return the elements that ZeRO-3's optimizer updates at once, in order: whole partitions of parameters."""
+        sub_groups = []
+        for group in self.parameters.groups:
+            filled = 0
+            for size in group:
+                filled += -(-size // self.at.data)
+                if filled >= self.at.sub_group:
+                    sub_groups.append(filled)
+                    filled = 0
+            sub_groups += [filled] if filled else []
+        return sub_groups
 
     @property
     def _sum(self) -> int:
@@ -131,10 +180,6 @@ class ZeroMemory:
         if self.at.wide:
             return float(self.at.accumulated * self.partition)
         return 0.0 if self.at.offload_optimizer else self.at.element * self.straddling
-
-    @property
-    def _distinct(self) -> tuple[int, ...]:
-        return self.parameters.matrices + self.parameters.flats
 
     @cached_property
     def gathered_at(self) -> dict[tuple[str, int], float]:
@@ -162,31 +207,33 @@ class ZeroMemory:
             micro: the micro-batch's number in the step.
             transients: of the activations at that moment.
         """
-        at, held, e = self.at, self.states, self.at.element
+        at, states, e = self.at, self.states, self.at.element
         buckets = e * at.reduce_bucket * (2 if at.overlap else 1)
         total = self.parameters.total
         if at.stage == 3:
-            return held._replace(gathered=held.gathered + self.gathered_at[phase, layer])
-        made = total if micro else min(done, total)
+            return states._replace(gathered=states.gathered + self.gathered_at[phase, layer])
+        with_gradients = total if micro else min(done, total)
         if at.stage == 0 or at.alone or at.sums_apart:
-            return held._replace(gradients=e * made)
+            return states._replace(gradients=e * with_gradients)
         if at.stage == 1 and not (at.overlap and micro == at.accumulation - 1):
             there = phase == "backward" or micro > 0
             wider = self._sum / e
-            return held._replace(gradients=self._sum * made, buffers=held.buffers + (wider * buckets if there else 0))
+            return states._replace(
+                gradients=self._sum * with_gradients, buffers=states.buffers + (wider * buckets if there else 0)
+            )
         before = 0.0
         if micro and (at.wide or not at.offload_optimizer):
             before = self._sum * total if at.stage == 1 else self._own
         if phase == "forward":
-            return held._replace(gradients=before)
+            return states._replace(gradients=before)
         gradients, flattened = before, 0.0
         if done > at.reduce_bucket:  # one bucket at least has been reduced
             gradients = self._with_own(before)
             flattened = 0 if at.overlap else e * at.reduce_bucket
         norm = NORM_BYTES * self.parameters.largest if at.offload_optimizer and at.stage == 2 else 0
         # Flattening and norms happen in hooks, when the layer's own transients are gone.
-        beside = max(0.0, max(flattened, norm) - transients)
-        return held._replace(gradients=gradients, buffers=held.buffers + buckets + beside)
+        excess = max(0.0, max(flattened, norm) - transients)
+        return states._replace(gradients=gradients, buffers=states.buffers + buckets + excess)
 
     def _with_own(self, before: float) -> float:
         """Return the bytes of the gradients once a bucket has been reduced: added up in a wider dtype they stay one."""
@@ -204,58 +251,58 @@ class ZeroMemory:
 
     def end_of_backward(self) -> StateBytes:
         """Return the bytes when the last buckets are reduced, without activations."""
-        at, held, e = self.at, self.states, self.at.element
+        at, states, e = self.at, self.states, self.at.element
         total, bucket = self.parameters.total, e * at.reduce_bucket
         if at.stage in (0, 3) or at.alone or at.sums_apart:
-            held = self.during("backward", total, -1, at.accumulation - 1)
+            states = self.during("backward", total, -1, at.accumulation - 1)
             flat = e if at.stage == 0 else self._sum + at.reduced if at.sums_apart else 0  # as it is, and as it is sent
             flattened = flat * min(total, ALLREDUCE_BUCKET) if at.data > 1 else 0
-            return held._replace(buffers=held.buffers + flattened)
+            return states._replace(buffers=states.buffers + flattened)
         fill = e * min(at.reduce_bucket, total)
         if at.stage == 1 and not at.overlap:
             # Each gradient moves into the bucket; when the first is full, this rank's buffer is made.
             gradients = max(self._sum * total, self._sum * (total - self._first_fill) + self._own)
-            return held._replace(gradients=gradients, buffers=held.buffers + bucket * self._sum / e)
+            return states._replace(gradients=gradients, buffers=states.buffers + bucket * self._sum / e)
         before = self._own if at.accumulation > 1 else 0
         flattened = 0 if at.overlap else fill
         buckets = bucket * (2 if at.overlap else 1)
-        return held._replace(gradients=self._with_own(before), buffers=held.buffers + buckets + flattened)
+        return states._replace(gradients=self._with_own(before), buffers=states.buffers + buckets + flattened)
 
     def converting(self) -> StateBytes:
         """Return the most while gradients become those of the masters, before the optimizer steps.
 
         Stages 1 to 3 flatten those of a group, and make fp32 of what is flat, beside the gradients as they were.
         """
-        at, held, e = self.at, self.states, self.at.element
+        at, states, e = self.at, self.states, self.at.element
         if at.stage == 0:
             total = self.parameters.total
-            return held._replace(gradients=e * total + (4 * total if e < 4 else 0))
+            return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
         if at.offload_optimizer:
-            return held._replace(gathered=0.0) if at.stage == 3 else held
+            return states._replace(gathered=0.0) if at.stage == 3 else states
         if at.sums_apart:
-            return held._replace(gradients=e * self.parameters.total)
+            return states._replace(gradients=e * self.parameters.total)
         group = self._group
         if at.stage == 3:
             # The persistent parameters are partitioned for the step, and gathered again after it.
             flat = at.accumulated * group if at.accumulated < 4 else 0
-            return held._replace(gathered=0.0, gradients=held.gradients + 4 * group, buffers=held.buffers + flat)
+            return states._replace(gathered=0.0, gradients=states.gradients + 4 * group, buffers=states.buffers + flat)
         if at.wide:
-            return held._replace(gradients=self._own)
-        return held._replace(gradients=self._own + 4 * group, buffers=(e if e < 4 else 0) * group)
+            return states._replace(gradients=self._own)
+        return states._replace(gradients=self._own + 4 * group, buffers=(e if e < 4 else 0) * group)
 
     def updating(self) -> StateBytes:
         """Return the most while the optimizer computes, which makes its moments there in a run's first step."""
-        at, held = self.at, self.converting()
+        at, states = self.at, self.converting()
         if at.stage == 0:
             total, largest = self.parameters.total, self.parameters.largest
-            return held._replace(buffers=self._temporaries(largest, 3, total))
+            return states._replace(buffers=self._temporaries(largest, 3, total))
         group = self._group
         temporaries = self._temporaries(group, 2, group)
         if at.offload_optimizer:
-            return held._replace(host=held.host + temporaries)
+            return states._replace(host=states.host + temporaries)
         if at.alone:  # nobody else's: a group's gradients go as soon as they are fp32
-            held = held._replace(gradients=held.gradients - at.element * group)
-        return held._replace(buffers=self.states.buffers + temporaries)
+            states = states._replace(gradients=states.gradients - at.element * group)
+        return states._replace(buffers=self.states.buffers + temporaries)
 
     @property
     def _group(self) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 
 from zero_tp.config.resolve import copies_gradients
 
-MOMENT_BYTES = {"adam": 8, "adamw": 8, "lion": 4, "adagrad": 4, "sgd": 4}
+MOMENT_BYTES = {"adam": 8, "adamw": 8, "sgd": 4}
 """Optimizer states a parameter beside the fp32 master."""
 
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """ZeroSettings are the part of a DeepSpeed config that decides about memory, with DeepSpeed's defaults.
+    """The part of a DeepSpeed config that decides about memory and communication, with DeepSpeed's defaults.
 
     Attributes:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
@@ -23,8 +23,8 @@ class ZeroSettings:
         accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
         bf16: the run's dtype, which has an optimizer of its own at stage 1; see `sums_apart`.
         clips: gradients are clipped.
-        moments_at_once: torch's Adagrad makes its states as it is made, others at their first step.
         owners: the config asks for what `to_owners` says.
+        pins: what the optimizer's offload copies is page-locked; what that of parameters copies always is.
     """
 
     stage: int
@@ -48,8 +48,8 @@ class ZeroSettings:
     bf16: bool = False
     reduced: int = 2
     clips: bool = False
-    moments_at_once: bool = False
     owners: bool = False
+    pins: bool = True
 
     @classmethod
     def of(cls, config: Mapping[str, Any], data: int, *, cpu: bool) -> ZeroSettings:
@@ -93,8 +93,8 @@ class ZeroSettings:
             offload_optimizer=(offload.get("device") or "none") != "none",
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
             moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
-            moments_at_once=str(block.get("type")).lower() == "adagrad",
             owners=not all_reduces,
+            pins=bool(offload.get("pin_memory", True)) and offload.get("device") != "nvme",
             torch_optimizer=_makes_temporaries(block),
             copies=copies_gradients(dict(config)),
             **given,
@@ -126,7 +126,18 @@ class ZeroSettings:
 
         By default DeepSpeed all-reduces, which sends twice as much; its BF16_Optimizer always does.
         """
-        return self.owners and self.stage in (1, 2) and self.in_buckets
+        return self.owners and self.stage in (1, 2) and self.in_buckets and self.data > 1
+
+    @property
+    def volumes(self) -> tuple[int, int]:
+        """Return what a rank sends in a step to gather parameters and to reduce gradients [Ψ(N_d-1)/N_d elements].
+
+        An all-reduce counts twice. ZeRO-1 sends 1 + 2, or 1 + 1 with `to_owners` (1910.02054, section 7.1).
+        """
+        micro = self.accumulation
+        if self.stage == 3:
+            return 2 * micro, micro
+        return min(self.stage, 1), (1 if self.to_owners else 2) * (micro if self.stage == 2 else 1)
 
     def at_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.

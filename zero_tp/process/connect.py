@@ -8,13 +8,13 @@ import resource
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from zero_tp.errors import UserError
-from zero_tp.machine import this_machine
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
@@ -35,7 +35,7 @@ def connect(
     sequence: bool = False,
     *,
     timeout: timedelta = TIMEOUT,
-    join: Callable[[], None] | None = None,
+    join: Callable[[torch.device], None] | None = None,
 ) -> tuple[Topology, torch.device]:
     """Join the process group and make the topology's, after `environment.export`. Collective.
 
@@ -43,7 +43,7 @@ def connect(
         device_type: as torch names it: `cuda` or `cpu`.
         tensor, sequence: the TP degree, and whether SP is on.
         timeout: limit of one collective.
-        join: makes the default process group; by default torch alone does, without DeepSpeed.
+        join: makes the default process group, given this rank's device; by default torch alone does.
 
     Returns:
         The grid of ranks with this one's coordinates, and this rank's device, which is now the current one.
@@ -56,10 +56,12 @@ def connect(
     if device_type != "cpu":
         device = own_device(environment, device_type)
         torch.get_device_module(device_type).set_device(device.index)
+        export_device_index(device)
     if join is not None:
-        join()
+        join(device)
     else:
-        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+        bound = None if device_type == "cpu" else device  # so that NCCL splits groups from the world
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound)
     if device_type != "cpu":
         store = dist.PrefixStore("zero_tp/devices", dist.distributed_c10d._get_default_store())
         refuse_shared(store, environment.rank, environment.world, identity(device), timeout)
@@ -104,13 +106,22 @@ def _shown_devices() -> str:
     return next((os.environ[name] for name in get_accelerator().visible_devices_envs() if os.environ.get(name)), "")
 
 
+def machine_identity() -> str:
+    """Return what distinguishes this machine and container from all others of the job."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # there is no /proc
+        return socket.gethostname()
+
+
 def identity(device: torch.device) -> str:
     """Return what tells a device from all others of the job."""
     uuid = getattr(torch.get_device_module(device.type).get_device_properties(device), "uuid", None)
     shown = [name for name in _shown_devices().split(",") if name]
     name = shown[device.index] if device.index < len(shown) else str(device.index)
     if uuid is None or name.startswith("MIG"):  # the slices of a device may all have its UUID
-        return f"{device.type} device {name} of {this_machine()}"
+        return f"{device.type} device {name} of {machine_identity()}"
     return f"{device.type} device {uuid} of {socket.gethostname()}"
 
 
@@ -149,8 +160,8 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     from zero_tp.config import check_accelerator
 
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cuda":
-        order_launches(config.zero_tp.parallel.tensor, config.zero_stage)
+    if accelerator.device_name() == "cuda" and config.zero_tp.training.guard_gradients:
+        fix_workspace()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
     ops.check_nvme(config.nvme_paths)
@@ -163,7 +174,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 
-    def join() -> None:
+    def join(device: torch.device) -> None:
         with hushed(verbose):
             deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
 
@@ -172,20 +183,54 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
         environment, accelerator.device_name(), parallel.tensor, parallel.sequence, timeout=timeout, join=join
     )
     if parallel.fused_products:
-        fuse(topology.tensor_group, device)
+        fuse(topology, device)
     return topology, device
 
 
-def order_launches(tensor: int, stage: int) -> None:
-    """Let CUDA kernels begin in the order of their launches, before CUDA begins in this process.
+def export_device_index(device: torch.device) -> None:
+    """Set LOCAL_RANK to the device's index, because DeepSpeed uses it as one.
+
+    The two differ if the launcher shows each rank one device. RankEnvironment has read the launcher's number before.
+    """
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):  # DeepSpeed asserts that both are equal
+        if name in os.environ and device.index is not None:
+            os.environ[name] = str(device.index)
+
+
+def fix_workspace() -> None:
+    """Make cuBLAS deterministic, as `guards.check_repeated` needs. Call it before CUDA begins in this process.
+
+    torch reads the variable once, at the first product (`Context::alertCuBLASConfigNotDeterministic`).
+
+    Raises:
+        UserError: the environment has a value with which cuBLAS is not deterministic.
+    """
+    value = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if value not in (":4096:8", ":16:8"):
+        raise UserError(
+            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare; unset "
+            "it, or set it to :4096:8"
+        )
+
+
+def launch_order_advice(tensor: int, stage: int, device: torch.device) -> str:
+    """Return a line about the variable that makes CUDA kernels begin in the order of their launches; "" if none is due.
 
     A layer starts its collective before the product that hides it; with several queues the product may take the whole
-    device first. The gathers of ZeRO-3 are behind no product, and want queues of their own. What a person has set
-    stays.
+    device first. The gathers of ZeRO-3 are behind no product, and want queues of their own. CUDA reads the variable
+    once, before a rank knows its device, so the launcher has to set it. Megatron-LM's `validate_args` does not ask for
+    it from compute capability 10 on.
 
     Args:
         tensor: the TP degree.
         stage: of ZeRO.
     """
-    if tensor > 1 and stage < 3:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if device.type != "cuda" or torch.version.hip or tensor == 1 or stage == 3 or name in os.environ:
+        return ""
+    if torch.cuda.get_device_capability(device) >= (10, 0):
+        return ""
+    return (
+        f"{name} is not set: with {name}=1 in the launcher's environment, collectives of TP begin before the products "
+        "that hide them"
+    )

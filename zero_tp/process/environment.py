@@ -112,6 +112,9 @@ class RankEnvironment:
         os.environ["RANK"] = str(self.rank)
         os.environ["WORLD_SIZE"] = str(self.world)
         os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
+        # By default each rank's torch.compile would start a worker for each of the machine's cores.
+        workers = max(1, min(32, len(os.sched_getaffinity(0)) // (self.local_world or self.world)))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
         if self.world == 1:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", str(free_port()))

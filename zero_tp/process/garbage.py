@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-EVERY = 50
 
 _lock = threading.Lock()
 _holders, _was_on = 0, False
+"""How many callers hold, and the switch before the first. The module has them, because the switch is the interpreter's,
+and the callers, a run and its watch's thread, do not know each other."""
 
 
 def hold() -> None:
@@ -39,30 +37,3 @@ def release() -> None:
     if _holders == 0 and _was_on:
         gc.enable()
     _lock.release()
-
-
-@contextmanager
-def collected_between_steps() -> Iterator[Callable[[int], None]]:
-    """Collect garbage inside the block only where the function that it gives is called, with the number of a done step.
-
-    After the first step that collects all, and what is left is looked at no more; then it collects at each multiple of
-    EVERY, all generations, as what lives through a collection of the young ones would stay. After 50 steps of a model
-    of one layer that took 0.2 ms, where a collection of all there is took 0.2 s.
-    """
-    frozen = False
-
-    def collect(step: int) -> None:
-        nonlocal frozen
-        if not frozen or step % EVERY == 0:
-            gc.collect()
-        if not frozen:
-            gc.freeze()
-            frozen = True
-
-    hold()
-    try:
-        yield collect
-    finally:
-        if frozen:
-            gc.unfreeze()
-        release()

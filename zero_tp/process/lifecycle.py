@@ -25,7 +25,6 @@ import atexit
 import faulthandler
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -42,6 +41,7 @@ from zero_tp.process.across import MEET_SECONDS, Across
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
 from zero_tp.process.signals import Requests, listen
+from zero_tp.process.stuck import kill_if_stuck
 from zero_tp.process.watch import Watch
 
 FAILED, TERMINATED = 1, 143
@@ -77,6 +77,8 @@ def run_rank(
 
     Exit status: main's own; 2 wrong input; 1 an error, a lost peer or a lost launcher; 130 Ctrl-C; 143 SIGTERM.
     """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher numbers devices for CPU ranks too
     rank = _Rank(RankEnvironment.of_this_process(), verbose, requests or Requests())
     if watch is not None:
         watch.end = rank.end_hung
@@ -287,23 +289,14 @@ class _Rank:
 
 
 def _kill_after(launchers: Iterable[psutil.Process]) -> None:
-    """Fork a process that kills this one if it is still there 10 s after a launcher's end, and that ends with it.
-
-    The watching thread needs the interpreter's lock, which C code may hold for ever. It takes Linux 5.3 or newer.
-    """
+    """Have this process killed if it is still there 10 s after a launcher's end: the watching thread needs the
+    interpreter's lock."""
     try:
-        rank, *above = [os.pidfd_open(pid) for pid in (os.getpid(), *(launcher.pid for launcher in launchers))]
+        above = [os.pidfd_open(launcher.pid) for launcher in launchers]
+        kill_if_stuck(lambda launcher: True, above, STUCK_SECONDS)
     except (AttributeError, OSError):  # no such call here, or the launcher is gone: the thread will see that
         return
-    if os.fork() == 0:
-        try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # Ctrl-C is the rank's to act on
-            ended, _, _ = select.select([rank, *above], [], [])
-            if rank not in ended and not select.select([rank], [], [], STUCK_SECONDS)[0]:
-                signal.pidfd_send_signal(rank, signal.SIGKILL)
-        finally:
-            os._exit(0)
-    for descriptor in (rank, *above):
+    for descriptor in above:
         os.close(descriptor)
 
 

@@ -1,10 +1,9 @@
-"""A position is where a rank is in its work; those of all tell who waits for whom, who is slow, and who is gone."""
+"""A position is where a rank is in its work; those of all tell who waits for whom, and who is gone."""
 
 from __future__ import annotations
 
 import math
 import socket
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,8 +11,6 @@ from zero_tp.topology import name_ranks
 
 TELL_SECONDS = 5.0  # from a rank's word to its next one
 ANSWER_SECONDS = 10.0  # of the store
-SLOWER, AT_WORK = 2.0, 0.6
-"""A straggler is at work SLOWER times as long as the others' median, and AT_WORK of the time, so that they wait."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,8 @@ class Position:
         since: when it came there [seconds since the ranks connected].
         place: the function that its main thread is in. waiting: whether that waits for other ranks.
         told: when this was said, by the same clock: those of machines may differ by hours. every: how often it says so.
-        steps, looks, busy: how often it began a step, was looked at in one, and was found at work.
+        collectives: enqueued and completed ones of each process group (flight_recorder.py).
+        steps: how often it began a step.
     """
 
     count: int = 0
@@ -39,9 +37,8 @@ class Position:
     told: float = 0.0
     every: float = TELL_SECONDS
     host: str = ""
+    collectives: str = ""
     steps: int = 0
-    looks: int = 0
-    busy: int = 0
 
     def lost(self, now: float) -> bool:
         """Return whether the rank has not been heard of for so long that something is wrong."""
@@ -51,7 +48,8 @@ class Position:
         """Return the position in words."""
         what = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
         late = f", last heard of {now - self.told:.0f} s ago" if self.lost(now) else ""
-        return f"({self.host}) in {what} for {now - self.since:.0f} s, at {self.place}{late}"
+        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
+        return f"({self.host}) in {what} for {now - self.since:.0f} s, at {self.place}{late}{counts}"
 
 
 class Heard:
@@ -118,24 +116,3 @@ def report(everyone: Mapping[int, Position], world: int, position: Position, lim
     where = f"{position.phase}{f' {position.step}' if position.step else ''}"
     limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
     return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
-
-
-def stragglers(before: Mapping[int, Position], now: Mapping[int, Position], seconds: float) -> list[str]:
-    """Return a line on each rank that was at work twice as long as the others, which waited for it meanwhile."""
-    shares: dict[int, float] = {}
-    for rank, each in now.items():
-        then = before.get(rank, Position())
-        looks = each.looks - then.looks
-        if looks < 20 or each.steps - then.steps < 2:
-            return []
-        shares[rank] = (each.busy - then.busy) / looks
-    found = []
-    for rank, share in sorted(shares.items()):
-        others = [other for number, other in shares.items() if number != rank]
-        usual = statistics.median(others) if others else share
-        if share >= AT_WORK and share >= SLOWER * usual:
-            found.append(
-                f"rank {rank} ({now[rank].host}) is slow: it was at work for {share:.0%} of the last {seconds:.0f} s, "
-                f"the other ranks for {usual:.0%}, and waited for it"
-            )
-    return found

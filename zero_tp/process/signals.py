@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from zero_tp.parallel.deferred import Deferred
+
 
 @dataclass
 class Requests:
@@ -35,7 +37,7 @@ class Requests:
     stop: bool = False
     save: bool = False
     late: bool | None = None
-    _exchanges: list[_Exchange] = field(default_factory=list)
+    _exchanges: list[Deferred] = field(default_factory=list)
 
     @contextmanager
     def accepting(self) -> Iterator[None]:
@@ -54,35 +56,24 @@ class Requests:
         returns that nothing was.
         """
         late = device.type != "cpu" if self.late is None else self.late
-        self._exchanges.append(_Exchange([self.stop, self.save], device))
+        self._exchanges.append(_exchange([self.stop, self.save], device))
         self.save = False
         if late and len(self._exchanges) == 1:
             return False, False
-        stop, save = self._exchanges.pop(0).answer()
-        return stop, save
+        stop, save = self._exchanges.pop(0).read()
+        return bool(stop), bool(save)
 
 
-class _Exchange:
-    """An exchange finds the flags that any rank has raised. On an accelerator its beginning waits for nothing."""
+def _exchange(flags: list[bool], device: torch.device) -> Deferred:
+    """Find the flags that any rank has raised. On an accelerator this waits for nothing. All-reduce over all ranks."""
+    import torch
+    import torch.distributed as dist
 
-    def __init__(self, flags: list[bool], device: torch.device):
-        import torch
-        import torch.distributed as dist
+    from zero_tp.parallel.deferred import Deferred
 
-        pinned = device.type != "cpu"
-        asked = torch.tensor(flags, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        self._flags, self._done = asked, None
-        if pinned:
-            self._flags = torch.empty(len(flags), dtype=torch.int32, pin_memory=True)
-            self._flags.copy_(asked, non_blocking=True)
-            self._done = torch.get_device_module(device).current_stream(device).record_event()
-
-    def answer(self) -> list[bool]:
-        """Return the flags, once the device has brought them."""
-        if self._done is not None:
-            self._done.synchronize()
-        return [bool(flag) for flag in self._flags.tolist()]
+    asked = torch.tensor(flags, dtype=torch.int32, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+    return Deferred(asked)
 
 
 def listen(act: Callable[[set[int]], None]) -> None:

@@ -19,17 +19,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_tp.process import garbage
 from zero_tp.process.across import within
-from zero_tp.process.positions import ANSWER_SECONDS, TELL_SECONDS, Heard, Position, report, stragglers
+from zero_tp.process.positions import ANSWER_SECONDS, TELL_SECONDS, Heard, Position, report
 from zero_tp.strict_json import parse_json
 
-SAMPLE_SECONDS = 0.05
+LIMIT_SECONDS = 0.25  # between two looks at the limit of a phase
 MOST_ASKING = 8  # of all ranks for all positions at once: a thousand would each be sent a thousand
-WINDOW_SECONDS = 60.0  # over which a straggler is looked for
+WINDOW_SECONDS = 60.0  # between two looks at the other ranks
 LOOKS = 3  # at least, in turn without a new word, after which a rank is silent
 LEAVE_SECONDS = 2.0  # to tell the others that the work is done
 
@@ -44,9 +45,9 @@ class Watch:
         end: called with why the job ends, by a thread of the watch; it ends the process.
     """
 
-    def __init__(self, *, window: float = WINDOW_SECONDS) -> None:
+    def __init__(self) -> None:
         self.end: Callable[[str], object] | None = None
-        self._window, self._limits = window, dict[str, float]()
+        self._window, self._limits = WINDOW_SECONDS, dict[str, float]()
         self._position = Position()
         self._store: Any = None
         self._connection: Callable[[], Any] = lambda: None
@@ -54,11 +55,10 @@ class Watch:
         self._heartbeat: float | None = None
         self._left = threading.Event()
         self._teller = threading.Thread(target=self._tell, name="watch store", daemon=True)
-        self._notes: list[str] = []
+        self._progress: Callable[[], str] = lambda: ""
         self._main = threading.main_thread().ident
         self._zero = time.monotonic()
         self._tell_seconds = TELL_SECONDS
-        self._looks = self._busy = 0
 
     # --- what the rank says -------------------------------------------------------------------------------------------
 
@@ -77,8 +77,15 @@ class Watch:
         self.enter("start")
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
-    def connect(self) -> None:
-        """Begin to tell the other ranks, once the process group is there."""
+    def connect(self, groups: Sequence[str]) -> None:
+        """Begin to tell the other ranks, once the process groups are there.
+
+        Args:
+            groups: names of the process groups, in the order of their creation.
+        """
+        from zero_tp.process.flight_recorder import collective_progress  # here: it loads torch
+
+        self._progress = partial(collective_progress, groups)
         self._connection, connected = _connection(), self._clock()
         self._zero += connected  # all ranks are here at the same time
         self._position = replace(self._position, since=self._position.since - connected)
@@ -109,23 +116,15 @@ class Watch:
         before = self._position
         self._position = replace(before, count=before.count + 1, doing=doing, since=self._clock())
 
-    def notes(self) -> list[str]:
-        """Return, once, what has been seen since: on rank 0, a line on each straggler."""
-        notes, self._notes = self._notes, []
-        return notes
-
     # --- its threads --------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at the main thread, again and again, until a limit is reached."""
+        """Look at the position, again and again, until a limit is reached."""
         entered, count = time.monotonic(), -1
-        while not self._left.wait(SAMPLE_SECONDS):
+        while not self._left.wait(LIMIT_SECONDS):
             position = self._position
             if position.count != count:  # by the monotonic clock, which nobody sets
                 entered, count = time.monotonic(), position.count
-            if position.phase == "step":
-                self._looks += 1
-                self._busy += not _place(self._main)[1]
             limit = self._limits.get(position.phase)
             if limit is not None and time.monotonic() - entered > limit:
                 self.fail(self._hung(position, limit))
@@ -137,7 +136,7 @@ class Watch:
         A turn that has no answer in time leaves its connection behind, and the next one makes another.
         """
         others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
-        heard, before = Heard(self._window, self._heartbeat), dict[int, Position]()
+        heard = Heard(self._window, self._heartbeat)
         looked = turn = time.monotonic()
         while True:
             leaving = self._left.is_set()  # before the last word
@@ -145,9 +144,7 @@ class Watch:
             try:
                 self._store, now = within(ANSWER_SECONDS, self._turn, self._store, others if looks else ())
                 lost = heard.silence(now, self._clock()) if looks and self._position.steps > 1 else ""
-                if looks and self._rank == 0:
-                    self._notes += stragglers(before, now, self._window)
-                heard.unanswered, looked, before = 0.0, turn if looks else looked, now or before
+                heard.unanswered, looked = 0.0, turn if looks else looked
             except (RuntimeError, OSError):  # what torch raises for a store that is gone, or does not answer
                 self._store, lost = None, ""
                 if self._position.steps > 1:
@@ -171,8 +168,7 @@ class Watch:
             told=self._clock(),
             every=self._tell_seconds,
             host=socket.gethostname(),
-            looks=self._looks,
-            busy=self._busy,
+            collectives=self._progress(),
         )
 
     def _turn(self, store: Any, ranks: Sequence[int]) -> tuple[Any, dict[int, Position]]:

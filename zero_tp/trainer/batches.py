@@ -1,59 +1,107 @@
-"""A micro-batch of an ordinary data loader is made to fit tensor and sequence parallelism, and its labels are counted.
+"""Micro-batches of an ordinary data loader: padded for sequence parallelism, compared over TP, their labels counted.
 
 b rows, s tokens of a row.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import agree_on_tokens
 from zero_tp.parallel.collectives import all_reduce
+from zero_tp.parallel.deferred import Deferred
 from zero_tp.topology import Topology
 
 PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "document_ids": -1}
-"""What is put after a row's end, by argument; 0 in the others."""
+"""The value that pads a row, by argument of the forward; 0 for the others."""
 
 
-def padded(inputs: Mapping[str, Any], topology: Topology) -> dict[str, Any]:
-    """Return the arguments of a forward with rows whose length sequence parallelism can split.
+def padded(inputs: Mapping[str, Any], topology: Topology, *, causal: bool) -> dict[str, Any]:
+    """Return the arguments of a forward, with rows padded to a length that sequence parallelism can split.
 
-    What is added is no token: no label, and nothing sees it.
+    Padding has no label, and no token attends to it.
+
+    Args:
+        causal: the model's rows may hold packed documents. Document ids, or positions that restart, separate padding
+            from them; a mask would join documents that only positions separate (`CausalLM.forward`).
     """
-    length = inputs["input_ids"].shape[1]
+    ids = inputs["input_ids"]
+    length = ids.shape[1]
     missing = -length % topology.tensor if topology.sequence else 0
     if not missing:
         return dict(inputs)
-    whole = dict(inputs)
-    whole.setdefault("attention_mask", torch.ones_like(whole["input_ids"]))
+    arguments = {name: value for name, value in inputs.items() if value is not None}
+    if not causal or ("position_ids" not in arguments and "document_ids" not in arguments):
+        arguments.setdefault("attention_mask", torch.ones_like(ids))
+    # RoPE frequencies may depend on the greatest position, which must be that of the row without its padding.
+    arguments.setdefault("position_ids", torch.arange(length, device=ids.device)[None])
     return {
-        name: F.pad(each, (0, missing), value=PADDING.get(name, 0))
-        if isinstance(each, Tensor) and each.ndim == 2 and each.shape[1] == length
-        else each
-        for name, each in whole.items()
+        name: F.pad(value, (0, missing), value=PADDING.get(name, 0))
+        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length
+        else value
+        for name, value in arguments.items()
     }
 
 
-def check_alike(inputs: Mapping[str, Any], topology: Topology) -> None:
-    """Check that all ranks of a TP group hold the same micro-batch. All-gather of one number over TP.
+class SampleComparison:
+    """Compares a micro-batch between the ranks of a TP group, with an all-reduce of two numbers; at TP 1 does nothing.
 
-    Raises:
-        UserError: they do not, as the data collator or the data set draws other random numbers on each rank.
+    `require_same` makes the host wait until the device has finished all work enqueued before the comparison. Call it
+    after the forward has been enqueued: the device then computes the forward while the host waits. The cost is one such
+    wait a micro-batch, and a host that runs ahead of the device by one forward at most.
+
+    The comparison comes before the forward's collectives. If their sizes differ between ranks and they never finish,
+    the result still arrives. Only a forward that fills the driver's launch queue blocks the host earlier; then NCCL's
+    time-out ends the job. On the CPU collectives block the host, so there call `require_same` before the forward.
     """
-    tensors = {name: each for name, each in sorted(inputs.items()) if isinstance(each, Tensor)}
-    if not agree_on_tokens(topology.tensor_group, *tensors.values()):
-        raise UserError(
-            f"{', '.join(tensors)}: the ranks of a tensor parallel group were given different samples, as one has "
-            "drawn more random numbers than another; let the data collator and the data set draw from generators of "
-            "their own"
-        )
+
+    def __init__(self, inputs: Mapping[str, Any], topology: Topology):
+        """Start the all-reduce. Collective over the TP group; the host does not wait on an accelerator."""
+        self._differs: Deferred | None = None
+        if topology.tensor == 1:
+            return
+        tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
+        self._names = ", ".join(tensors)
+        number = checksum(tensors)
+        ends = torch.stack((number, -number))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
+        self._differs = Deferred(ends[0] != -ends[1])
+
+    def require_same(self) -> None:
+        """Wait for the result.
+
+        Raises:
+            UserError: the samples differ between ranks, because the data collator or the data set draws different
+                random numbers on each rank.
+        """
+        if self._differs is not None and self._differs.read():
+            raise UserError(
+                f"{self._names}: the samples differ between the ranks of a tensor parallel group, because one rank has "
+                "drawn more random numbers than another; let the data collator and the data set draw from generators "
+                "of their own"
+            )
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes, int64 on their device."""
+    kinds = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    total = int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:7], "little")
+    sums = []
+    for number, tensor in enumerate(tensors.values()):
+        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        places = torch.arange(1, numbers.numel() + 1, device=tensor.device)
+        # An odd factor for each place, so that neither a change nor an exchange of two bytes cancels.
+        factors = (places * 0x1E3779B97F4A7C15 + number).bitwise_xor(places >> 7) | 1
+        sums.append((numbers * factors).sum())
+    return (torch.stack(sums).sum() + total) >> 1
 
 
 def count_labels(
@@ -67,15 +115,15 @@ def count_labels(
     """
     if not batches or "labels" not in batches[0]:
         return None
-    tokens = rows = torch.zeros((), dtype=torch.int64)
+    tokens = rows = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
         if shifted and "shift_labels" not in batch:
             labels = labels[..., 1:]
-        tokens = tokens + (labels != IGNORE_INDEX).sum().cpu()
+        tokens = tokens + (labels != IGNORE_INDEX).sum().to(device)
         if "next_sentence_label" in batch:
-            rows = rows + (batch["next_sentence_label"] != IGNORE_INDEX).sum().cpu()
-    counts = torch.stack([tokens, rows]).to(device)
+            rows = rows + (batch["next_sentence_label"] != IGNORE_INDEX).sum().to(device)
+    counts = torch.stack([tokens, rows])
     if everywhere:
         counts = all_reduce(counts, topology.data_group)
     return counts[0], counts[1]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.found import Found, agree
 from zero_tp.checkpoint.manifest import Parallelism, states_file
 from zero_tp.checkpoint.resume import resume
+from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point
 from zero_tp.checkpoint.save import described, in_words, own_entries
 from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import by_the_first, from_all
+from zero_tp.parallel.agreement import all_gather_object, on_rank_zero
 from zero_tp.tensors.files import Written, write_tensors
 from zero_tp.zero.engine import ZeroEngine
 
@@ -35,12 +35,12 @@ def save_states(zero: ZeroEngine, scheduler: Any, folder: Path, step: int, seed:
         UserError: on every rank; a rank could not write.
     """
     topology = zero.topology
-    temporary = by_the_first(partial(directory.begin, folder))
+    temporary = on_rank_zero(partial(directory.begin, folder))
     try:
         _write(zero, scheduler, folder, temporary, step, seed)
     except UserError:  # told by every rank
         if topology.rank == 0:
-            directory.abandon(folder)
+            directory.abandon(temporary)
         raise
 
 
@@ -49,7 +49,7 @@ def _write(zero: ZeroEngine, scheduler: Any, folder: Path, temporary: Path, step
     name = states_file(topology.tensor_rank, topology.data_rank)
     entries, metadata = own_entries(zero)
     written = _together(folder, partial(write_tensors, temporary / name, entries, metadata))
-    files: dict[str, Written] = dict(from_all((name, written)))
+    files: dict[str, Written] = dict(all_gather_object((name, written)))
     told = described(zero)
     if zero.scheduler is None:
         told["progress"]["schedule"] = scheduler.state_dict()
@@ -83,7 +83,7 @@ def _together(folder: Path, work: Callable[[], T]) -> T:
         done = work()
     except Exception as error:  # whatever it is, the other ranks are to hear of it
         problem = in_words(error, folder)
-    for rank, told in enumerate(from_all(problem)):
+    for rank, told in enumerate(all_gather_object(problem)):
         if told:
             raise UserError(f"{folder}: rank {rank} could not save: {told}")
     return done
@@ -95,14 +95,21 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     Raises:
         UserError: there is nothing to resume, it is damaged or of another model, or ranks do not see the same.
     """
-    try:
+
+    def find() -> ResumePoint:
         checkpoint = directory.find_checkpoint(folder)
-        found = Found(checkpoint, directory.read_manifest(checkpoint))
-    except UserError as error:
-        found = Found(refusal=error)
-    found = agree(found, folder)
-    assert found.checkpoint is not None and found.manifest is not None
-    resume(zero, found.checkpoint, seed)
-    schedule = found.manifest.progress.schedule
-    if zero.scheduler is None and schedule is not None:
-        scheduler.load_state_dict(schedule)
+        return ResumePoint(checkpoint, directory.read_manifest(checkpoint))
+
+    point = broadcast_resume_point(find)
+    assert point.checkpoint is not None and point.manifest is not None
+    resume(zero, point.checkpoint, seed)
+    progress = point.manifest.progress
+    if zero.scheduler is None and progress.schedule is not None:
+        if "lr_lambdas" not in progress.schedule:
+            raise UserError(
+                f"{point.checkpoint}: its learning rate came from a scheduler of DeepSpeed's config, which this run "
+                "does not have; give the block again"
+            )
+        scheduler.load_state_dict(progress.schedule)
+        for group, rate in zip(zero.optimizer.param_groups, progress.learning_rates, strict=True):
+            group["lr"] = rate  # which torch keeps with the optimizer's state

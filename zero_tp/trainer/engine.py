@@ -1,17 +1,18 @@
-"""accelerate prepares a model by our engine, and sees data-parallel ranks where it would see all of them.
+"""An Accelerator whose ranks are data-parallel ones, and the engine that it steps.
 
-accelerate hands a topology to DeepSpeed for Ulysses alone. So three of an Accelerator's own points are used: the mesh
-by which it deals samples to DeepSpeed's AutoTP, what it gathers, and what it prepares a model with.
+accelerate hands a topology to DeepSpeed for Ulysses alone.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import (
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
@@ -22,29 +23,19 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_tp.config.deepspeed import refuse_auto
+from zero_tp.config.effects import cautions, without_effect
 from zero_tp.config.optimizer import OPTIMIZERS
-from zero_tp.config.resolve import look_up
-from zero_tp.errors import UserError, shown
+from zero_tp.config.refusals import check_deepspeed
+from zero_tp.config.view import Door, View
+from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
 from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.stages import zero_engine
 
-ELEMENTWISE = {*OPTIMIZERS, "FusedAdam", "FusedLion", *(f"DeepSpeedCPU{name}" for name in ("Adam", "Adagrad", "Lion"))}
+ELEMENTWISE = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
 """Classes of optimizers that do on a shard what they do on the whole tensor."""
-
-
-NO_GROUPS = "ZeRO++ takes its groups from the world, not from the topology"
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel.autotp_size": ((0, 1), "DeepSpeed's AutoTP would replace zero_tp's tensor parallelism"),
-    "zero_optimization.zero_hpz_partition_size": ((1,), NO_GROUPS),
-    "zero_optimization.zero_quantized_weights": ((False,), NO_GROUPS),
-    "zero_optimization.zero_quantized_gradients": ((False,), NO_GROUPS),
-    "zero_optimization.offload_optimizer.device": (("none", "cpu"), "a checkpoint could not hold its states"),
-}
-"""Keys of DeepSpeed's config that may only have these values, and why."""
 
 
 class SteppedEngine:
@@ -73,62 +64,65 @@ class SteppedEngine:
         return self.zero.outcome()[0]
 
 
-def see_data_parallel_ranks(accelerator: Any, topology: Topology) -> None:
-    """Let an accelerator deal samples to data-parallel ranks, and gather from one rank of each TP group.
+class TensorParallelAccelerator(Accelerator):
+    """An Accelerator that deals samples to data-parallel ranks and prepares a model by the engine of its ZeRO stage."""
 
-    Raises:
-        UserError: no ranks are connected.
-    """
-    if topology.tensor_group is None:
-        raise UserError(
-            "ZeroTPTrainer: no ranks are connected; start the script with deepspeed or torchrun, for one rank with "
-            "torchrun --nproc_per_node 1"
+    def __init__(
+        self, topology: Topology, clipping: float, on_engine: Callable[[ZeroEngine], None], **options: Any
+    ) -> None:
+        """Take what Accelerator takes.
+
+        Args:
+            clipping: of gradients, where DeepSpeed's config does not say it.
+            on_engine: is called with each engine.
+
+        Raises:
+            UserError: no ranks are connected.
+        """
+        if topology.tensor_group is None:
+            raise UserError(
+                "ZeroTPTrainer: no ranks are connected; start the script with deepspeed or torchrun, for one rank with "
+                "torchrun --nproc_per_node 1"
+            )
+        super().__init__(**options)
+        self.topology, self.clipping, self.on_engine = topology, clipping, on_engine
+        self.dataloader_config.dispatch_batches = False  # every rank reads: what is sent goes to all ranks
+        # The mesh by which accelerate deals samples to DeepSpeed's AutoTP.
+        self.state.ds_device_mesh = DeviceMesh.from_group(
+            topology.tensor_group, self.device.type, mesh_dim_names=("tp",)
         )
-    accelerator.state.ds_device_mesh = DeviceMesh.from_group(
-        topology.tensor_group, accelerator.device.type, mesh_dim_names=("tp",)
-    )
-    gather = accelerator.gather
 
-    def first_of_group(gathered: Tensor) -> Tensor:
-        return gathered.unflatten(0, (topology.data, topology.tensor, -1))[:, 0].flatten(0, 1)
+    def gather(self, tensor: Any) -> Any:
+        """Gather tensors from the first rank of each TP group."""
 
-    vars(accelerator)["gather"] = lambda tensor: recursively_apply(first_of_group, gather(tensor))
+        def first_of_group(gathered: Tensor) -> Tensor:
+            return gathered.unflatten(0, (self.topology.data, self.topology.tensor, -1))[:, 0].flatten(0, 1)
 
+        return recursively_apply(first_of_group, super().gather(tensor))
 
-def prepare_by_zero(accelerator: Any, topology: Topology, clipping: float, made: Callable[[ZeroEngine], None]) -> None:
-    """Let an accelerator prepare a model and its optimizer by the engine of the config's ZeRO stage.
-
-    Args:
-        clipping: of gradients, where DeepSpeed's config does not say it.
-        made: gets each engine.
-    """
-    prepare = accelerator._prepare_deepspeed
-
-    def prepared(*objects: Any) -> tuple[Any, ...]:
+    def _prepare_deepspeed(self, *objects: Any) -> tuple[Any, ...]:
         if not any(isinstance(each, nn.Module) for each in objects):
-            return tuple(prepare(*objects))
+            return tuple(super()._prepare_deepspeed(*objects))
         if len(objects) == 1:  # an evaluation before any training needs no engine
-            accelerator._models.append(objects[0])
+            self._models.append(objects[0])
             return objects
         model, optimizer, *rest = objects
-        settings = settled(accelerator.deepspeed_plugin, topology, clipping)
+        settings = settled(self.deepspeed_plugin, self.topology, self.clipping)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _on_shards(optimizer, settings)
-        zero = zero_engine(settings, topology)
-        audit(model, topology)
+        zero = zero_engine(settings, self.topology)
+        audit(model, self.topology)
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
-        check_replicas(model, topology)
+        check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
             zero.optimizer.overflow = False  # accelerate looks once whether there is one, which ZeRO-0 sets later
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
         result = [zero.engine, wrapped, *(_scheduler(each, zero, wrapped) for each in rest)]
-        accelerator.deepspeed_engine_wrapped = SteppedEngine(zero)
-        accelerator._models.append(zero.engine)
-        accelerator._optimizers.append(wrapped)
-        made(zero)
+        self.deepspeed_engine_wrapped = SteppedEngine(zero)
+        self._models.append(zero.engine)
+        self._optimizers.append(wrapped)
+        self.on_engine(zero)
         return tuple(result)
-
-    vars(accelerator)["_prepare_deepspeed"] = prepared
 
 
 def settled(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
@@ -147,11 +141,10 @@ def settled(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
     settings["train_batch_size"] = micro * accumulation * topology.data
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
-    refuse_auto(settings)
-    for key, (fine, why) in REFUSED.items():
-        value = look_up(settings, key)
-        if value is not None and value not in fine:
-            raise UserError(f"{key}: {shown(value)} is refused: {why}; leave it out")
+    view = View.without_block(settings, topology, Door.TRAINER)
+    check_deepspeed(view)
+    for line in (*without_effect(view), *cautions(view)) if topology.rank == 0 else ():
+        warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings
 
 
@@ -162,10 +155,11 @@ def _on_shards(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> to
         UserError: its update needs whole tensors.
     """
     name = type(optimizer).__name__
-    if name not in ELEMENTWISE:
+    library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
+    if name not in ELEMENTWISE or library not in ("torch", "deepspeed"):
         raise UserError(
-            f"optimizer {name}: a rank holds shards of tensors, on which only element-wise optimizers do what they do "
-            f'on the whole; use one of {", ".join(OPTIMIZERS)}, such as optim="adamw_torch"'
+            f"optimizer {name} of {library}: a rank holds shards of tensors, on which only element-wise optimizers do "
+            f'what they do on the whole; use one of {", ".join(OPTIMIZERS)}, such as optim="adamw_torch"'
         )
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     if offload.get("device", "none") == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):

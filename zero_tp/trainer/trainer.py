@@ -6,6 +6,7 @@ ranks), what a step's loss is divided by, the engine, and checkpoints.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,14 +21,17 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from zero_tp.errors import UserError
-from zero_tp.models.attention import back_ends
+from zero_tp.huggingface import parallel_model
 from zero_tp.models.model import ParallelModel
-from zero_tp.models.wrapper import parallel_model
 from zero_tp.topology import Topology
-from zero_tp.trainer.batches import check_alike, count_labels, padded
+from zero_tp.trainer.batches import SampleComparison, count_labels, padded
 from zero_tp.trainer.checkpoints import resume_states, save_states
-from zero_tp.trainer.engine import prepare_by_zero, see_data_parallel_ranks
+from zero_tp.trainer.engine import TensorParallelAccelerator
 from zero_tp.zero.engine import ZeroEngine
+from zero_tp.zero.ops import without_shared_memory_collectives
+
+# On import: TrainingArguments connect ranks, and transformers opens models for ZeRO-3, before a Trainer is made.
+without_shared_memory_collectives()
 
 REFUSED = {
     "label_smoothing_factor": "the loss is formed without whole logits",
@@ -86,6 +90,7 @@ class TensorParallel(Base):
             raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
         _check(args)
         args.device  # noqa: B018 - connects the ranks
+        _check_world(args)
         if isinstance(model, ParallelModel):
             self.topology = model.topology
         else:
@@ -101,18 +106,26 @@ class TensorParallel(Base):
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        """Return the arguments of Trainer's own accelerator, and keep them for ours."""
+        self._accelerator_options: dict[str, Any] = super()._build_accelerator_args(**options)
+        return self._accelerator_options
+
     def create_accelerator_and_postprocess(self) -> None:
+        """Replace Trainer's accelerator by ours."""
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             raise UserError(
                 "ZeroTPTrainer: it trains in DeepSpeed's engine; give TrainingArguments a deepspeed=CONFIG, such as "
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
-        self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads: what is sent goes to all ranks
-        see_data_parallel_ranks(self.accelerator, self.topology)
-        prepare_by_zero(self.accelerator, self.topology, self.args.max_grad_norm, self._made)
+        options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
+        self.accelerator = TensorParallelAccelerator(
+            self.topology, self.args.max_grad_norm, self._set_zero_engine, **options
+        )
+        self.gather_function = self.accelerator.gather_for_metrics
 
-    def _made(self, zero: ZeroEngine) -> None:
+    def _set_zero_engine(self, zero: ZeroEngine) -> None:
         self.zero = zero
 
     def get_tp_size(self) -> int:
@@ -124,10 +137,6 @@ class TensorParallel(Base):
             workers, rank = self.args.dataloader_num_workers, self.topology.data_rank
             loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
         return loader
-
-    def train(self, *arguments: Any, **options: Any) -> Any:
-        with back_ends(self.args.device):
-            return super().train(*arguments, **options)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.topology.tensor
@@ -153,17 +162,22 @@ class TensorParallel(Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        return super().compute_loss(
-            model, self._fitting(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        comparison = SampleComparison(inputs, self.topology)
+        if self.args.device.type == "cpu":
+            comparison.require_same()
+        loss = super().compute_loss(
+            model, self._forward_arguments(inputs), return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
+        comparison.require_same()
+        return loss
 
-    def _fitting(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward as the topology and the counted labels want them."""
-        check_alike(inputs, self.topology)
-        fitting = padded(inputs, self.topology) if self.model.training else dict(inputs)
-        if "next_sentence_label" in fitting and self._rows is not None:
-            fitting["num_rows_in_batch"] = self._rows
-        return fitting
+    def _forward_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a forward: padded rows in training, and the count of labelled rows."""
+        causal = self.model.spec.causal
+        arguments = padded(inputs, self.topology, causal=causal) if self.model.training else dict(inputs)
+        if "next_sentence_label" in arguments and self._rows is not None:
+            arguments["num_rows_in_batch"] = self._rows
+        return arguments
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -225,6 +239,16 @@ def _check(args: TrainingArguments) -> None:
         raise UserError('TrainingArguments.train_sampling_strategy: "batch_rebalance" deals to all ranks; use "random"')
     if args.fsdp:
         raise UserError("TrainingArguments.fsdp: the model is split by its topology and ZeRO; leave it out")
+
+
+def _check_world(args: TrainingArguments) -> None:
+    """Raise a UserError where accelerate counts other ranks than the launcher has started."""
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if args.world_size != world:
+        raise UserError(
+            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, so that losses would be divided "
+            "by the wrong number; on a machine without accelerators give use_cpu=True"
+        )
 
 
 def draw_alike(topology: Topology) -> None:

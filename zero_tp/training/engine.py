@@ -1,56 +1,28 @@
-"""The engine builds a training run in the one order that works, and runs its steps.
-
-seeds → model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
-recompute policy → compile → `deepspeed.initialize(mpu=topology)` → checks. What differs between the ZeRO stages is in
-zero/stages.py.
-"""
+"""The engine of a training run: its steps and evaluations. build.py builds it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
-from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config.resolve import dtype_name
 from zero_tp.config.schema import Spike
-from zero_tp.constants import DTYPES, IGNORE_INDEX
+from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
-from zero_tp.models.architectures import architecture_of
-from zero_tp.models.model import ParallelModel, model_class
+from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.elementwise import compile_elementwise
-from zero_tp.parallel.layout import audit, whole_shape
-from zero_tp.parallel.parameter import DrawnTogether, WeightSource
+from zero_tp.parallel.parameter import WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.guards import (
-    NonfiniteTrace,
-    SpikeBound,
-    check_duplicates,
-    check_hooks,
-    check_repeated,
-    check_replicas,
-)
-from zero_tp.zero.ops import without_shared_memory_collectives
-from zero_tp.zero.stages import zero_engine
-from zero_tp.zero.states import local_shape
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the parameters for the optimizer: weight decay skips biases and norms, which have one dimension."""
-    named = list(model.named_parameters())
-    flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
-    matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+from zero_tp.training.build import build
+from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated
+from zero_tp.training.nonfinite import NonfiniteTrace
+from zero_tp.training.spikes import SpikeBound
 
 
 class TrainingEngine:
@@ -60,6 +32,7 @@ class TrainingEngine:
         model: the unwrapped model. dtype: of its weights.
         zero: what the ZeRO stage decides. engine: DeepSpeed's, which it has made.
         activations: what backward keeps and recomputes.
+        compiled: whether training's elementwise work runs in compiled kernels.
         skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
         spike: why the last step was a spike, in words, when it was skipped as one; else empty.
         mark: called with what this rank does next, in words.
@@ -78,7 +51,7 @@ class TrainingEngine:
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
         trace_nonfinite: bool = False,
-        compiled: bool = False,
+        compiled: bool | Literal["auto"] = False,
     ):
         """Build everything, in the one order that works. Collective over all ranks.
 
@@ -91,32 +64,26 @@ class TrainingEngine:
             recompute: what backward computes again; by default nothing.
             spike: bounds on loss and gradient norm; by default none.
             trace_nonfinite: look at every layer's output and gradient, for `nonfinite`.
-            compiled: run training's elementwise work in kernels that torch compiles.
+            compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
         Raises:
+            ConfigError: DeepSpeed's config has what a run's file may not have.
             UserError: the sizes do not fit the topology, or torch can't compile here.
         """
-        without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
-        self.topology = topology
-        self.device = torch.device(device)
-        self.zero = zero_engine(deepspeed_config, topology)
-        self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
-        # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
-        source = source or DrawnTogether(seed, topology.data_group)
-        with self.zero.construction():
-            chosen = model or model_class(architecture_of(config).spec(config))
-            self.model = chosen(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
-        audit(self.model, topology, local_shape)
-        self.activations = ActivationMemory(
-            self.model,
-            recompute or RecomputePolicy(mode="none"),
-            deepspeed_config.get("activation_checkpointing", {}),
-            self.device,
+        self.topology, self.device = topology, torch.device(device)
+        built = build(
+            config,
+            topology,
+            deepspeed_config,
+            seed=seed,
+            device=self.device,
+            source=source,
+            model_class=model,
+            recompute=recompute,
+            compiled=compiled,
         )
-        if compiled:
-            compile_elementwise(self.model, self.device)
-        decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
-        self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        self.model, self.zero, self.activations = built.model, built.zero, built.activations
+        self.dtype, self.compiled = built.dtype, built.compiled
         self.engine = self.zero.engine
         self._loss: Tensor | float = float("nan")
         self._norm: Tensor | float = float("nan")
@@ -126,7 +93,6 @@ class TrainingEngine:
         self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
         self.mark: Callable[[str], None] = lambda doing: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
-        check_replicas(self.model, topology)
         self._hooks_checked = False
 
     @property
@@ -169,7 +135,7 @@ class TrainingEngine:
         guarded: int | None = None,
         guard_gradients: bool = False,
     ) -> float:
-        """Run a step as `run_step` does, wait for its loss and return it; nan when every label is ignored."""
+        """Run a step as `run_step` does, wait for its loss and return it; 0 when every label is ignored."""
         self.run_step(micro_batches, guarded=guarded, guard_gradients=guard_gradients)
         return self.loss
 
@@ -183,27 +149,35 @@ class TrainingEngine:
         """Run forward, backward and one optimizer step.
 
         `loss`, `gradient_norm` and `figures` tell of it: who asks for them waits for the device. The host waits in the
-        step where DeepSpeed's does, before the update, to know whether the gradients are finite, and where there are
-        bounds on spikes, for the two numbers that they judge.
+        step where DeepSpeed's does: before the update, to know whether the gradients are finite; for gradients that are
+        reduced beside backward or copied to the host; under ZeRO-3 for its gathers and reductions; and at each
+        micro-batch if the config turns `timers.throughput` on. Bounds on spikes wait for the two numbers they judge.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
         over micro-batches and ranks; of masked rows that of the masked tokens, and the mean over the rows of the loss
-        of their order. Two all-reduces of one number over DP, and one of the model's figures, if it has any.
+        of their order; without a label it is 0. Two all-reduces over DP, of two numbers and of one, and one of the
+        model's figures, if it has any.
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
             guarded: the step's number, where what DP ranks hold alike is compared just before its update.
-            guard_gradients: whether its first micro-batch is run twice then.
+            guard_gradients: whether its first micro-batch is run twice then. On CUDA a script without
+                `connect_deepspeed` calls `zero_tp.process.connect.fix_workspace` first.
 
         Raises:
-            UserError: what is held alike, or computed again, differs.
+            UserError: another number of micro-batches than `gradient_accumulation_steps`; what is held alike, or
+                computed again, differs.
         """
         batches = [as_batch(micro_batch) for micro_batch in micro_batches]
-        # DeepSpeed takes the mean over micro-batches and DP ranks. Dividing each one's sum of losses by the mean number
-        # of labels makes it the mean over all labels.
-        share = self._labels(batches).double() / (len(batches) * self.topology.data)
+        accumulation = self.engine.gradient_accumulation_steps()
+        if len(batches) != accumulation:
+            raise UserError(
+                f"a step was given {len(batches)} micro-batches, and gradient_accumulation_steps is {accumulation}: "
+                "DeepSpeed would update in the middle of a global batch; give as many"
+            )
+        shares = self._shares(batches)
         if guarded is not None and guard_gradients:
-            self._repeat(batches[0], share, guarded)
+            self._repeat(batches[0], shares, guarded)
         if self.trace is not None:
             self.trace.begin()
         self.engine.train()
@@ -211,7 +185,7 @@ class TrainingEngine:
         figures = torch.zeros(len(self.model.figures), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
-            output = self._forward(self.engine, batch, num_items_in_batch=share)
+            output = self._forward(self.engine, batch, **shares)
             loss: Tensor = output.loss
             self.mark("backward")
             self.zero.backward(loss)
@@ -230,29 +204,18 @@ class TrainingEngine:
         if guarded is not None:
             check_duplicates(self.zero, guarded)
         bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
-        self.zero.step(partial(self._exceeds, bound, mean) if bound is not None else None)
+        self.zero.step(partial(bound.exceeded_on_rank_zero, mean) if bound is not None else None)
         self._norm, self.skipped = self.zero.outcome()
         self.spike = bound.told if bound is not None and self.zero.vetoed is not None else ""
 
-    def _exceeds(self, bound: SpikeBound, loss: Tensor, norm: Tensor) -> bool:
-        """Judge a step by rank 0's numbers: all ranks do the same. Broadcast of two numbers, which are read at once.
-
-        One that is not finite is DeepSpeed's to skip; it says -1 for some norms that are not.
-        """
-        numbers = torch.stack([loss, norm.to(loss)])
-        if self.topology.world > 1:
-            dist.broadcast(numbers, 0)
-        judged, of_norm = numbers.tolist()
-        return math.isfinite(judged) and math.isfinite(of_norm) and of_norm >= 0 and bound.exceeded(judged, of_norm)
-
-    def _repeat(self, batch: AnyBatch, share: Tensor, step: int) -> None:
+    def _repeat(self, batch: AnyBatch, shares: Mapping[str, Tensor], step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
         self.activations.begin_micro_batch(-1)  # keeps everything: recomputation needs a whole backward
         scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
 
         def run() -> Tensor:
-            loss: Tensor = self._forward(self.model, batch, num_items_in_batch=share).loss
+            loss: Tensor = self._forward(self.model, batch, **shares).loss
             return loss * scale
 
         check_repeated(run, self.model, self.model.streams, step)
@@ -260,13 +223,20 @@ class TrainingEngine:
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
         return model(batch.input_ids, **batch.arguments(), **options)
 
-    def _labels(self, batches: Sequence[AnyBatch]) -> Tensor:
-        """Count the labels of all DP ranks' batches that are not ignored. One all-reduce of one number over DP.
+    def _shares(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
+        """Return what a micro-batch's sums of losses are divided by: the mean number of its labels, fp64.
 
-        The host does not wait for the number.
+        DeepSpeed takes the mean over micro-batches and DP ranks, which makes it the mean over all labels. One
+        all-reduce over DP of the numbers of labels, and of labelled rows. The host does not wait for them.
         """
-        counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
-        return all_reduce(torch.stack(counts).sum(), self.topology.data_group)
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for batch in batches:
+            for kind, labels in enumerate((batch.labels, batch.arguments().get("next_sentence_label"))):
+                if labels is not None:
+                    counts[kind] += (labels != IGNORE_INDEX).sum()
+        tokens, rows = all_reduce(counts, self.topology.data_group).double() / (len(batches) * self.topology.data)
+        shares = {"num_items_in_batch": tokens}
+        return shares | ({"num_rows_in_batch": rows} if self.model.spec.sentence_head else {})
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:

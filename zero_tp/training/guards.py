@@ -1,5 +1,4 @@
-"""A run checks itself: gradients are summed, what ranks hold alike is equal, a computation gives the same again, and
-neither loss nor gradients leave their bounds unseen.
+"""A run checks itself: gradients are summed, what ranks hold alike is equal, a computation gives the same again.
 
 Where these fail silently elsewhere, weights drift apart and the run trains another model.
 """
@@ -7,19 +6,18 @@ Where these fail silently elsewhere, weights drift apart and the run trains anot
 from __future__ import annotations
 
 import hashlib
-import socket
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zero_tp.config.schema import Spike
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import from_all, octets
+from zero_tp.parallel.agreement import octets
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
@@ -51,36 +49,46 @@ def check_hooks(hooks: GradientHooks) -> None:
 def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     """Check that replicated parameters are equal over TP: bit for bit on the CPU, else within ACCELERATOR_TOLERANCE.
 
-    One small all-reduce a parameter. Under ZeRO-3 each DP rank compares its own partition, which TP ranks cut alike.
+    One all-reduce a parameter, and the host waits once. Under ZeRO-3 each DP rank compares its own partition, which TP
+    ranks cut alike; one that DeepSpeed has moved to NVMe is not compared.
 
     Raises:
         UserError: on every rank of a TP group that differs, naming the first such parameter.
     """
     if topology.tensor == 1:
         return
-    for name, parameter in model.named_parameters():
-        if not isinstance(layout_of(parameter), Replicated):
-            continue
-        apart, allowed = _spread(partition_of(parameter), topology)
-        if not apart <= allowed:  # nan is not
+    replicas = {
+        # `offload_param` keeps partitions in host memory, which NCCL cannot reduce.
+        name: partition_of(parameter).to(parameter.device)
+        for name, parameter in model.named_parameters()
+        if isinstance(layout_of(parameter), Replicated) and partition_of(parameter).numel() > 0
+    }
+    for name, (difference, allowed) in zip(replicas, _read(_spreads(replicas.values(), topology)), strict=True):
+        if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
-                f"{when} parameter {name} differs between tensor parallel ranks by {apart:.3g} (allowed: "
+                f"{when} parameter {name} differs between tensor parallel ranks by {difference:.3g} (allowed: "
                 f"{allowed:.3g}): the replicas have drifted apart and are no longer one model; go on from a checkpoint "
                 "before that, and report this"
             )
 
 
-def _spread(held: Tensor, topology: Topology) -> tuple[float, float]:
-    """Return (largest difference of an element over the TP group, the one allowed)."""
-    local = held.float().flatten()
-    if local.numel() == 0:
-        return 0.0, 0.0
-    ends = torch.stack((local, -local))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
-    high, low = ends[0], -ends[1]
-    tolerance = 0.0 if held.device.type == "cpu" else ACCELERATOR_TOLERANCE[held.dtype]
-    return (high - low).max().item(), tolerance * ends.max().item()
+def _spreads(replicas: Iterable[Tensor], topology: Topology) -> list[Tensor]:
+    """Return (largest difference of an element over the TP group, the one allowed) of each tensor, fp32 [2]."""
+    spreads = []
+    for tensor in replicas:
+        local = tensor.float().flatten()
+        ends = torch.stack((local, -local))
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
+        tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
+        spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
+    return spreads
+
+
+def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
+    """Return the pairs' values; the host waits once."""
+    values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
+    return values
 
 
 # --- what is held or computed twice -----------------------------------------------------------------------------------
@@ -130,16 +138,14 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     before, found = streams.state_dict(), []
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # accelerators: sums in a fixed order where there are some
     try:
-        for _ in range(2):
-            streams.load_state_dict(before)
-            gradients = torch.autograd.grad(run(), [parameter for _, parameter in named], allow_unused=True)
-            found.append([0 if gradient is None else digest(gradient) for gradient in gradients])
+        with deterministic_algorithms():
+            for _ in range(2):
+                streams.load_state_dict(before)
+                gradients = torch.autograd.grad(run(), [parameter for _, parameter in named], allow_unused=True)
+                found.append([0 if gradient is None else digest(gradient) for gradient in gradients])
     finally:
         streams.load_state_dict(before)
-        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     pairs = enumerate(zip(*found, strict=True))
     first = next((index for index, (one, other) in pairs if one != other), -1)
     of_ranks = _gathered([first], model)[0]
@@ -150,6 +156,22 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
             f"micro-batch on {name_ranks(odd)}, and others may: a fault of its hardware, or a kernel that adds in no "
             "fixed order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
         )
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Allow only kernels that add in a fixed order; any other raises a RuntimeError.
+
+    With `warn_only=True` the backward of torch's flash and memory-efficient attention keeps no order, and that of
+    cuDNN's never does (`attention_backward.cu`, `sdp_utils.cpp`). On CUDA it needs `process.connect.fix_workspace`.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def digest(tensor: Tensor) -> int:
@@ -181,104 +203,3 @@ def _odd_ones(digests: dict[int, int]) -> list[int]:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
     return [rank for rank, held in digests.items() if 2 * count <= len(digests) or held != usual]
-
-
-# --- spikes -----------------------------------------------------------------------------------------------------------
-
-
-class SpikeBound:
-    """A bound on loss and gradient norm follows the last steps, as OLMo-core's skip-step optimizer has it.
-
-    A step is a spike when its loss or norm is more than so many standard deviations above the mean of the steps in the
-    window. The window takes spikes in too, so that a new level is soon no spike; it judges when it is half full.
-
-    Attributes:
-        told: what the last spike was, in words.
-    """
-
-    def __init__(self, settings: Spike, recent: list[list[float]]):
-        """Take `recent`, [loss, norm] of the last steps, which is kept up to date: it goes with a checkpoint."""
-        self.settings, self.recent, self.told = settings, recent, ""
-
-    def exceeded(self, loss: float, norm: float) -> bool:
-        """Tell whether a step of this finite loss and norm is a spike, and remember it."""
-        limits = (self.settings.loss, self.settings.grad_norm)
-        self.told = ""
-        if len(self.recent) >= max(2, self.settings.window // 2):
-            for name, value, limit, before in zip(
-                ("loss", "gradient norm"), (loss, norm), limits, zip(*self.recent, strict=True), strict=True
-            ):
-                mean, deviation = statistics.fmean(before), statistics.stdev(before)
-                if limit is not None and value - mean > limit * deviation:
-                    self.told = (
-                        f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, "
-                        f"{limit:g} standard deviations over the mean of the {len(before)} steps before"
-                    )
-                    break
-        self.recent.append([loss, norm])
-        del self.recent[: -self.settings.window]
-        return bool(self.told)
-
-
-# --- where a number that is not finite comes from ---------------------------------------------------------------------
-
-
-class NonfiniteTrace:
-    """A trace finds the first output of a layer, or gradient, that is not finite on any rank. It looks at all of them.
-
-    It changes no number. Looking waits for the device at every layer.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.begin()
-        for name, module in model.named_modules():
-            if name:
-                module.register_forward_hook(self._looking(name))
-        for name, parameter in model.named_parameters():
-            parameter.register_hook(self._gradient(f"the gradient of {name}"))
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self.looked, self.found = 0, ""
-
-    def _look(self, tensor: Tensor, what: str) -> None:
-        self.looked += 1
-        if not self.found and tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
-            kind = "nan" if bool(tensor.detach().isnan().any()) else "inf"
-            self.found = f"{self.looked} {what} ({kind})"
-
-    def _looking(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, _: Any, output: Any) -> None:
-            for tensor in _tensors(output):
-                self._look(tensor, f"the output of {name}")
-                if tensor.requires_grad:
-                    tensor.register_hook(self._gradient(f"the gradient of the output of {name}"))
-
-        return look
-
-    def _gradient(self, what: str) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            self._look(gradient, what)
-
-        return look
-
-    def told(self) -> str:
-        """Return the first finding of the step over all ranks, in words. Collective over all ranks."""
-        found = from_all((self.found, socket.gethostname()))
-        there = [(*text.partition(" ")[::2], rank, host) for rank, (text, host) in enumerate(found) if text]
-        if not there:
-            return "every output and every local gradient is finite: a sum over ranks is not"
-        _, what, rank, host = min(there, key=lambda each: int(each[0]))
-        return f"the first that is not finite is {what} on rank {rank} ({host})"
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)

@@ -6,13 +6,12 @@ Letters: B global batch [sequences], s sequence length [tokens], L layers, h hid
 
 from __future__ import annotations
 
-import contextlib
 import math
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +33,9 @@ class Speed:
 
 
 class StepMeter:
-    """A meter times steps: `tick()` after every step, `read(step)` when one is logged.
+    """Times steps: `start()` before and `tick()` after every step, `read(step)` when one is logged.
+
+    Work between a tick and the next start (validation, saving) counts for no step.
 
     Args:
         tokens_per_step: global batch × sequence length.
@@ -71,7 +72,7 @@ class StepMeter:
         self._last = clock()
 
     def start(self) -> None:
-        """Count the next step from now; without it the first counts from the meter's making."""
+        """Start the clock of a step; without it the step counts from the end of the one before."""
         self._last = self._clock()
 
     def tick(self) -> None:
@@ -83,15 +84,6 @@ class StepMeter:
         self._ticks += 1
         self._recent.append(seconds)
         self._unread.append(seconds)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time spent inside (validation, saving) out of every step."""
-        entered = self._clock()
-        try:
-            yield
-        finally:
-            self._last += self._clock() - entered
 
     def read(self, step: int) -> Speed:
         """Return the speed of the steps since the last reading, the last of them being `step`."""

@@ -6,17 +6,53 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
 from zero_tp.files import open_regular, write_atomically
 from zero_tp.strict_json import InvalidJson, parse_json
+from zero_tp.training.callback import Callback, Metrics, TrainState
+from zero_tp.training.output import WriteFailures
 
 METRICS_FILE = "metrics.jsonl"
 
 
-def metrics_line(values: Mapping[str, float | int | None]) -> str:
+class MetricsFile(Callback):
+    """Append what a run logs to RUN/metrics.jsonl, on rank 0.
+
+    Lines of steps after the one that a run resumes from are removed first. A failed write is reported and counted; it
+    does not stop training.
+    """
+
+    def on_start(self, state: TrainState) -> None:
+        self._path, self._last_step = state.directory / METRICS_FILE, state.step
+        self._failures, self._is_cut = WriteFailures(state.print), False
+        if state.is_rank_zero:
+            with self._failures.tolerate(str(self._path)):
+                self._cut(state)
+
+    def on_log(self, state: TrainState, values: Metrics) -> None:
+        if state.is_rank_zero:
+            with self._failures.tolerate(str(self._path)):
+                self._cut(state)
+                append_whole(self._path, (metrics_line(values) + "\n").encode())
+
+    def on_end(self, state: TrainState) -> None:
+        self._failures.report_totals()
+
+    def _cut(self, state: TrainState) -> None:
+        if self._is_cut:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unreadable, aside = cut_metrics(self._path, self._last_step)
+        self._is_cut = True
+        if unreadable:
+            where = f"; the file that has them is {aside}" if aside else ""
+            lines = "lines" if unreadable > 1 else "line"
+            state.print(f"{self._path}: left out {unreadable} unreadable {lines}{where}")
+
+
+def metrics_line(values: Metrics) -> str:
     """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`."""
     odd = {key: str(value) for key, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     clean: dict[str, object] = {key: None if key in odd else value for key, value in values.items()}

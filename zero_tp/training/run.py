@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PretrainedConfig
 
+from zero_tp.architectures.configs import check_unchanged, fields_of
 from zero_tp.checkpoint.directory import complete_steps
 from zero_tp.checkpoint.manifest import Manifest, content_hash
 from zero_tp.config import RunConfig
@@ -27,7 +28,6 @@ from zero_tp.data.tokenizer import (
     tokenizer_beside,
 )
 from zero_tp.errors import UserError, shown
-from zero_tp.models.architectures.configs import check_unchanged, fields_of
 from zero_tp.topology import Topology
 from zero_tp.weights.files import has_commit, resolve
 from zero_tp.weights.load import PretrainedSource
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-class PreparedRun:
-    """A PreparedRun has read its data, tokenizer and model and checked them against each other.
+class RunInputs:
+    """A RunInputs has read its data, tokenizer and model and checked them against each other.
 
     No rank is connected yet: every mistake that can be found early is found here.
 
@@ -128,8 +128,7 @@ class PreparedRun:
         """
         if self.config.pretrained is not None:
             check_unchanged(self.config.pretrained, self.model_config, manifest.model)
-        for prefix, before in manifest.corpora.items():
-            found = self.corpora[prefix]
+        for (prefix, found), before in zip(self.corpora.items(), manifest.corpora.values(), strict=False):
             compared = before.keys() & found.keys()  # `content` is not in what was saved before there was one
             found, before = ({key: each[key] for key in compared} for each in (found, before))
             if found != before:

@@ -1,4 +1,4 @@
-"""A run starts: its ranks meet and agree on what it goes on from, and its engine is new, resumed or another run's."""
+"""Start a run: connect its ranks, find its checkpoint, build its engine and restore it."""
 
 from __future__ import annotations
 
@@ -7,152 +7,212 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
+import torch
 
-from zero_tp.checkpoint.directory import MANIFEST
-from zero_tp.checkpoint.found import Found, agree, look, probed, take_whole
-from zero_tp.checkpoint.manifest import UNHASHED, Parallelism, Parent, differences
+from zero_tp.checkpoint.directory import start_branch
+from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, differences
+from zero_tp.checkpoint.owner import RunOwner, read_owner
+from zero_tp.checkpoint.parent import Origin
 from zero_tp.checkpoint.resume import check_all_there, resume
-from zero_tp.checkpoint.run import run_directory, saved_start, write_config
+from zero_tp.checkpoint.resume_point import (
+    ResumePoint,
+    broadcast_resume_point,
+    find_resume_point,
+    load_resume_point,
+)
+from zero_tp.checkpoint.run import run_directory, write_config
 from zero_tp.config.schema import Timeouts
-from zero_tp.models.attention import back_ends, described
-from zero_tp.parallel.agreement import most_machines
-from zero_tp.parallel.parameter import Zeros
-from zero_tp.process.connect import connect_deepspeed
+from zero_tp.devices import describe_devices, why_on_cpu
+from zero_tp.errors import UserError
+from zero_tp.machine import wait_until_visible
+from zero_tp.models.attention import described
+from zero_tp.models.model import ParallelModel
+from zero_tp.parallel.agreement import all_gather_object, most_machines, on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.parameter import WeightSource, Zeros
+from zero_tp.process.connect import connect_deepspeed, launch_order_advice
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
+from zero_tp.process.watch import Watch
+from zero_tp.topology import Topology
+from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
-from zero_tp.training.prepared import FirstWeights, Prepared, Start
-from zero_tp.training.tools import Forecast, Tools
+from zero_tp.training.run import RunInputs
+from zero_tp.weights.load import PretrainedSource
 
 SAVE_SLACK_SECONDS = 15.0
 
 
 @contextmanager
-def started(
-    run: Prepared,
+def start_training(
+    inputs: RunInputs,
     environment: RankEnvironment,
-    tools: Tools | None = None,
     *,
-    verbose: bool,
+    verbose: bool = False,
+    watch: Watch | None = None,
+    origin: Origin | None = None,
+    model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
     trace_nonfinite: bool = False,
-) -> Iterator[Start]:
-    """Connect the ranks, build the engine and restore what it goes on from; the directory is the run's in the block.
-    Collective.
+    on_directory: Callable[[Path], None] = lambda directory: None,
+) -> Iterator[TrainState]:
+    """Connect the ranks, build the engine and restore its checkpoint. Collective.
+
+    The run directory belongs to this run while the block runs.
 
     Args:
-        tools: what the start and the loop call beside their own work.
-        resume_from: the checkpoint to start from, instead of the newest.
-        trace_nonfinite: say of every step that is not finite which layer and rank was the first.
+        watch: ends this rank when it hangs.
+        origin: checkpoint of another run, which a new run starts from.
+        model: class of the model; by default that of the objective.
+        resume_from: the checkpoint to resume from, instead of the newest.
+        trace_nonfinite: report the layer and rank where a non-finite step began.
+        on_directory: called once the run directory is this run's.
 
     Raises:
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
-    tools = tools or Tools()
     environment.export()  # before anything is written
-    config, directory, watch, first = run.config, run.directory, tools.watch, environment.rank == 0
-    seed = config.zero_tp.training.seed
+    config, directory, first = inputs.config, inputs.directory, environment.rank == 0
     if watch is not None:
-        timeouts = config.zero_tp.training.timeouts
-        heartbeat = None if timeouts.heartbeat is None else 60 * timeouts.heartbeat
-        watch.begin(_limits(timeouts), environment.rank, environment.world, heartbeat)
-    with run_directory(directory, watch.fail if watch is not None else lambda text: None) if first else nullcontext():
-        if tools.keep is not None and first:
-            tools.keep(directory)
-        look_here = partial(look, directory, config, resume_from, run.check_resumed)
-        found = look_here()
+        _begin_watch(watch, config.zero_tp.training.timeouts, environment)
+    with run_directory(directory) if first else nullcontext() as owner:
+        if first:
+            on_directory(directory)
         topology, device = connect_deepspeed(config, environment, verbose)
         if watch is not None:
-            watch.connect()
-        with back_ends(device):
-            found, origin = _agreed(run, tools, found, look_here, resume_from)
-            drawn = found.checkpoint is None and origin.checkpoint is None
-            pretrained = run.pretrained() if drawn else None
-            with hushed(verbose):
-                engine = TrainingEngine(
-                    run.model_config,
-                    topology,
-                    config.deepspeed_config(),
-                    seed=seed,
-                    device=device,
-                    source=pretrained if drawn else Zeros(),
-                    model=tools.model,
-                    recompute=config.zero_tp.recompute_policy,
-                    spike=config.zero_tp.training.spike,
-                    trace_nonfinite=trace_nonfinite,
-                    compiled=config.zero_tp.compile,
-                )
-                if found.checkpoint is not None:
-                    take = partial(resume, engine.zero, seed=seed)
-                    found = take_whole(found, directory, config, take, resume_from)
-                elif tools.origin is not None and origin.checkpoint is not None:
-                    tools.origin.take(engine.zero, origin.checkpoint)
-            machines = most_machines(topology)
-            if first:
-                print(*_description(run, engine, found, pretrained), sep="\n")
-            forecast = _announced(run, tools, found, origin, device.type, machines) if first else None
-            parent = None if found.manifest is None else found.manifest.parent
-            if origin.checkpoint is not None and origin.manifest is not None:
-                parent = Parent.of(origin.checkpoint, origin.manifest)
-            yield Start(run, tools, engine, found.step, parent, forecast)
+            watch.connect(topology.group_names)
+        _check_shared(directory, owner)
+        if not first:
+            on_directory(directory)
+        require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
+        check_owner = owner.check if owner is not None else lambda: None
+        found, start = _find_checkpoints(inputs, origin, resume_from, check_owner)
+        new = found.checkpoint is None and start.checkpoint is None
+        pretrained = inputs.pretrained() if new else None
+        with hushed(verbose):
+            source = pretrained if new else Zeros()
+            engine = _build_engine(inputs, topology, device, source, model, trace_nonfinite=trace_nonfinite)
+            if found.checkpoint is not None:
+                load = partial(resume, engine.zero, seed=config.zero_tp.training.seed)
+                found = load_resume_point(found, directory, config, load, resume_from, check_owner)
+            elif origin is not None and start.checkpoint is not None:
+                origin.take(engine.zero, start.checkpoint)
+        machines = most_machines(topology)
+        if first:
+            print(*_description(inputs, engine, found, pretrained), sep="\n")
+            if origin is not None and start.manifest is not None:
+                print(*origin.told(start, config, inputs.corpora, inputs.validation_corpora), sep="\n")
+            if found.step < config.zero_tp.training.steps:
+                check_owner()  # reading a checkpoint may have taken minutes
+                _begin_branch(inputs, found.step)
+            if machines > 1:
+                print(f"TP crosses machines, {machines} of them in a group")
+        parent = None if found.manifest is None else found.manifest.parent
+        if start.checkpoint is not None and start.manifest is not None:
+            parent = Parent.of(start.checkpoint, start.manifest)
+        yield TrainState(inputs, engine, found.step, parent, owner, machines, watch)
         if watch is not None:
             watch.leave()
 
 
-def _agreed(
-    run: Prepared, tools: Tools, found: Found, look_here: Callable[[], Found], resume_from: Path | None
-) -> tuple[Found, Found]:
-    """Return what all ranks have found: the checkpoint to resume, and that of another run to start from. Collective.
-
-    The files of both are there, as long as they were written.
-    """
-    config, directory = run.config, run.directory
-    with probed(directory) as probe:
-        seen = {f"{directory}: the ranks do not see the same directory": probe}
-        found = agree(found, directory, seen | run.read(), look_here)
-    if tools.keep is not None and dist.get_rank() > 0:  # the first has made the directory
-        tools.keep(directory)
-    if found.checkpoint is not None:
-        found = take_whole(found, directory, config, check_all_there, resume_from)
-    origin = Found()
-    if tools.origin is not None:
-        look_there = partial(tools.origin.look, found, directory, config, run.model_config)
-        origin = agree(look_there(), directory, again=look_there)
-    if origin.checkpoint is not None:
-        check_all_there(origin.checkpoint)
-    return found, origin
-
-
-def _limits(timeouts: Timeouts) -> dict[str, float | None]:
-    """Return how long each phase may go without a mark [seconds]. A save ends by itself, after two of its limits."""
-    return {
+def _begin_watch(watch: Watch, timeouts: Timeouts, environment: RankEnvironment) -> None:
+    """Start to watch, with the seconds that each phase may take. A save ends by itself, after two of its limits."""
+    limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
         "step": 60 * timeouts.step,
         "save": 2 * 60 * timeouts.save + SAVE_SLACK_SECONDS,
         "evaluation": 60 * timeouts.evaluation,
     }
+    heartbeat = None if timeouts.heartbeat is None else 60 * timeouts.heartbeat
+    watch.begin(limits, environment.rank, environment.world, heartbeat)
 
 
-def _announced(
-    run: Prepared, tools: Tools, found: Found, origin: Found, device_type: str, machines: int
-) -> Forecast | None:
-    """Say what the run starts from and will take, and record its config, where steps are left; return the forecast."""
-    forecast = None
-    if tools.origin is not None and origin.manifest is not None:
-        print(*tools.origin.told(origin, run.config, run.corpora, run.validation_corpora), sep="\n")
-    if found.step < run.config.zero_tp.training.steps:
-        write_config(run.directory, run.config.resolved())
-        if tools.forecast is not None:
-            forecast = tools.forecast(run.config, device_type)
-            print(forecast.announcement())
-    if machines > 1:
-        cost = forecast.crossing() if forecast is not None else ""
-        print(f"TP crosses machines, {machines} of them in a group{': ' if cost else ''}{cost}")
-    return forecast
+def _build_engine(
+    inputs: RunInputs,
+    topology: Topology,
+    device: torch.device,
+    source: WeightSource | None,
+    model: type[ParallelModel] | None,
+    *,
+    trace_nonfinite: bool,
+) -> TrainingEngine:
+    block = inputs.config.zero_tp
+    return TrainingEngine(
+        inputs.model_config,
+        topology,
+        inputs.config.deepspeed_config(),
+        seed=block.training.seed,
+        device=device,
+        source=source,
+        model=model,
+        recompute=block.recompute_policy,
+        spike=block.training.spike,
+        trace_nonfinite=trace_nonfinite,
+        compiled=block.compile,
+    )
 
 
-def _description(run: Prepared, engine: TrainingEngine, found: Found, pretrained: FirstWeights | None) -> Iterator[str]:
+def _begin_branch(inputs: RunInputs, step: int) -> None:
+    """Record the run's config and set newer checkpoints aside, before logs are cut at `step`."""
+    write_config(inputs.directory, inputs.config.resolved())
+    for note in start_branch(inputs.directory, step):
+        print(note)
+
+
+def _check_shared(directory: Path, owner: RunOwner | None) -> None:
+    """Check that all ranks see rank 0's run directory: each machine may have one of that name. Collective.
+
+    Args:
+        owner: of the directory, on rank 0.
+    """
+    token = on_rank_zero(lambda: owner.token if owner is not None else "")
+
+    def is_visible() -> bool:
+        seen = read_owner(directory)
+        return seen is not None and seen.get("token") == token
+
+    seen = token if wait_until_visible(is_visible, directory) else "nothing"
+    require_same_on_all_ranks({f"{directory}: the ranks do not see the same directory": seen})
+
+
+def _check_resumed_on_all_ranks(inputs: RunInputs, checkpoint: Path, manifest: Manifest) -> None:
+    """Check each machine's own copies of the corpora. Collective.
+
+    Raises:
+        UserError: on every rank; the first rank's whose corpora are not those of the checkpoint.
+    """
+    problem = ""
+    try:
+        inputs.check_resumed(checkpoint, manifest)
+    except UserError as error:
+        problem = str(error)
+    for message in all_gather_object(problem):
+        if message:
+            raise UserError(message)
+
+
+def _find_checkpoints(
+    inputs: RunInputs, origin: Origin | None, resume_from: Path | None, check_owner: Callable[[], None]
+) -> tuple[ResumePoint, ResumePoint]:
+    """Return the checkpoint to resume, and that of another run to start from. Collective.
+
+    The files of both exist and have their recorded sizes.
+    """
+    config, directory = inputs.config, inputs.directory
+    found = broadcast_resume_point(partial(find_resume_point, directory, config, resume_from, inputs.check_resumed))
+    if found.checkpoint is not None and found.manifest is not None:
+        _check_resumed_on_all_ranks(inputs, found.checkpoint, found.manifest)
+        found = load_resume_point(found, directory, config, check_all_there, resume_from, check_owner)
+    parent = ResumePoint()
+    if origin is not None:
+        parent = broadcast_resume_point(partial(origin.find, found, directory, config, inputs.model_config))
+    if parent.checkpoint is not None:
+        check_all_there(parent.checkpoint)
+    return found, parent
+
+
+def _description(
+    run: RunInputs, engine: TrainingEngine, found: ResumePoint, pretrained: PretrainedSource | None
+) -> Iterator[str]:
     """Yield lines on what will be trained, how, and from where."""
     config, manifest, step = run.config, found.manifest, found.step
     steps = config.zero_tp.training.steps
@@ -164,24 +224,30 @@ def _description(run: Prepared, engine: TrainingEngine, found: Found, pretrained
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
         f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
+    yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
+    if engine.device.type == "cpu" and (why := why_on_cpu()):
+        yield f"warning: {why}"
     spec, data = engine.model.spec, config.zero_tp.data
     sizes = (engine.topology.tensor, config.micro_batch, data.sequence_length)
     rows = {"documents": data.document_attention == "reset", "padded": not spec.causal}
     yield f"attention: {described(spec, *sizes, engine.dtype, engine.device, **rows)}"
     yield from (*engine.zero.notes, *engine.activations.notes)
+    if advice := launch_order_advice(engine.topology.tensor, config.zero_stage, engine.device):
+        yield advice
     yield from (f"without effect: {line}" for line in config.without_effect())
-    if config.zero_tp.compile:
-        yield "compile: the first step waits for torch's compiler, about a minute where its cache has nothing yet"
+    yield from (f"note: {line}" for line in config.cautions())
+    auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""
+    if engine.compiled:
+        yield f"compile: on{auto}; the first step waits for torch's compiler, about a minute with an empty cache"
+    else:
+        yield f"compile: off{auto}"
     if step >= steps:
         yield f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on"
         return
     if manifest is not None:
         before, now = Parallelism.saved(manifest), Parallelism.of(config)
         yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
-        if not manifest.hashed:
-            yield f"its {MANIFEST} is {UNHASHED}"
-        start = manifest.config or saved_start(run.directory)[0]
-        yield from differences(manifest, config, start, run.validation_corpora)
+        yield from differences(manifest, config, run.validation_corpora)
     schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
     if schedule is not None and schedule < steps:
         yield f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum"

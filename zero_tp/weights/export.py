@@ -22,10 +22,9 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from zero_tp.errors import UserError
-from zero_tp.files import partial_directory, put_in_place, read_regular
-from zero_tp.models.architectures import (
+from zero_tp.architectures import (
     Weight,
     aliases_of,
     architecture_of,
@@ -33,7 +32,9 @@ from zero_tp.models.architectures import (
     to_theirs,
     weights_of,
 )
-from zero_tp.models.architectures.configs import CONFIG
+from zero_tp.architectures.configs import CONFIG
+from zero_tp.errors import UserError
+from zero_tp.files import partial_directory, put_in_place, read_regular
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
@@ -180,13 +181,14 @@ def write_native(
             raise UserError(f"tensor {name}: {name_of_class} expects {expected.get(name)}, found {found.get(name)}")
     named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
     shards = plan_shards(named, max_shard_size)
-    target = target.resolve()
+    target = Path(os.path.realpath(target))
     with partial_directory(target) as temporary:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
         settings = generation or getattr(native, "generation_config", None)
         if settings is not None:  # of a model that generates
-            settings.save_pretrained(temporary)
+            # `save_pretrained` refuses flags without effect, such as top_p without do_sample, of files that have them.
+            settings.to_json_file(temporary / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
         if card is not None and not _is_a_persons(target / CARD):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.errors import ConfigError, UserError, first_line, shown
+from zero_tp.errors import ConfigError, UserError, class_in_words, first_line, shown
 from zero_tp.strict_json import InvalidJson, read_object
 
 if TYPE_CHECKING:
@@ -60,40 +60,43 @@ class Resolved:
     name: str | None = None
 
 
-def is_name(given: str | Path) -> bool:
+def is_name(model: str | Path) -> bool:
     """Tell whether a person means a name on the hub: no such path is there, nor the directory that it would be in."""
-    text = str(given)
-    beside = Path(text.partition("@")[0]).parent
-    return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not beside.exists()
+    text = str(model)
+    parent = Path(text.partition("@")[0]).parent
+    return not os.path.lexists(text) and bool(NAME.fullmatch(text)) and not parent.exists()
 
 
-def resolve(given: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False) -> Resolved:
-    """Return the directory that is meant: `given`, or the files of a name on the hub, which are fetched if need be.
+def resolve(
+    model: str | Path, key: str = "", *, weights: bool = True, allow_pickle: bool = False, **hub: Any
+) -> Resolved:
+    """Return the directory that is meant: `model`, or the files of a name on the hub, which are fetched if need be.
 
     Ranks of one machine may call it at once: the cache has locks, and each file is fetched once.
 
     Args:
-        key: what the message starts with, instead of `given`.
+        key: what the message starts with, instead of `model`.
         weights: fetch these too, and not the config and the tokenizer alone.
         allow_pickle: fetch pickled weights beside others.
+        hub: of huggingface_hub's `snapshot_download`: token, cache_dir, local_files_only, force_download.
 
     Raises:
         ConfigError: the name can't be had: the line says what to download, and how.
     """
-    if not is_name(given):
-        return Resolved(Path(given))
-    name, _, revision = str(given).partition("@")
+    if not is_name(model):
+        return Resolved(Path(model))
+    name, _, revision = str(model).partition("@")
     wanted = [*SMALL, *(WEIGHTS if weights else ()), *(PICKLES if weights and allow_pickle else ())]
     try:
-        directory = _snapshot(name, revision, wanted)
+        directory = _snapshot(name, revision, wanted, **hub)
     except Exception as error:  # its own types, those of its HTTP client, and the system's
         at = f" --revision {revision}" if revision else ""
         own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
-        why = type(error).__name__ if own else first_line(error)
-        problem = f"no directory {given}, and the Hugging Face hub does not give it ({why})"
+        why = class_in_words(error) if own else first_line(error)
+        problem = f"no directory {model}, and the Hugging Face hub does not give it ({why})"
         fetch = f"hf download {name}{at} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
-        raise ConfigError(key or str(given), problem, remedy) from error
+        raise ConfigError(key or str(model), problem, remedy) from error
     return Resolved(directory, f"{name}@{directory.name}")
 
 
@@ -120,26 +123,26 @@ def _snapshot(name: str, revision: str, wanted: Sequence[str], **options: Any) -
     )
 
 
-def has_commit(given: str) -> bool:
+def has_commit(model: str) -> bool:
     """Tell whether this is a name with its commit, as a run keeps it: no path is meant."""
-    return is_name(given) and bool(COMMIT.fullmatch(given.partition("@")[2]))
+    return is_name(model) and bool(COMMIT.fullmatch(model.partition("@")[2]))
 
 
-def as_begun(given: Any, before: Any) -> Any:
-    """Return the name with the commit that a run began with, where it is of the name that is given; else `given`."""
-    names = isinstance(given, str) and isinstance(before, str) and is_name(given)
-    return before if names and "@" not in given and before.startswith(f"{given}@") else given
+def as_begun(model: Any, before: Any) -> Any:
+    """Return the name with the commit that a run began with, where it is of the same name; else `model`."""
+    names = isinstance(model, str) and isinstance(before, str) and is_name(model)
+    return before if names and "@" not in model and before.startswith(f"{model}@") else model
 
 
-def pinned(given: str, key: str) -> str:
+def pinned(model: str, key: str) -> str:
     """Return a name with the commit that it is at now; a directory, or a name with its commit, as it is.
 
     Raises:
         ConfigError: see `resolve`.
     """
-    if not is_name(given) or has_commit(given):
-        return given
-    return resolve(given, key, weights=False).name or given
+    if not is_name(model) or has_commit(model):
+        return model
+    return resolve(model, key, weights=False).name or model
 
 
 def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
@@ -203,30 +206,30 @@ def open_weights(directory: Path, allow_pickle: bool = False) -> dict[str, Tenso
     tensors: dict[str, Tensor] = {}
     weight_map = _weight_map(path)
     for file in _files_of(path, set(weight_map.values())):
-        found = read(file)
-        if twice := tensors.keys() & found.keys():
+        loaded = read(file)
+        if twice := tensors.keys() & loaded.keys():
             raise UserError(f"{file}: tensor {min(twice)} is in another file too")
         listed = {name for name, place in weight_map.items() if place == file.name}
-        if different := listed ^ found.keys():
+        if different := listed ^ loaded.keys():
             name = min(different)
             where = f"is not in {file.name}, as {path.name} says" if name in listed else f"is in {file.name} alone"
             raise UserError(f"{path}: tensor {name} {where}; give the index that was written with the files")
-        tensors |= found
+        tensors |= loaded
     return tensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return tensor → file. UserError: the index has none, or a name that is not of a file beside it."""
     try:
-        found = read_object(index).get("weight_map")
+        weight_map = read_object(index).get("weight_map")
     except (OSError, InvalidJson) as error:
         raise UserError(f"{index}: not an index with a weight_map ({error})") from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: not an index with a weight_map")
-    for name in found.values():
+    for name in weight_map.values():
         if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
             raise UserError(f"{index}: {shown(name)} is not the name of a file beside it")
-    return found
+    return weight_map
 
 
 def _files_of(index: Path, names: set[str]) -> list[Path]:

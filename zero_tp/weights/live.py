@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.models.architectures import aliases_of, weights_of
+from zero_tp.architectures import aliases_of, weights_of
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology

@@ -14,11 +14,10 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
-from zero_tp.errors import UserError, first_line, shown
-from zero_tp.models.architectures import (
+from zero_tp.architectures import (
     ARCHITECTURES,
     Architecture,
     Weight,
@@ -27,7 +26,8 @@ from zero_tp.models.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.models.architectures.configs import CONFIG, MOST_LAYERS, read_config_json
+from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, check_numbers, read_config_json
+from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Drawn, Init
 from zero_tp.strict_json import read_json
@@ -210,8 +210,8 @@ def open_any_config(directory: Path) -> PretrainedConfig:
     Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
 
     Raises:
-        UserError: see `read_config_json`; transformers has no such class or refuses a field, or a field names files or
-            code that would be loaded besides.
+        UserError: see `read_config_json`; transformers has no such class or refuses a field, a number is none that a
+            model has, or a field names files or code that would be loaded besides.
     """
     raw, path = read_config_json(directory), directory / CONFIG
     model_type = raw.get("model_type")
@@ -225,6 +225,7 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
+    check_numbers(config, path)
     return config
 
 
@@ -257,7 +258,7 @@ def _check_fields(raw: dict[str, Any], path: Path) -> None:
 def open_model(
     directory: Path, config: PretrainedConfig, dtype: torch.dtype | str = "auto", *, allow_pickle: bool = False
 ) -> Any:
-    """Open a Hugging Face directory as transformers' own class, whatever its architecture, on the CPU.
+    """Open a Hugging Face directory as transformers' own causal class, whatever its architecture, on the CPU.
 
     Args:
         config: of `open_config`.
@@ -266,7 +267,7 @@ def open_model(
 
     Raises:
         UserError: see `open_weights`; a tensor is missing, unexpected, there under two names, of another shape, not
-            floating, or holds NaN or Inf; or the class refuses the config.
+            floating, or holds NaN or Inf; or the class refuses the config, or is an encoder with it.
     """
     tensors = open_weights(directory, allow_pickle)
     _check_layers(directory, config, tensors)
@@ -274,6 +275,11 @@ def open_model(
         native = native_model(config)
     except Exception as error:  # whatever a config makes of a class
         raise UserError(f"{directory / CONFIG}: transformers can't make its model: {first_line(error)}") from error
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(native.config, "is_decoder", True) is False:
+        raise UserError(
+            f"{directory}: {config.model_type} is an encoder, whose tokens see those after them; give a model that "
+            "predicts the next token"
+        )
     _check_native(directory, native, tensors)
     generation, verbosity = generation_config(directory), logging.get_verbosity()
     logging.set_verbosity_error()  # its report of tensors that don't fit is told below, in one line

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle
 from torch import Tensor, nn
 
+from zero_tp.config.deepspeed import OFF_BLOCKS, TIMERS
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.states import Fragment, OptimizerStates
@@ -24,18 +25,21 @@ Optimized = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 Veto = Callable[[Tensor], bool]
 """Decides from the gradient norm (0-d, not yet read), on every rank alike, that a step is skipped."""
 
-COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 COUNTING_ONE_MORE = (LRRangeTest, OneCycle)
 """Schedules whose formulas take `last_batch_iteration + 1`; those of the others take it as it is."""
 
 
-def begin_schedule(schedule: Any) -> None:
-    """Bring a new schedule to its value at k = 1, and the optimizer to its rates: step k trains at its value at k.
+def set_schedule(schedule: Any, done: int) -> None:
+    """Bring a schedule to its value at k = `done` + 1, and the optimizer to its rates: step k trains at its value at k.
 
     DeepSpeed makes it at iteration -1 and moves it on after each step, so that a warm-up from 0 would leave the first
-    two steps without effect. A checkpoint keeps the iteration: a run that was begun so goes on so.
+    two steps without effect.
+
+    Args:
+        done: the steps that have updated the weights.
     """
-    schedule.step(0 if isinstance(schedule, COUNTING_ONE_MORE) else 1)
+    schedule.step(done if isinstance(schedule, COUNTING_ONE_MORE) else done + 1)
 
 
 @contextmanager
@@ -77,7 +81,13 @@ class ZeroEngine(ABC):
     scheduler: Any
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
-        self.settings, self.topology = settings, topology
+        throughput = TIMERS["throughput"] | settings.get("timers", {}).get("throughput", {})
+        # DeepSpeed takes some blocks as on where they stand, and a scheduler's params to be there.
+        self.settings = {key: value for key, value in settings.items() if key not in OFF_BLOCKS}
+        self.settings["timers"] = {"throughput": throughput}
+        if "scheduler" in settings:
+            self.settings["scheduler"] = {"params": {}, **settings["scheduler"]}
+        self.topology = topology
         self.recent: list[list[float]] = []
         self.notes: list[str] = []
         self._veto: Veto | None = None
@@ -92,6 +102,10 @@ class ZeroEngine(ABC):
         Args:
             optimized: what the optimizer of the config trains, or another optimizer, whose update is element-wise.
         """
+        # cuBLAS may split a 16-bit product's sum, and by torch's default round the parts to 16 bits. TP splits products
+        # into other shapes, so its run would differ from the plain one by more than the order of fp32 sums.
+        for dtype in ("bf16", "fp16"):
+            setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", False)
         self.model = model
         by = "optimizer" if isinstance(optimized, torch.optim.Optimizer) else "model_parameters"
         with without_compiler():
@@ -102,7 +116,7 @@ class ZeroEngine(ABC):
         if found != self.topology.data:
             raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
         if self.scheduler is not None:
-            begin_schedule(self.scheduler)
+            set_schedule(self.scheduler, 0)
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -169,15 +183,14 @@ class ZeroEngine(ABC):
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
-        """Bring the engine to what `progress` gave."""
+        """Bring the engine to what `progress` gave. Learning rates are those of the config at this step."""
         self.restore_updates(progress)
-        for name, value in progress["counters"].items():
-            setattr(self.engine, name, value)
-        if self.scheduler is not None and progress["schedule"] is not None:
-            self.scheduler.load_state_dict(progress["schedule"])
-            self.scheduler.step(self.scheduler.last_batch_iteration)  # sets OneCycle's betas too
-        for group, rate in zip(self.optimizer.param_groups, progress["learning_rates"], strict=True):
-            group["lr"] = rate
+        for name in COUNTERS:
+            setattr(self.engine, name, progress["counters"][name])
+        # DeepSpeed steps where this count divides by the accumulation, which may be another than that of the save.
+        self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
+        if self.scheduler is not None:  # of the config as it is now, which may have another than the save's
+            set_schedule(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
         self.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_updates(self, progress: dict[str, Any]) -> None:

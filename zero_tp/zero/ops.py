@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from zero_tp.config.optimizer import OFFLOADED, ON_DEVICE, builder_name
+from zero_tp.config.optimizer import FUSED_ADAM, builder_name
 from zero_tp.errors import UserError
 
 OTHER_MACHINE_SECONDS = 15 * 60
@@ -63,22 +63,19 @@ def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
         config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
 
     Raises:
-        UserError: DeepSpeed has no such op for this accelerator, or what compiles it is missing.
+        UserError: what compiles it is missing.
     """
     name = builder_name(config)
     if name is None:
         return None
     builder = accelerator.create_op_builder(name)
     kind = config["optimizer"]["type"]
-    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
-        device = accelerator.device_name()
-        raise UserError(f"optimizer.type: DeepSpeed has no {kind} for {device} devices; use AdamW, which torch has")
     from deepspeed.git_version_info import installed_ops
 
     if installed_ops.get(builder.name):
         return None
-    if missing := _missing_compiler(on_cuda=name in ON_DEVICE.values() and accelerator.device_name() == "cuda"):
-        other = "leave offload_optimizer out" if name in OFFLOADED.values() else 'use AdamW with "torch_adam": true'
+    if missing := _missing_compiler(on_cuda=name == FUSED_ADAM and accelerator.device_name() == "cuda"):
+        other = 'use AdamW with "torch_adam": true' if name == FUSED_ADAM else "leave offload_optimizer out"
         raise UserError(
             f"optimizer.type: {kind} needs DeepSpeed's {builder.name}, which is compiled, but there is no {missing}; "
             f"install it, or {other}"
@@ -116,10 +113,13 @@ def without_shared_memory_collectives() -> None:
 
     Only its inference uses them, and loading them takes a lock file for a moment on every rank at every start: a rank
     killed in that moment would leave all later starts waiting for ever.
+
+    DeepSpeed fills the table of what works here when it is first read: it starts compilers for every op and prints what
+    each lacks. `init_distributed` alone reads it, so it gets one with this entry only.
     """
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def clear_abandoned_locks(seconds: float) -> None:

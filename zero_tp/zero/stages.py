@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
 from torch import Tensor, nn
@@ -248,6 +249,16 @@ class PartitionedParameters(ZeroEngine):
             return [float("inf")] if self._refused(norm) else norms
 
         self.optimizer._get_norm_groups = judged
+
+    def _step(self) -> None:
+        updates = self.engine.is_gradient_accumulation_boundary()
+        super()._step()
+        accelerator = get_accelerator()
+        if updates and not accelerator.is_synchronized_device():
+            # DeepSpeed 0.19.8 gathers on a side stream. Nothing orders that after the update, unless its throughput
+            # timer or its gather of resident weights synchronises with the device.
+            gathers = self.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+            gathers.wait_stream(accelerator.current_stream())
 
     def duplicates(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that stay gathered: those smaller than `stage3_param_persistence_threshold`."""

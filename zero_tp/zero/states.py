@@ -90,12 +90,19 @@ class OptimizerStates:
         return counted.pop() if counted else None
 
     def set_steps(self, steps: int | None) -> None:
-        """Bring every state's count to `steps`: torch's optimizers count in a tensor, DeepSpeed's in a number."""
+        """Set every state's update count: a tensor in torch's optimizers, a number in DeepSpeed's.
+
+        torch's fused kernels read the count on the parameter's device (torch/optim/adam.py, `_init_group`); the
+        others read it on the host.
+        """
         if steps is None:
             return
         by_torch = type(self.optimizer).__module__.startswith("torch.")
+        on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
-            self.optimizer.state[flat]["step"] = torch.tensor(float(steps)) if by_torch else steps
+            device = flat.device if on_device else "cpu"
+            count = torch.tensor(float(steps), device=device) if by_torch else steps
+            self.optimizer.state[flat]["step"] = count
         _replay_cpu_adam(self.optimizer, steps)
 
 

@@ -1,0 +1,68 @@
+"""Reproduce a paper's result: measured in small on this machine, planned at full size, beside what is published.
+
+    %(prog)s                                        every NAME, with a line each
+    %(prog)s recomputation-table-2 --output papers
+    %(prog)s recomputation-table-2 --plan-only
+
+benchmarks/results/papers.md shows all of them and what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from benchmarks.papers.catalogue import PAPERS, names, reproduction
+from zero_tp import cli
+from zero_tp.cli import check_writable
+from zero_tp.errors import UserError
+from zero_tp.page import new_figure
+from zero_tp.process.quiet import quiet_libraries
+
+PROG = "python -m benchmarks.papers"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name", nargs="?", choices=names(), metavar="NAME", help="the result; without it all are listed"
+    )
+    parser.add_argument("--plan-only", action="store_true", help="run nothing: full size, by the planner")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.html, its pictures and NAME.json there")
+
+
+def main(options: argparse.Namespace) -> None:
+    if options.name is None:
+        if options.plan_only or options.output:
+            raise UserError(f"NAME: say which result; {PROG} lists them")
+        print("\n".join(listed()))
+        return
+    if options.output:  # what is measured for minutes can be written then
+        new_figure(1, 1)
+        check_writable(options.output)
+    made = reproduction(options.name)(measured=not options.plan_only)
+    print(made.text())
+    if options.output:
+        for path in made.write(options.output, options.name):
+            print(f"wrote {path}")
+
+
+def listed() -> list[str]:
+    """Return a line for each result, under its paper's title."""
+    width, lines = max(map(len, names())), list[str]()
+    for paper, each in PAPERS.items():
+        lines += [each.title, *(f"  {f'{paper}-{name}':{width}}  {what}" for name, what in each.results.items())]
+    return lines
+
+
+def start(words: Sequence[str] | None = None) -> NoReturn:
+    """Run the command with these words, by default the process's arguments, and end the process."""
+    quiet_libraries(verbose=False)
+    parser = cli.Parser(PROG, description=__doc__)
+    add_arguments(parser)
+    cli.run(lambda: main(parser.parse_args(words)))
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,65 @@
+"""The programs whose times the papers publish: what they do otherwise than this project, read off their sources."""
+
+from __future__ import annotations
+
+from zero_tp.planning.layer_time import Bytes, LayerWork
+from zero_tp.planning.timing import Timing
+
+
+class Layer2019(LayerWork):
+    """A layer of Megatron-LM in 2019."""
+
+    def overlapped_products(self) -> float:
+        """Return 0: its autograd functions wait for every collective (mpu/mappings.py)."""
+        return 0.0
+
+    def passes(self) -> dict[str, Bytes]:
+        """Count three operations on the scores and the biases of column-parallel products, each by itself.
+
+        The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear layer then added the
+        bias of a tensor of three dimensions after the product.
+        """
+        passes, e = super().passes(), self.at.element
+        forward, backward = passes["core"]
+        passes["core"] = forward + 4 * e * self.scores, backward + 4 * e * self.scores
+        passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
+        return passes
+
+
+class Megatron2019Synchronous(Timing):
+    """Megatron-LM in 2019, with gradients reduced after backward."""
+
+    def layer_work(self) -> LayerWork:
+        return Layer2019(self.spec, self.at, self.rates)
+
+
+class Megatron2019(Megatron2019Synchronous):
+    """Megatron-LM in 2019 with torch's DistributedDataParallel (README: "the scaling increases from 60% to 76%")."""
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        return True
+
+
+class Layer2022(LayerWork):
+    """A layer of Megatron-LM in 2022: a fused kernel scales, masks and takes the softmax."""
+
+    def passes(self) -> dict[str, Bytes]:
+        passes = super().passes()
+        forward, backward = passes["core"]
+        passes["core"] = forward - 2 * self.at.element * self.scores, backward
+        return passes
+
+
+class Megatron2022(Timing):
+    """Megatron-LM in 2022. Gradients are all-reduced after backward."""
+
+    def layer_work(self) -> LayerWork:
+        return Layer2022(self.spec, self.at, self.rates)
+
+    def accumulation_time(self) -> float:
+        """Leave out reading and writing new gradients: the product of a weight's gradient adds it to those before.
+
+        It does so in fp32, which bf16 needs there (megatron/arguments.py).
+        """
+        return super().accumulation_time() - 2 * self.at.element * self.parameters / self.rates.memory

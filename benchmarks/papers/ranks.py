@@ -1,0 +1,103 @@
+"""A measurement that needs ranks starts them itself, as processes of this machine, and waits for them to an end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from zero_tp.errors import UserError
+from zero_tp.process.environment import free_port
+from zero_tp.process.quiet import hushed
+from zero_tp.zero.ops import without_shared_memory_collectives
+
+T = TypeVar("T")
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+"""What libraries read as they are loaded."""
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 10.0
+"""Of the other ranks after the first has failed."""
+
+
+def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: float = 600.0) -> list[T]:
+    """Run `function(*arguments)` on CPU ranks over gloo, and return what each has returned, by rank.
+
+    Args:
+        function: of a module's top level. torch.distributed and DeepSpeed's are initialised when it is called.
+        arguments: pickled, as results are.
+        seconds: the ranks have.
+
+    Raises:
+        UserError: they took longer.
+        torch.multiprocessing.ProcessRaisedException: one failed; with its traceback.
+    """
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        # A server that has imported the libraries once: ranks are its forks (0.5 s instead of 6 s of CPU each).
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["benchmarks.papers.preloaded"])
+        readers, writers = zip(*(server.Pipe(duplex=False) for _ in range(ranks)), strict=True)
+        context = multiprocessing.start_processes(
+            _rank, (function, arguments, writers, _meeting(ranks)), nprocs=ranks, join=False, start_method="forkserver"
+        )
+        for writer in writers:
+            writer.close()  # then the end of a rank that is sending ends the reading
+        found: dict[Connection, T] = {}
+        with _ended(context.processes):
+            deadline = time.monotonic() + seconds
+            while not context.join(POLL_SECONDS, grace_period=GRACE_SECONDS):
+                # A rank goes on when its result is read.
+                for reader in (each for each in readers if each not in found and each.poll()):
+                    with contextlib.suppress(EOFError):  # it has failed, as `join` says next
+                        found[reader] = reader.recv()
+                if time.monotonic() >= deadline:
+                    raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
+        return [found[reader] if reader in found else reader.recv() for reader in readers]
+
+
+def _meeting(ranks: int) -> dict[str, str]:
+    """Return what a launcher would set."""
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in given.items()}
+
+
+@contextlib.contextmanager
+def _ended(processes: list[Any]) -> Iterator[None]:
+    """Kill at the end what still runs."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def _rank(
+    rank: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    writers: Sequence[Connection],
+    meeting: dict[str, str],
+) -> None:
+    os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+    for other, writer in enumerate(writers):
+        if other != rank:
+            writer.close()
+    import deepspeed
+
+    dist.init_process_group("gloo")
+    without_shared_memory_collectives()
+    with hushed():
+        deepspeed.init_distributed("gloo", verbose=False)
+    try:
+        writers[rank].send(function(*arguments))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

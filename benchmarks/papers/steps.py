@@ -1,0 +1,92 @@
+"""Whole steps of a run are followed by their memory or timed, on ranks that are started for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from benchmarks.papers.allocator import Event
+from benchmarks.papers.engines import drawn, engine_of
+from benchmarks.papers.ranks import on_ranks
+from zero_tp.config import RunConfig
+from zero_tp.planning.memory import CATEGORIES, Point, rank_memory
+from zero_tp.planning.profile import followed, points
+from zero_tp.planning.tracking import Allocations
+from zero_tp.process.quiet import hushed
+
+Steps = dict[str, Sequence[Point]]
+"""The points of a new run's first step, and of a later one."""
+WARM_UP, TIMED = 2, 8
+
+
+class Followed(NamedTuple):
+    """A step of one rank is followed: its points, and what came and went in it, for `replay`."""
+
+    points: list[Point]
+    events: list[Event]
+
+
+def followed_steps(config: RunConfig) -> list[list[Followed]]:
+    """Run the first two steps of a run; return both of each rank, followed."""
+    assert config.world_size is not None
+    return on_ranks(_two_steps, config.world_size, config)
+
+
+def measured_steps(config: RunConfig) -> Steps:
+    """Return the points of the first two steps of a run's first rank."""
+    first, second = followed_steps(config)[0]
+    return {"first step": first.points, "second step": second.points}
+
+
+def after_forward(step: Sequence[Point]) -> dict[str, float]:
+    """Return the bytes by category as the last forward ends."""
+    return [point for point in step if point.phase == "forward"][-1].bytes
+
+
+def most_in_backward(step: Sequence[Point]) -> dict[str, float]:
+    """Return the most bytes of each category in backward."""
+    backward = [point.bytes for point in step if point.phase == "backward"]
+    return {name: max(each[name] for each in backward) for name in CATEGORIES}
+
+
+def planned_steps(config: RunConfig, *, cpu: bool) -> Steps:
+    memory = rank_memory(config, cpu=cpu)
+    return {"first step": memory.first_points, "later steps": memory.points}
+
+
+def _two_steps(config: RunConfig) -> list[Followed]:
+    with hushed():
+        engine, batches = engine_of(config), drawn(config)
+    found = []
+    for _ in range(2):
+        with followed(engine) as allocations:
+            begin = allocations.clock
+            engine.train_step(batches)
+        found.append(Followed(points(allocations, begin), events(allocations)))
+    return found
+
+
+def events(allocations: Allocations) -> list[Event]:
+    """Return the makings and goings of all storages in order."""
+    return [(id(one), one.bytes if sign > 0 else 0) for _, one, sign in allocations.timeline() if one.bytes or sign < 0]
+
+
+def step_seconds(config: RunConfig) -> float:
+    """Return the seconds of a step of a run on this rank: its fastest, as what else the machine does makes it slower.
+
+    Collective.
+    """
+    with hushed():
+        engine, batches = engine_of(config), drawn(config)
+    found = []
+    for _ in range(WARM_UP + TIMED):
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.train_step(batches)
+        dist.barrier()
+        found.append(time.perf_counter() - begin)
+    engine.engine.destroy()
+    return min(found[WARM_UP:])

@@ -1,0 +1,37 @@
+"""Random streams on a CUDA device: `pytest -m cuda tests/cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.unit.test_random_streams import drawn
+from zero_tp.parallel.random import RandomStreams
+from zero_tp.topology import Topology
+
+pytestmark = pytest.mark.cuda
+
+
+@contextmanager
+def copied_state(generator: torch.Generator) -> Iterator[None]:
+    outside = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(torch.cuda.get_rng_state())
+        torch.cuda.set_rng_state(outside)
+
+
+def test_shared_states_give_what_copied_ones_do() -> None:
+    copying, sharing = RandomStreams(Topology(), 5, "cuda"), RandomStreams(Topology(), 5, "cuda")
+    copying._active = copied_state
+    results = []
+    for streams in (copying, sharing):
+        torch.cuda.manual_seed(1)
+        results.append(drawn(streams, lambda: torch.rand(3, device="cuda")))
+    expected, found = results
+    assert all(map(torch.equal, found, expected))

@@ -1,0 +1,52 @@
+"""`--profile-steps` records what a start still trains of its steps, and says where that is nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_checkpoint import build, steps_of, write_config
+from tests.pools import Pools
+from tests.run_log import train_state
+from zero_tp.errors import UserError
+from zero_tp.planning.profile import step_range
+
+
+def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) -> list[list[str]]:
+    """What the profiler prints after each of the steps of a start that begins at `begin`."""
+    from zero_tp.planning.profile import StepProfiler
+
+    profiler, lines, printed = StepProfiler(*steps), list[str](), []
+    state = train_state(Path(run), steps=end, step=begin)
+    state.engine, _ = build(path)
+    state.output.print = lines.append
+    profiler.on_start(state)
+    for state.step in range(begin, end + 1):
+        profiler.on_step_begin(state)
+        steps_of(state.engine, state.step, state.step)
+        profiler.on_step_end(state)
+        printed.append(lines.copy())
+        lines.clear()
+    profiler.on_end(state)
+    return printed
+
+
+def test_a_run_that_is_resumed_between_the_steps_is_recorded_from_there(ranks: Pools, tmp_path: Path) -> None:
+    path = str(write_config(tmp_path / "run.json", 1, "fp32", 1))
+    begun, (ended,), after = ranks(1).run(profiled, path, str(tmp_path / "run"), (2, 4), 3, 5)[0]
+    assert begun == [] and after == []
+    assert ended.startswith(f"profile of steps 3 to 4: {tmp_path}/run/profile/steps_3-4.html, ")
+    record = json.loads((tmp_path / "run" / "profile" / "steps_3-4.json").read_text())
+    assert record["peak_bytes"]["parameters"] > 0 and record["operator_seconds"]
+
+    (told,), after = ranks(1).run(profiled, path, str(tmp_path / "late"), (2, 4), 5, 6)[0]
+    assert told == "--profile-steps: steps 2 to 4 came before this start; nothing is recorded" and after == []
+    assert not (tmp_path / "late").exists()
+
+
+def test_steps_that_a_run_does_not_have_are_refused() -> None:
+    assert step_range("3:5", 5) == (3, 5)
+    with pytest.raises(UserError, match=r"^--profile-steps 3:5: zero_tp\.training\.steps is 4; choose earlier steps$"):
+        step_range("3:5", 4)

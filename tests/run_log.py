@@ -1,0 +1,50 @@
+"""A run's log and metrics file without a model: what `StepLogger`, `Validation` and `MetricsFile` write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zero_tp.training.callback import TrainState
+from zero_tp.training.lines import StepRecord
+from zero_tp.training.metrics_file import MetricsFile
+from zero_tp.training.step_logger import StepLogger
+from zero_tp.training.validation import Validation
+
+
+def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()) -> Any:
+    """Return a state whose engine and config have what the log reads."""
+    config: Any = SimpleNamespace(zero_tp=SimpleNamespace(training=SimpleNamespace(steps=steps)))
+    model = SimpleNamespace(figures=tuple(figures))
+    engine: Any = SimpleNamespace(model=model, topology=SimpleNamespace(rank=rank))
+    inputs: Any = SimpleNamespace(config=config, directory=directory)
+    return TrainState(inputs, engine, step)
+
+
+class RunLog:
+    """Open the log of a run that goes on from `step`, and close it at the end of the block."""
+
+    def __init__(self, directory: Path, *, terminal: bool = False, **options: Any) -> None:
+        self.state = train_state(directory, **options)
+        self.logger, self.metrics = StepLogger(terminal), MetricsFile()
+
+    def __enter__(self) -> RunLog:
+        self.state.callbacks = [self.logger, self.metrics]
+        self.metrics.on_start(self.state)
+        self.state.step += 1
+        self.logger.print_header(self.state)
+        return self
+
+    def log(self, record: StepRecord) -> None:
+        self.state.step = record.step
+        self.logger.log(self.state, record)
+
+    def validation(self, step: int, figures: Mapping[str, float]) -> None:
+        self.state.step = step
+        Validation().log(self.state, figures)
+
+    def __exit__(self, *error: object) -> None:
+        self.metrics.on_end(self.state)
+        self.logger.on_end(self.state)

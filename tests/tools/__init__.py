@@ -1,0 +1,1 @@
+"""Programs that try the library and its tests; pytest does not run them."""

@@ -1,0 +1,156 @@
+"""A command of launch/ or eval/ is run in a forked child, and judged by what every command promises."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tests.waits import patience
+from zero_tp.errors import BAD_INPUT, visible
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT = 20.0  # seconds on an idle machine
+LONGEST_REFUSAL, LONGEST_WORD = 400, 60  # characters
+_TYPES = "bool|int|str|float|dict|list|tuple|bytes"
+PYTHON_WORDS = re.compile(
+    rf"NoneType|<class |<function |object at 0x|\w+Error\b|__\w+__\(|has no attribute|(keyword|positional) argument"
+    rf"|(, not|expected|got) ({_TYPES})\b|'({_TYPES})'"
+)
+"""What no refusal says."""
+ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command has ended: with this exit status (minus a signal's number; None where it was still running at the
+    limit), having printed this."""
+
+    status: int | None
+    out: str
+    err: str
+    seconds: float
+
+
+def run(
+    script: str,
+    arguments: Sequence[str],
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    limit: float = LIMIT,
+) -> Ended:
+    """Run `python SCRIPT ARGUMENTS` in `directory`, in a fork of this process: what it has imported costs nothing.
+
+    Nothing that starts threads (a tokenizer, a large sum of torch) may have run in this process before.
+
+    Args:
+        script: its path from the repository's root.
+        environment: variables to set besides ENVIRONMENT.
+        limit: seconds until it is killed, on an idle machine.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        begun = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            _become(script, arguments, directory, environment or {}, out.fileno(), err.fileno())
+        status = _wait(child, begun, limit)
+        return Ended(status, _text(out), _text(err), time.monotonic() - begun)
+
+
+def start(script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], errors: Path) -> int:
+    """Start a command as `run` does, and return its process's number; its stderr is added to a file."""
+    child = os.fork()
+    if child == 0:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        _become(script, arguments, directory, environment, nowhere, os.open(errors, os.O_WRONLY | os.O_APPEND))
+    return child
+
+
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read().decode("utf-8", "backslashreplace")
+
+
+def _become(
+    script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], out: int, err: int
+) -> None:
+    """Be the command, and end this process with its status."""
+    status = 1
+    try:
+        os.setsid()
+        os.chdir(directory)
+        os.environ.update({**ENVIRONMENT, **environment})
+        for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
+            os.dup2(descriptor, target)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.argv = [str(ROOT / script), *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # what the interpreter would print
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def _wait(child: int, begun: float, limit: float) -> int | None:
+    while time.monotonic() - begun < patience(limit):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        os.killpg(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def broken_promise(ended: Ended) -> str | None:
+    """Return what the command has done that none may, or None: it ended by itself, in time, with status 0 or with
+    status 2 and one line `error: …` that a terminal can show, and no traceback."""
+    if ended.status is None:
+        return f"was still running after {ended.seconds:.0f} s"
+    if "Traceback (most recent call last)" in ended.err + ended.out:
+        return f"ended with a traceback: {ended.err[-1500:]}"
+    if ended.status not in (0, BAD_INPUT):
+        return f"ended with status {ended.status}: {ended.err[-500:]}"
+    said = (ended.err + ended.out).replace("\r", "\n")
+    if visible(said) != said:
+        return f"printed control characters: {ended.err[-500:]!r}"
+    errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    if ended.status == BAD_INPUT and (len(errors) != 1 or not ended.err.rstrip().endswith(errors[0])):
+        return f"ended with status {BAD_INPUT} without one line `error: …`: {ended.err[-500:]}"
+    return broken_style(errors[0].removeprefix("error: ")) if errors else None
+
+
+def broken_style(refusal: str) -> str | None:
+    """Return what is wrong with the text of a refusal, or None: it is short and has no words of Python.
+
+    A path or a value without blanks counts as `LONGEST_WORD` characters at most: its length is the user's.
+    """
+    if words := PYTHON_WORDS.search(refusal):
+        return f"its refusal has Python's words {words[0]!r}: {refusal}"
+    length = len(re.sub(rf"(\S{{{LONGEST_WORD}}})\S+", r"\1", refusal))
+    return f"its refusal has {length:,} characters: {refusal}" if length > LONGEST_REFUSAL else None

@@ -1,0 +1,70 @@
+"""The texts of libraries' errors are put into words that a person without Python understands."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tools.fuzz.commands import LONGEST_REFUSAL, broken_style
+from zero_tp.errors import first_line, shown
+
+
+class RepositoryNotFoundError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TypeError(), "a value of the wrong kind"),
+        (RepositoryNotFoundError(), "repository not found"),
+        (KeyError("text"), '"text" is missing'),
+        (KeyError("no task of this name"), "no task of this name"),
+        (TypeError("expected str, bytes or os.PathLike object, not NoneType"), "null, where a path is expected"),
+        (
+            AttributeError("'float' object has no attribute 'removesuffix'"),
+            "a number, where another kind of value is expected",
+        ),
+        (TypeError("'str' object is not callable"), "a string, where another kind of value is expected"),
+        (TypeError("string indices must be integers, not 'str'"), "a string, where an integer is expected"),
+        (TypeError("unhashable type: 'list'"), "an array, where a name is expected"),
+        (TypeError("bad operand type for unary -: 'dict'"), "bad operand type for unary -: an object"),
+        (TypeError("TaskConfig.__init__() got an unexpected keyword argument 'doc'"), "unknown key 'doc'"),
+        (
+            ValueError("Special token bos_token has to be either str or AddedToken but got: <class 'int'>"),
+            "Special token bos_token has to be a string, but is an integer",
+        ),
+        (
+            ValueError("Validation error for field 'use_cache': Field 'use_cache' expected bool, got str (value: 'x')"),
+            "use_cache: expected true or false, got a string",
+        ),
+        (ValueError("Field 'tie' expected bool, got NoneType (value: None)"), "tie: expected true or false, got null"),
+        (
+            ValueError("Field 'tp' with value 0.5 doesn't match any type in (<class 'int'>, NoneType). Errors: more"),
+            "tp: expected one of (an integer, null), got 0.5",
+        ),
+        (ValueError("Expected YAML dict from a/b.yaml, got list"), "an object is expected, not an array"),
+        (ValueError("ValueError: x is <class 'int'>"), "x is an integer"),
+        (ValueError("it failed because:\n  no memory\n"), "it failed because: no memory"),
+    ],
+)
+def test_a_librarys_error_is_in_plain_words(error: Exception, words: str) -> None:
+    assert first_line(error) == words
+    assert broken_style(words) is None
+
+
+def test_a_librarys_error_is_short() -> None:
+    assert len(first_line(ValueError("word " * 100))) == 200
+
+
+def test_a_value_that_json_cannot_hold_is_shown_as_its_kind() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    assert [shown({(1,): 2}), shown(endless), shown(10**5000)] == ["an object", "an array", "an integer"]
+
+
+def test_the_fuzzers_hold_every_refusal_to_its_style() -> None:
+    assert broken_style("a: 5 is no string; write a string") is None
+    assert "NoneType" in (broken_style("a: got NoneType") or "")
+    assert "TypeError" in (broken_style("a: can't be read (TypeError)") or "")
+    assert "characters" in (broken_style("too long " * 50) or "")
+    assert broken_style("a" * LONGEST_REFUSAL * 2 + ": no such file") is None, "a path of the user's"

@@ -1,0 +1,48 @@
+"""Every door to training adds the partial sums of 16-bit products in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from zero_tp.topology import Topology
+from zero_tp.zero.stages import STAGES, zero_engine
+
+FLAGS = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))
+
+
+class Stop(Exception):
+    """DeepSpeed's engine would be built now."""
+
+
+@pytest.fixture
+def _flags_of_torch() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before = {name: getattr(matmul, name) for name in FLAGS}
+    for name in FLAGS:
+        setattr(matmul, name, True)  # torch's default, whatever another test has left
+    yield
+    for name, value in before.items():
+        setattr(matmul, name, value)
+
+
+@pytest.mark.usefixtures("_flags_of_torch")
+@pytest.mark.parametrize("stage", STAGES)
+def test_partial_sums_are_not_rounded(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TrainingEngine` and the Trainer both make DeepSpeed's engine here. Splitting a sum stays allowed."""
+    seen: list[Any] = []
+
+    def initialize(**_: Any) -> None:
+        matmul = torch.backends.cuda.matmul
+        seen.extend(getattr(matmul, name + end) for name in FLAGS for end in ("", "_split_k"))
+        raise Stop
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    model: Any = torch.nn.Linear(1, 1)
+    with pytest.raises(Stop):
+        zero_engine({"zero_optimization": {"stage": stage}}, Topology(world=1)).initialize(model, [])
+    assert seen == [False, True, False, True]

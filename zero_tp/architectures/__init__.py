@@ -1,0 +1,68 @@
+"""There is one table per Hugging Face model_type: its fields, its config as a TransformerSpec, its weights' names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures.fields import Fields
+from zero_tp.architectures.table import Architecture, Weight, to_theirs
+from zero_tp.errors import UserError
+
+_MODULES = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+ARCHITECTURES: dict[str, Architecture] = {
+    getattr(module, "MODEL_TYPE", module.__name__.rpartition(".")[2]): module.ARCHITECTURE
+    for module in _MODULES
+    if hasattr(module, "ARCHITECTURE")
+}
+"""By model_type, which is the name of the table's file where that can be one."""
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Fields",
+    "Weight",
+    "aliases_of",
+    "architecture_of",
+    "native_class_of",
+    "to_theirs",
+    "weights_of",
+]
+
+
+def architecture_of(config: PretrainedConfig) -> Architecture:
+    """Return the table of a config.
+
+    Raises:
+        UserError: no table for the config's model_type; names those there are.
+    """
+    found = ARCHITECTURES.get(config.model_type)
+    if found is None:
+        raise UserError(
+            f"zero_tp.model.model_type: {config.model_type!r} has no architecture table; "
+            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return found
+
+
+def aliases_of(config: PretrainedConfig) -> dict[str, str]:
+    """Return the tensors that are tied to another, alias → source; files hold the source."""
+    return architecture_of(config).tied if config.tie_word_embeddings else {}
+
+
+def native_class_of(config: PretrainedConfig) -> str:
+    """Return the name of the transformers class that a model of this config is exported as.
+
+    An encoder whose `architectures` names the class without a sentence head has none.
+    """
+    architecture = architecture_of(config)
+    other = architecture.without_sentences
+    return other if other is not None and config.architectures == [other] else architecture.native_class
+
+
+def weights_of(config: PretrainedConfig) -> list[Weight]:
+    """Return every parameter of a model of this config, under both names."""
+    architecture = architecture_of(config)
+    return list(architecture.each_weight(architecture.spec(config)))

@@ -1,0 +1,146 @@
+"""bert is Hugging Face's BertForPreTraining (arXiv 1810.04805), whose layers norm the sums: the original order.
+
+`megatron_bert.py` takes from here what both share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures import common
+from zero_tp.architectures.fields import OF_A_HEAD, TOKENS, Fields
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.architectures.table import Architecture, Weight
+
+FIELDS = Fields(
+    sizes=(*common.SIZES, "type_vocab_size"),
+    positive=("initializer_range", "layer_norm_eps"),
+    dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    choices={"hidden_act": tuple(common.ACTIVATIONS)},
+    read=("pad_token_id",),
+    fixed={
+        **dict.fromkeys(("is_decoder", "is_causal"), (False, "attention goes in both directions")),
+        "use_bidirectional_attention": (True, "attention goes in both directions"),
+        "tie_word_embeddings": (True, "the decoder of masked tokens is the word embedding"),
+        "chunk_size_feed_forward": (0, "the MLP runs in one piece"),
+        "position_embedding_type": ("absolute", "positions are learned, one vector each"),
+    },
+    irrelevant={
+        **TOKENS,
+        "classifier_dropout": OF_A_HEAD,
+        # What files of the first releases say besides, and the class never asks.
+        **dict.fromkeys(("directionality", "output_past"), "a note of who wrote the file"),
+        **dict.fromkeys(
+            (
+                "pooler_fc_size",
+                "pooler_num_attention_heads",
+                "pooler_num_fc_layers",
+                "pooler_size_per_head",
+                "pooler_type",
+            ),
+            "the pooler is one dense layer",
+        ),
+    },
+)
+
+WITHOUT_SENTENCES = "BertForMaskedLM"
+HEADS = {
+    "the head of masked tokens": r"cls\.predictions\..+",
+    "the pooler": r"bert\.pooler\..+",
+    "the sentence head": r"cls\.seq_relationship\..+",
+}
+TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+OLD = (r"embeddings\.position_ids",)  # 0, 1, 2, …
+OLD_ENDINGS = {".gamma": ".weight", ".beta": ".bias"}
+"""Names of norms in files that were converted from TensorFlow."""
+
+
+def encoder_spec(config: PretrainedConfig, without_sentences: str, **given: Any) -> TransformerSpec:
+    """Return the spec of an encoder: what is not as in Llama.
+
+    Args:
+        without_sentences: name of the class that has no sentence head.
+        given: arguments of TransformerSpec that differ between encoders.
+    """
+    return common.spec(
+        config,
+        norm="layer_norm",
+        norm_epsilon=config.layer_norm_eps,
+        position="learned",
+        mlp="mlp",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        dropouts=common.dropouts(
+            config,
+            embedding="hidden_dropout_prob",
+            residual="hidden_dropout_prob",
+            attention="attention_probs_dropout_prob",
+        ),
+        causal=False,
+        sentence_head=config.architectures != [without_sentences],
+        token_types=config.type_vocab_size,
+        **given,
+    )
+
+
+def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[Weight]:
+    """Yield every parameter of an encoder of this spec.
+
+    Args:
+        norms: ours → theirs, as far as they are named otherwise.
+    """
+    for name in ("word", "position", "token_type"):
+        yield Weight(f"transformer.embedding.{name}.weight", f"bert.embeddings.{name}_embeddings.weight")
+    layer = "bert.encoder.layer.{layer}."
+    linears: dict[str, tuple[str, ...]] = {
+        "attention.qkv": tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
+        "attention.output": ("attention.output.dense",),
+        "mlp.up": ("intermediate.dense",),
+        "mlp.down": ("output.dense",),
+    }
+    for ours, theirs in linears.items():
+        yield from common.both_names(common.OURS + ours, *(layer + name for name in theirs))
+    for ours, its in norms.items():
+        yield from common.both_names(f"transformer.{ours}", f"bert.{its}")
+    yield from common.both_names("head.dense", "cls.predictions.transform.dense")
+    yield from common.both_names("head.norm", "cls.predictions.transform.LayerNorm")
+    yield Weight("head.decoder.bias", "cls.predictions.bias")
+    if spec.sentence_head:
+        yield from common.both_names("sentence_head.pooler", "bert.pooler.dense")
+        yield from common.both_names("sentence_head.classifier", "cls.seq_relationship")
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return the spec: norms after each sum, that of the embeddings among them."""
+    return encoder_spec(config, WITHOUT_SENTENCES, layer="post_norm", embedding_norm=True)
+
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Return every parameter of a model of this spec."""
+    norms = {
+        "embedding.norm": "embeddings.LayerNorm",
+        "layers.{layer}.attention_norm": "encoder.layer.{layer}.attention.output.LayerNorm",
+        "layers.{layer}.mlp_norm": "encoder.layer.{layer}.output.LayerNorm",
+    }
+    return tuple(encoder_weights(spec, norms))
+
+
+ARCHITECTURE = Architecture(
+    fields=FIELDS,
+    translate=spec,
+    weights=weights,
+    tied=TIED,
+    native_class="BertForPreTraining",
+    without_sentences=WITHOUT_SENTENCES,
+    base_prefix="bert.",
+    heads=HEADS,
+    old=OLD,
+    old_endings=OLD_ENDINGS,
+)

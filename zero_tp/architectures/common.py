@@ -1,0 +1,234 @@
+"""This module has what several architecture tables share.
+
+The usual decoder is a descendant of Llama: RMSNorm, rotary positions, gated MLP, grouped queries, and their names in
+Hugging Face's files. Fields are read by the general names, which every config class knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.architectures.fields import FIXED_IN_DECODERS, OF_DECODERS, Fields
+from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
+from zero_tp.architectures.spec import Dropouts, TransformerSpec
+from zero_tp.architectures.table import Architecture, Weight
+from zero_tp.constants import MODEL_KEY
+from zero_tp.errors import ConfigError
+
+# gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+"""The sizes that most configs have, under the general names."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def fields(
+    *,
+    sizes: tuple[str, ...] = ("num_key_value_heads",),
+    epsilon: str = "rms_norm_eps",
+    dropouts: tuple[str, ...] = (),
+    choices: Mapping[str, tuple[str, ...]] | None = None,
+    read: tuple[str, ...] = ("pad_token_id",),
+    fixed: Mapping[str, tuple[Any, str]] | None = None,
+    irrelevant: Mapping[str, str] | None = None,
+    undeclared: Mapping[str, Any] | None = None,
+) -> Fields:
+    """Return the fields that every decoder with rotary positions has, and those that one adds.
+
+    Args:
+        epsilon: the norms' field. The others: see Fields.
+    """
+    return Fields(
+        sizes=(*SIZES, *sizes),
+        positive=("initializer_range", epsilon),
+        dropouts=("attention_dropout", *dropouts),
+        choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
+        read=("tie_word_embeddings", *ROPE, *read),
+        fixed={**FIXED_IN_DECODERS, **(fixed or {})},
+        irrelevant={**OF_DECODERS, **(irrelevant or {})},
+        undeclared={**ROPE_UNDECLARED, **(undeclared or {})},
+    )
+
+
+def spec(config: PretrainedConfig, *, partly: bool = False, **given: Any) -> TransformerSpec:
+    """Return the spec of a config.
+
+    Args:
+        partly: the architecture may turn a part of each head.
+        given: arguments of TransformerSpec that are not as in Llama.
+
+    Raises:
+        ConfigError: a field whose value is not computed.
+    """
+    layers, std = config.num_hidden_layers, config.initializer_range
+    heads, kv_heads, head_size = grouped_heads(config)
+    if given.get("position") != "learned":
+        given = {"position": "rotary", "rotary": rotary(config, head_size, partly=partly), **given}
+    usual: dict[str, Any] = {
+        "hidden": config.hidden_size,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_size": head_size,
+        "mlp_size": getattr(config, "intermediate_size", None),
+        "vocabulary": config.vocab_size,
+        "positions": config.max_position_embeddings,
+        "norm": "rms_norm",
+        "norm_epsilon": getattr(config, "rms_norm_eps", None),
+        "mlp": "gated",
+        "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "tied": config.tie_word_embeddings,
+        "padding_token": config.pad_token_id,
+        "init_std": std,
+        "residual_std": std,
+        "dropouts": dropouts(config, attention="attention_dropout"),
+        "windows": (None,) * layers,
+        "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
+    }
+    return TransformerSpec(**{**usual, **given})
+
+
+def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
+    """Return the probabilities by the config's fields for them; None is 0."""
+    return Dropouts(**{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()})
+
+
+def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Return heads, KV heads and head size.
+
+    Raises:
+        ConfigError: the KV heads do not divide the heads, or the heads the hidden size where no head size is given.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        sums = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
+        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", sums, "give a divisor of num_attention_heads")
+    head_size = getattr(config, "head_dim", None)
+    if not head_size and hidden % heads:
+        sums = f"hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}"
+        key = f"{MODEL_KEY}.{config.attribute_map.get('hidden_size', 'hidden_size')}"
+        raise ConfigError(key, sums, "give a hidden size that is a multiple of the heads")
+    return heads, kv_heads, head_size or hidden // heads
+
+
+def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """Return each layer's window, from `layer_types`.
+
+    Raises:
+        ConfigError: too few types or too many, a sliding layer without a window.
+    """
+    types, key = list(config.layer_types), f"{MODEL_KEY}.layer_types"
+    if len(types) != config.num_hidden_layers:
+        raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")
+    if SLIDING in types and config.sliding_window is None:
+        raise ConfigError(key, f"{SLIDING} needs sliding_window, and use_sliding_window: true")
+    return tuple(config.sliding_window if kind == SLIDING else None for kind in types)
+
+
+OURS, THEIRS = "transformer.layers.{layer}.", "model.layers.{layer}."
+
+
+def both_names(
+    ours: str, *theirs: str, bias: bool = True, transposed: bool = False, heads: int | None = None
+) -> Iterator[Weight]:
+    """Yield the weight, and the bias if there is one, of a norm or a linear layer; several of theirs are one of ours.
+
+    Args:
+        transposed, heads: see Weight.
+    """
+    for name in ("weight", "bias") if bias else ("weight",):
+        names = tuple(f"{each}.{name}" for each in theirs)
+        yield Weight(f"{ours}.{name}", names, transposed=transposed and name == "weight", heads=heads)
+
+
+def layer_weights(ours: str, *theirs: str, bias: bool) -> Iterator[Weight]:
+    """Yield the same of every layer, by the names within one."""
+    yield from both_names(OURS + ours, *(THEIRS + each for each in theirs), bias=bias)
+
+
+EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
+HEAD = Weight("head.weight", "lm_head.weight")
+
+
+def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
+    """Yield the weights of `self_attn` in every layer."""
+    queries, keys, values = (f"self_attn.{letter}_proj" for letter in "qkv")
+    if spec.kv_heads == spec.heads:
+        yield from layer_weights("attention.qkv", queries, keys, values, bias=spec.qkv_bias)
+    else:
+        for ours, theirs in (("query", queries), ("key", keys), ("value", values)):
+            yield Weight(f"{OURS}attention.qkv.{ours}", f"{THEIRS}{theirs}.weight")
+            if spec.qkv_bias:
+                yield Weight(f"{OURS}attention.qkv.{ours}_bias", f"{THEIRS}{theirs}.bias")
+    if spec.query_key_norm:
+        yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
+        yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
+    yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
+
+
+GATED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""The linear layers of Llama's MLP: our name, theirs."""
+
+
+def weights(
+    spec: TransformerSpec, attention: Iterable[Weight] | None = None, mlp: Mapping[str, tuple[str, ...]] = GATED
+) -> tuple[Weight, ...]:
+    """Return every parameter of a model of this spec.
+
+    Args:
+        attention: those of `self_attn`, where they are not as in Llama.
+        mlp: its linear layers, our name → theirs.
+    """
+    bias = spec.norm == "layer_norm"
+    found = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
+    found += attention_weights(spec) if attention is None else attention
+    found += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
+    for ours, theirs in mlp.items():
+        found += layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
+    return (*found, *both_names("transformer.final_norm", "model.norm", bias=bias), HEAD)
+
+
+def architecture(
+    fields: Fields,
+    spec: Callable[[PretrainedConfig], TransformerSpec],
+    native_class: str,
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
+) -> Architecture:
+    """Return the table of one: its own fields and spec, and the names that all have, or its own."""
+    return Architecture(
+        fields=fields,
+        translate=spec,
+        weights=weights,
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
+        native_class=native_class,
+        base_prefix="model.",
+        old=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),  # the frequencies, computed from the config
+    )

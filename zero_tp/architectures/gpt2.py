@@ -1,0 +1,87 @@
+"""gpt2 is Hugging Face's GPT2LMHeadModel."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures import common
+from zero_tp.architectures.fields import FIXED_IN_DECODERS, OF_A_HEAD, OF_DECODERS, Fields
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.architectures.table import Architecture, Weight
+
+FIELDS = Fields(
+    sizes=("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"),
+    positive=("layer_norm_epsilon", "initializer_range"),
+    dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    choices={"activation_function": tuple(common.ACTIVATIONS)},
+    read=("tie_word_embeddings",),
+    fixed={
+        **FIXED_IN_DECODERS,
+        "scale_attn_weights": (True, "attention always scales by 1/sqrt(head size)"),
+        "scale_attn_by_inverse_layer_idx": (False, "attention is not scaled by the layer's index"),
+        "reorder_and_upcast_attn": (False, "attention computes in the model's dtype"),
+    },
+    irrelevant={
+        **OF_DECODERS,
+        "n_ctx": "the old name of n_positions, which is in every file beside it",
+        "pad_token_id": "the class gives it no row of its own",
+        **dict.fromkeys(
+            (
+                "summary_type",
+                "summary_use_proj",
+                "summary_activation",
+                "summary_proj_to_labels",
+                "summary_first_dropout",
+            ),
+            OF_A_HEAD,
+        ),
+    },
+)
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return the spec: what is not as in Llama."""
+    return common.spec(
+        config,
+        mlp_size=config.n_inner or 4 * config.n_embd,
+        norm="layer_norm",
+        norm_epsilon=config.layer_norm_epsilon,
+        position="learned",
+        mlp="mlp",
+        activation=common.ACTIVATIONS[config.activation_function],
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        padding_token=None,
+        residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
+        dropouts=common.dropouts(config, embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"),
+    )
+
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Return every parameter: it has them all, whatever its config."""
+    found = [
+        Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
+        Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
+    ]
+    for ours, theirs, transposed in (
+        ("attention_norm", "ln_1", False),
+        ("attention.qkv", "attn.c_attn", True),
+        ("attention.output", "attn.c_proj", True),
+        ("mlp_norm", "ln_2", False),
+        ("mlp.up", "mlp.c_fc", True),
+        ("mlp.down", "mlp.c_proj", True),
+    ):
+        found += common.both_names(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
+    return (*found, *common.both_names("transformer.final_norm", "transformer.ln_f"), common.HEAD)
+
+
+ARCHITECTURE = Architecture(
+    fields=FIELDS,
+    translate=spec,
+    weights=weights,
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    native_class="GPT2LMHeadModel",
+    base_prefix="transformer.",
+    old=(r"h\.\d+\.attn\.(masked_)?bias",),  # the causal mask and its value
+)

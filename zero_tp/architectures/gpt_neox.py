@@ -1,0 +1,70 @@
+"""gpt_neox is Hugging Face's GPTNeoXForCausalLM (GPT-NeoX-20B, Pythia)."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures import common
+from zero_tp.architectures.fields import OF_A_HEAD
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.architectures.table import Architecture, Weight
+
+FIELDS = common.fields(
+    sizes=(),
+    epsilon="layer_norm_eps",
+    dropouts=("hidden_dropout",),
+    read=("rotary_pct", "rotary_emb_base", "use_parallel_residual", "attention_bias"),
+    irrelevant={
+        "pad_token_id": "the class gives it no row of its own",
+        "classifier_dropout": OF_A_HEAD,
+        **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "the class has no such dropout"),
+    },
+    undeclared={"rotary_pct": float, "rotary_emb_base": float},
+)
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return the spec: what is not as in Llama."""
+    return common.spec(
+        config,
+        partly=True,
+        norm="layer_norm",
+        norm_epsilon=config.layer_norm_eps,
+        layer="parallel" if config.use_parallel_residual else "sequential",
+        mlp="mlp",
+        qkv_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        mlp_bias=True,
+        padding_token=None,
+        dropouts=common.dropouts(
+            config, embedding="hidden_dropout", residual="hidden_dropout", attention="attention_dropout"
+        ),
+    )
+
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Return every parameter of a model of this spec."""
+    found = [Weight("transformer.embedding.word.weight", "gpt_neox.embed_in.weight")]
+    for ours, theirs, bias, heads in (
+        ("attention_norm", "input_layernorm", True, None),
+        ("attention.qkv", "attention.query_key_value", spec.qkv_bias, spec.heads),
+        ("attention.output", "attention.dense", spec.output_bias, None),
+        ("mlp_norm", "post_attention_layernorm", True, None),
+        ("mlp.up", "mlp.dense_h_to_4h", True, None),
+        ("mlp.down", "mlp.dense_4h_to_h", True, None),
+    ):
+        found += common.both_names(common.OURS + ours, "gpt_neox.layers.{layer}." + theirs, bias=bias, heads=heads)
+    return (*found, *common.both_names("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
+
+
+ARCHITECTURE = Architecture(
+    fields=FIELDS,
+    translate=spec,
+    weights=weights,
+    tied={"lm_head.weight": "gpt_neox.embed_in.weight"},
+    native_class="GPTNeoXForCausalLM",
+    base_prefix="gpt_neox.",
+    stored={"lm_head.weight": "embed_out.weight"},
+    # The causal mask, its value, and the frequencies, computed from the config.
+    old=(r"layers\.\d+\.attention\.(masked_)?bias", r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
+)

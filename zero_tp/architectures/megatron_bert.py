@@ -1,0 +1,41 @@
+"""megatron-bert is Hugging Face's MegatronBertForPreTraining, BERT with rearranged norms: one before attention and MLP
+each, and a last one (arXiv 1909.08053, section 5.3)."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures import bert
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.architectures.table import Architecture, Weight
+
+MODEL_TYPE = "megatron-bert"
+WITHOUT_SENTENCES = "MegatronBertForMaskedLM"
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return the spec."""
+    return bert.encoder_spec(config, WITHOUT_SENTENCES)
+
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    """Return every parameter of a model of this spec."""
+    norms = {
+        "layers.{layer}.attention_norm": "encoder.layer.{layer}.attention.ln",
+        "layers.{layer}.mlp_norm": "encoder.layer.{layer}.ln",
+        "final_norm": "encoder.ln",
+    }
+    return tuple(bert.encoder_weights(spec, norms))
+
+
+ARCHITECTURE = Architecture(
+    fields=bert.FIELDS,
+    translate=spec,
+    weights=weights,
+    tied=bert.TIED,
+    native_class="MegatronBertForPreTraining",
+    without_sentences=WITHOUT_SENTENCES,
+    base_prefix="bert.",
+    heads=bert.HEADS,
+    old=bert.OLD,
+)

@@ -1,0 +1,24 @@
+"""qwen2 is Hugging Face's Qwen2ForCausalLM, with biases on Q, K and V, and sliding windows in some layers if wanted."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures import common
+from zero_tp.architectures.spec import TransformerSpec
+
+FIELDS = common.fields(
+    sizes=("num_key_value_heads", "sliding_window", "head_dim"),
+    choices={"layer_types": (common.FULL, common.SLIDING)},
+    read=("pad_token_id", "use_sliding_window", "max_window_layers"),
+    fixed={"use_mrope": (False, "of models that see images")},
+    undeclared={"head_dim": int},
+)
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return the spec, with each layer's window."""
+    return common.spec(config, qkv_bias=True, windows=common.windows_by_layer(config))
+
+
+ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen2ForCausalLM")

@@ -1,0 +1,159 @@
+"""This module defines what an architecture table holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.architectures.fields import Fields
+from zero_tp.architectures.spec import TransformerSpec
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows [ours, ours + length) of our parameter are rows [start, start + length) of their tensor."""
+
+    theirs: str
+    ours: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight is one parameter under both names; `{layer}` stands for the layer's number.
+
+    Attributes:
+        ours: its name in our model.
+        theirs: its name in the Hugging Face class; several when our parameter is theirs one after another, in equal
+            parts.
+        transposed: Hugging Face stores [in, out] (Conv1D).
+        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
+        rows: (start, stop, total): ours are rows [start, stop) of theirs, which has `total`, of other weights too.
+    """
+
+    ours: str
+    theirs: str | tuple[str, ...]
+    transposed: bool = False
+    heads: int | None = None
+    rows: tuple[int, int, int] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
+
+    def of_layer(self, number: int) -> Weight:
+        theirs = tuple(name.format(layer=number) for name in self.names)
+        return replace(self, ours=self.ours.format(layer=number), theirs=theirs)
+
+    def runs(self, rows: int) -> Iterator[RowRange]:
+        """Yield where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
+        if self.heads is not None:
+            size = rows // (3 * self.heads)
+            for part in range(3):
+                for head in range(self.heads):
+                    yield RowRange(self.names[0], (part * self.heads + head) * size, (head * 3 + part) * size, size)
+            return
+        if self.rows is not None:
+            yield RowRange(self.names[0], 0, self.rows[0], rows)
+            return
+        each = rows // len(self.names)
+        for index, name in enumerate(self.names):
+            yield RowRange(name, index * each, 0, each)
+
+    def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of their tensors, from that of our whole parameter."""
+        rows = self.rows[2] if self.rows else whole[0] // len(self.names)
+        part = (rows, *whole[1:])
+        return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
+
+    def to_ours(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return our whole parameter from their tensors."""
+        theirs = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
+        rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in theirs.values())
+        parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.runs(rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that these weights are together; views where that is possible.
+
+    Args:
+        weights: all that their tensors are made of.
+        read: our parameter's name → the whole of it.
+    """
+    pieces: dict[str, list[tuple[int, Tensor]]] = {}
+    transposed: dict[str, bool] = {}
+    for weight in weights:
+        whole = read(weight.ours)
+        for run in weight.runs(whole.shape[0]):
+            pieces.setdefault(run.theirs, []).append((run.start, whole[run.ours : run.ours + run.length]))
+            transposed[run.theirs] = weight.transposed
+    found = {}
+    for name, parts in pieces.items():
+        ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
+        joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+        found[name] = joined.t() if transposed[name] else joined
+    return found
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture is the table of one Hugging Face model_type.
+
+    Attributes:
+        fields: of the Hugging Face config.
+        translate: Hugging Face config → TransformerSpec; raises UserError for what it does not compute exactly.
+        weights: every parameter of a model of this spec; those with `{layer}` once a layer.
+        tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
+        native_class: name of the transformers class that an export opens as.
+        without_sentences: of an encoder, that of the class which has no sentence head.
+        stored: names that files give other than the class's, {the class's: the files'}.
+        base_prefix: what files of the class without a head leave out before its tensors' names.
+        old: patterns of tensors that older versions of the class saved and that are no weights (buffers), without the
+            prefix.
+        heads: what files may lack, as it was not trained with them → a pattern of its tensors. It is drawn then.
+        old_endings: endings of tensors' names in old files → those of the class.
+    """
+
+    fields: Fields
+    translate: Callable[[PretrainedConfig], TransformerSpec]
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]]
+    tied: dict[str, str]
+    native_class: str
+    base_prefix: str
+    without_sentences: str | None = None
+    old: tuple[str, ...] = ()
+    heads: Mapping[str, str] = field(default_factory=dict)
+    old_endings: Mapping[str, str] = field(default_factory=dict)
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def causal(self) -> bool:
+        """Return whether its models are causal decoders, of which none has a sentence head."""
+        return self.without_sentences is None
+
+    def spec(self, config: PretrainedConfig) -> TransformerSpec:
+        """Return what the model of a config is made of.
+
+        Raises:
+            ConfigError: a field whose value is not computed exactly.
+        """
+        self.fields.check_object(config)
+        return self.translate(config)
+
+    def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
+        """Yield every parameter of a model of this spec, with its layer's number filled in."""
+        aliases = self.tied if spec.tied else {}
+        for weight in self.weights(spec):
+            if weight.names[0] in aliases:
+                continue
+            if "{layer}" not in weight.ours:
+                yield weight
+                continue
+            for layer in range(spec.layers):
+                yield weight.of_layer(layer)

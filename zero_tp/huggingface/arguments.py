@@ -1,0 +1,86 @@
+"""Refuse arguments of transformers' methods that our models do not support, by name and with the reason."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from zero_tp.errors import UserError, shown
+from zero_tp.weights.files import is_name
+
+OF_FORWARD = {
+    "inputs_embeds": "each rank looks up the tokens whose embeddings it holds; give input_ids",
+    "output_hidden_states": "no layer's output is kept; register a forward hook on the layers that you want",
+    "output_attentions": "attention weights are not formed",
+    "cu_seq_lens_q": "give document_ids, or position_ids that restart with each document",
+    "seq_idx": "give document_ids, or position_ids that restart with each document",
+}
+OF_FROM_PRETRAINED = {
+    "config": "the directory's config.json is read; change a copy of it",
+    "device_map": 'a model is split by its topology; give topology and device, such as device="cuda"',
+    "quantization_config": "weights are floating-point; quantize what save_pretrained writes",
+    "state_dict": "weights come from the directory; call load_state_dict on the model",
+    "subfolder": "the files of the directory itself are read; download the folder and give its path",
+    "tp_plan": "give topology, such as Topology(2, sequence=True)",
+    "trust_remote_code": "code that comes with a model is never run; leave it out",
+    "use_safetensors": "leave it out for safetensors; allow_pickle=True reads pickled weights too",
+    "variant": "the files without a variant are read; leave it out",
+}
+ATTENTION = ("eager", "sdpa")
+
+
+def refuse(method: str, options: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str]) -> None:
+    """Refuse arguments that a method does not have. The values None and False change nothing.
+
+    Raises:
+        UserError: an argument has another value.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            reason = reasons.get(name, f"its arguments are {', '.join(known)}")
+            raise UserError(f"{method}: {name} is not supported: {reason}")
+
+
+def forward_options(model: nn.Module, forward: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are arguments of `forward`. Others may be None or False, and are left out.
+
+    Raises:
+        UserError: another option has a value.
+    """
+    known = [name for name in inspect.signature(forward).parameters if name != "self"]
+    others = {name: value for name, value in options.items() if name not in known}
+    refuse(f"{type(model).__name__}.forward", others, known, OF_FORWARD)
+    return {name: value for name, value in options.items() if name in known}
+
+
+def with_revision(model: str | os.PathLike[str], revision: str | None) -> str:
+    """Append a revision to a model's name on the hub, as `owner/name@revision`.
+
+    Raises:
+        UserError: the model is a directory, or its name has another revision.
+    """
+    name = os.fspath(model)
+    if revision is None or name.endswith(f"@{revision}"):
+        return name
+    if not is_name(name) or "@" in name:
+        state = "names its own" if is_name(name) else "is a directory, which has none"
+        raise UserError(f"revision: {shown(revision)}, but {name} {state}; leave revision out")
+    return f"{name}@{revision}"
+
+
+def attention(implementation: str) -> str:
+    """Return an implementation of attention.
+
+    Raises:
+        UserError: it is not built.
+    """
+    if implementation not in ATTENTION:
+        raise UserError(
+            f'attn_implementation: {shown(implementation)} is not built; give "sdpa", with the fastest kernel of '
+            'torch\'s that fits, or "eager"'
+        )
+    return implementation

@@ -1,0 +1,39 @@
+"""Convert live models of transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zero_tp.architectures import architecture_of
+from zero_tp.errors import UserError
+from zero_tp.huggingface.causal_lm import ZeroTPForCausalLM
+from zero_tp.huggingface.masked_lm import ZeroTPForPreTraining
+from zero_tp.huggingface.model import HuggingFaceModel
+from zero_tp.topology import Topology
+from zero_tp.weights.live import LiveSource
+
+
+def parallel_model(
+    native: Any, topology: Topology, *, seed: int = 0, device: torch.device | str = "cpu"
+) -> HuggingFaceModel:
+    """Return ours with the weights of a live model of transformers' own class. Each rank takes its shards.
+
+    Args:
+        native: the same on every rank.
+
+    Raises:
+        UserError: an architecture without a table, sizes that do not fit the topology, or adapters of PEFT in it.
+    """
+    if getattr(native, "peft_config", None):
+        raise UserError(
+            "PEFT: the model has adapters, which are layers of transformers' own; train it with transformers' Trainer, "
+            "or give what its merge_and_unload() returns"
+        )
+    causal = architecture_of(native.config).spec(native.config).causal
+    model_class = ZeroTPForCausalLM if causal else ZeroTPForPreTraining
+    model: HuggingFaceModel = model_class(
+        native.config, topology, source=LiveSource(native), seed=seed, dtype=native.dtype, device=device
+    )
+    return model

@@ -1,0 +1,133 @@
+"""What transformers' Trainer, accelerate and PreTrainedModel want of a model beside its weights and its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.huggingface.pretrained import PretrainedWeights
+from zero_tp.huggingface.vocabulary import resize_vocabulary, set_word_embedding
+from zero_tp.parallel.layout import whole_shape
+from zero_tp.topology import Topology
+from zero_tp.validation import validate
+
+
+class HuggingFaceModel(PretrainedWeights):
+    """This is what transformers wants of a model, and both kinds of ours share."""
+
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["SequentialLayer", "ParallelLayer", "PostNormLayer"]  # noqa: RUF012 - transformers' own
+    _activations: ActivationMemory | None = None
+
+    def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
+        PreTrainedModel.__init__(self, config)
+        self._build(topology, **options)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Do nothing: the layers' constructors have filled their parameters, the same for every TP size."""
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Tell Trainer whether a step's loss is one sum over `num_items_in_batch`; else it takes means of means."""
+        return not self.spec.sentence_head
+
+    def _scores(self, return_logits: bool | None, reduction: str) -> bool:
+        """Tell whether a forward is one of an evaluation that wants logits beside the loss, as transformers gives."""
+        return return_logits is None and reduction == "mean" and not self.training and not torch.is_grad_enabled()
+
+    # ---- embeddings ----------------------------------------------------------------------------------------------
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Write the rows of another embedding into this one, which a tied output layer shares.
+
+        Args:
+            value: torch's Embedding of the whole vocabulary, or the word embedding of a model such as this one.
+
+        Raises:
+            UserError: it has other sizes.
+        """
+        set_word_embedding(self, value)
+
+    def resize_token_embeddings(  # type: ignore[override]
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Give the model a row for each of so many tokens, and say so in its config. Collective over the TP group.
+
+        The first rows stay; the parameters are new ones, so that optimizers are made afterwards.
+
+        Args:
+            new_num_tokens: by default as many as there are.
+            pad_to_multiple_of: round their number up. TP sizes need no rounding: what a rank pads is no token.
+            mean_resizing: a new row is the mean of the old ones; otherwise it is drawn as at the model's start.
+
+        Returns:
+            The word embedding.
+
+        Raises:
+            UserError: the size is not positive, or a ZeRO-3 engine has the parameters.
+        """
+        before = whole_shape(self.get_input_embeddings().weight)[0]  # type: ignore[arg-type]
+        tokens = before if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            tokens = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
+        if tokens != before:
+            policy = self._activations.policy if self._activations is not None else None
+            resize_vocabulary(self, tokens, by_mean=mean_resizing)
+            if policy is not None:
+                self._activations = ActivationMemory(self, policy, {}, self.device)
+        return self.get_input_embeddings()
+
+    # ---- activations ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        return self._activations is not None
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default (docs/memory.md).
+
+        Args:
+            activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`. `use_reentrant` is
+                taken and changes nothing: there is one mechanism, which is exact with every ZeRO stage.
+            every_n_layers: recompute every nth layer only.
+            offload: keep the inputs of recomputed layers in the host's memory.
+
+        Raises:
+            ConfigError: another key, or keys that do not fit.
+        """
+        fields = {"mode": "full", **(activation_checkpointing_kwargs or {})}
+        fields.pop("use_reentrant", None)
+        if every_n_layers != 1:
+            fields.setdefault("every", every_n_layers)
+        policy = validate(RecomputePolicy, fields, "gradient_checkpointing_kwargs")
+        self.activation_checkpointing_disable()
+        if policy.mode != "none":
+            self._activations = ActivationMemory(self, policy, {"cpu_checkpointing": offload}, self.device)
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keep all activations again."""
+        if self._activations is not None:
+            self._activations.remove()
+            self._activations = None
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Do what `activation_checkpointing_enable` does, of which this is transformers' older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    gradient_checkpointing_disable = activation_checkpointing_disable

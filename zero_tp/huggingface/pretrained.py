@@ -1,0 +1,154 @@
+"""Weights of Hugging Face directories: models are loaded from them, and written to them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from zero_tp.architectures.configs import pretrained_config
+from zero_tp.errors import UserError
+from zero_tp.huggingface.arguments import OF_FROM_PRETRAINED, attention, refuse, with_revision
+from zero_tp.models.model import ParallelModel
+from zero_tp.topology import Topology
+from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
+from zero_tp.weights.files import resolve
+from zero_tp.weights.live import load_native
+from zero_tp.weights.load import PretrainedSource
+
+HUB = ("token", "cache_dir", "local_files_only", "force_download")
+"""Arguments of `from_pretrained` that say how a name on the hub is fetched."""
+WITHOUT_EFFECT = ("save_function", "save_peft_format", "save_original_format")
+"""Arguments of transformers' `save_pretrained` that change nothing here: there is one format, and no adapter."""
+
+
+class PretrainedWeights(ParallelModel, PreTrainedModel):
+    """The methods of a PreTrainedModel that load and save weights."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        directory: str | os.PathLike[str],
+        topology: Topology | None = None,
+        *,
+        allow_pickle: bool = False,
+        dtype: torch.dtype | str | None = None,
+        attn_implementation: str | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
+
+        Args:
+            directory: or a name on the Hugging Face hub, `owner/name` or `owner/name@revision`.
+            allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
+            dtype: of the weights, such as "bfloat16"; by default the config's, else fp32; "auto": the config's, else
+                that of the files. `torch_dtype` is another name of it.
+            attn_implementation: "sdpa" or "eager". seed, device: those of the constructor.
+            revision: of a name on the hub.
+            options: `token`, `cache_dir`, `local_files_only` and `force_download` of a name on the hub, as
+                huggingface_hub takes them.
+
+        Raises:
+            UserError: no such model there, an unsupported architecture, weights that do not fit it, or an argument that
+                is not supported.
+        """
+        dtype = options.pop("torch_dtype", None) if dtype is None else dtype
+        hub = {name: options.pop(name) for name in HUB if name in options}
+        known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB)
+        refuse(f"{cls.__name__}.from_pretrained", options, known, OF_FROM_PRETRAINED)
+        files = resolve(with_revision(directory, revision), allow_pickle=allow_pickle, **hub).directory
+        config = pretrained_config(files)
+        if attn_implementation is not None:
+            config._attn_implementation = attention(attn_implementation)
+        source = PretrainedSource(files, config, allow_pickle=allow_pickle, seed=seed)
+        if source.drawn:
+            warnings.warn(source.told(), stacklevel=2)
+        if dtype == "auto":
+            dtype = config.dtype or next(
+                tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point()
+            )
+        return cls(config, topology, source=source, seed=seed, dtype=dtype, device=device)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights by our names, or by those of the native class, which `save_pretrained` writes.
+
+        Trainer reads the files that it has saved so, one after another.
+
+        Raises:
+            UserError: native names for a model that is split.
+            RuntimeError: `strict`, and names are missing or unexpected.
+        """
+        own = dict(self.named_parameters(remove_duplicate=False))
+        if not state_dict or state_dict.keys() & own.keys():
+            return super().load_state_dict(state_dict, strict, assign)
+        if self.topology.tensor > 1:
+            raise UserError(
+                "load_state_dict: a rank of a split model holds shards; open the directory with "
+                "from_pretrained(directory, topology)"
+            )
+        missing, unexpected = load_native(own, self.config, state_dict)
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"{type(self).__name__}: missing {missing}, unexpected {unexpected}")
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        directory: str | os.PathLike[str],
+        is_main_process: bool | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: str | int = MAX_SHARD_SIZE,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        safe_serialization: bool = True,
+        distributed_checkpoint: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write the native Hugging Face model.
+
+        By default every rank calls it, and global rank 0 writes while the others wait for it. Called as Trainer and
+        accelerate do, with `is_main_process` or `state_dict`, each rank is by itself as long as it has all weights;
+        where they are split or partitioned and no `state_dict` is given, every rank has to call it then too.
+
+        Args:
+            is_main_process: whether this rank writes. state_dict: the whole weights by our names, which some rank
+                gathered, instead of the model's; an empty one writes the config alone, as Trainer means by it.
+            max_shard_size: such as "5GB". dtype: of the written weights; by default the model's.
+
+        Raises:
+            UserError: what is not written exactly, a `state_dict` of a split model's shards among it; see
+                `write_native`.
+        """
+        for name in WITHOUT_EFFECT:
+            options.pop(name, None)
+        refused = {"variant": variant, "safe_serialization": not safe_serialization, **options}
+        refused |= {"distributed_checkpoint": distributed_checkpoint, "push_to_hub": push_to_hub, "token": token}
+        for name, value in refused.items():
+            if value:
+                raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
+        parameters = dict(self.named_parameters())
+        common: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
+        if state_dict is not None and self.topology.tensor > 1:
+            raise UserError(
+                "save_pretrained: state_dict holds one rank's shards of a split model; leave it out, and "
+                "call it on every rank"
+            )
+        together = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
+        if state_dict is None and (together or is_main_process is None):
+            among = is_main_process is not None
+            save_pretrained(directory, parameters, self.config, self.topology, dtype=dtype, among=among, **common)
+        elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
+            self.config.save_pretrained(directory)
+        elif is_main_process is not False:
+            save_tensors(directory, self.config, state_dict or parameters, dtype=dtype, **common)

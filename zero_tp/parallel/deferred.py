@@ -1,0 +1,29 @@
+"""A value of the device is copied to the host while both go on working."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Deferred:
+    """A tensor on its way to the host. `wait` waits for the copy, and for no work that the device gets after it."""
+
+    def __init__(self, tensor: Tensor):
+        self._values, self._copied = tensor, None
+        if tensor.device.type != "cpu":
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._copied = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+
+    def wait(self) -> Tensor:
+        """Return the tensor in host memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values
+
+    def read(self) -> Any:
+        """Return the values as `Tensor.tolist` does."""
+        return self.wait().tolist()

@@ -1,0 +1,125 @@
+"""Callbacks watch and extend a training run: logging, guards, validation and checkpoints are all callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zero_tp.process.signals import Requests
+from zero_tp.training.output import RunOutput
+
+if TYPE_CHECKING:
+    from zero_tp.checkpoint.manifest import Parent
+    from zero_tp.checkpoint.owner import RunOwner
+    from zero_tp.config import RunConfig
+    from zero_tp.process.watch import Watch
+    from zero_tp.topology import Topology
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.training.run import RunInputs
+
+Metrics = Mapping[str, float | int | None]
+
+
+class Callback:
+    """React to the events of a training run; subclass it and override what you need.
+
+    Each method is called on every rank, so it may contain collectives. Callbacks are called in their order, `on_end` in
+    reverse. An exception ends the run.
+    """
+
+    def on_start(self, state: TrainState) -> None:
+        """Prepare for the first step."""
+
+    def on_step_begin(self, state: TrainState) -> None:
+        """Prepare for `state.step`, before its batches are read."""
+
+    def on_step_end(self, state: TrainState) -> None:
+        """Handle the end of `state.step`: the optimizer has updated the weights, or has skipped the step."""
+
+    def on_evaluate(self, state: TrainState) -> None:
+        """Evaluate the model: after every `evaluation.interval` steps and after the last one."""
+
+    def on_save(self, state: TrainState) -> None:
+        """Prepare for a checkpoint of `state.step`, which is about to be written."""
+
+    def on_log(self, state: TrainState, values: Metrics) -> None:
+        """Take one line of metrics.jsonl: "step" and numbers by name; None is unknown."""
+
+    def on_end(self, state: TrainState) -> None:
+        """Clean up, also when `state.error` ended the run. Called for each callback whose `on_start` returned."""
+
+
+@dataclass
+class TrainState:
+    """State of a training run, which the loop shares with its callbacks.
+
+    Attributes:
+        inputs: the run's config, corpora, tokenizer and model config.
+        engine: the model in DeepSpeed's engine.
+        step: the step that is running, or the last completed one; 0 before the first step of a new run.
+        parent: the checkpoint of another run that this run was started from.
+        owner: of the run directory, on rank 0.
+        machines: number of hosts that the largest tensor parallel group spans.
+        watch: detects hangs of this rank.
+        requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
+        skipped_in_a_row: steps without an update since the last one with an update.
+        stop: this step is the last, because a rank requested it.
+        failure: ends the run after this step's callbacks; a callback sets it on all ranks alike.
+        error: the exception that ended the run, for `on_end`.
+    """
+
+    inputs: RunInputs
+    engine: TrainingEngine
+    step: int
+    parent: Parent | None = None
+    owner: RunOwner | None = None
+    machines: int = 1
+    watch: Watch | None = None
+    requests: Requests = field(default_factory=Requests)
+    callbacks: Sequence[Callback] = ()
+    skipped_in_a_row: int = 0
+    stop: bool = False
+    failure: Exception | None = None
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.output = RunOutput(self.is_rank_zero)
+
+    @property
+    def config(self) -> RunConfig:
+        return self.inputs.config
+
+    @property
+    def directory(self) -> Path:
+        return self.inputs.directory
+
+    @property
+    def topology(self) -> Topology:
+        return self.engine.topology
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.topology.rank == 0
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.zero_tp.training.steps
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.stop or self.step >= self.total_steps
+
+    def is_due(self, interval: int | None) -> bool:
+        """Return whether `step` is a multiple of `interval`; never, if it is None."""
+        return interval is not None and self.step % interval == 0
+
+    def print(self, text: str) -> None:
+        """Print one line on rank 0, above the progress bar."""
+        self.output.print(text)
+
+    def log(self, values: Metrics) -> None:
+        """Add one line to metrics.jsonl and to the trackers; `values` needs a "step"."""
+        for callback in self.callbacks:
+            callback.on_log(self, values)

@@ -1,0 +1,96 @@
+"""A run's lines on rank 0: above the progress bar, and without ending the run when they cannot be written."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from zero_tp.errors import first_line, one_line
+
+
+class RunOutput:
+    """Print a run's lines and its progress bar. With `enabled` False, on other ranks, every method does nothing."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self._bar: tqdm[NoReturn] | None = None
+        self._lost_lines = 0
+
+    def open_bar(self, total_steps: int, step: int, terminal: bool | None = None) -> None:
+        """Show a progress bar.
+
+        Args:
+            terminal: None: only if stdout and stderr are terminals.
+        """
+        if terminal is None:
+            terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        if self.enabled and terminal:
+            self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to `step`."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def print(self, text: str) -> None:
+        """Print one line. A line that standard output cannot take is lost; the first loss is reported on stderr."""
+        if not self.enabled:
+            return
+        try:
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                tqdm.write(text, file=sys.stdout)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise  # nobody reads the output, which ends a command
+        except OSError as error:
+            self._lost_lines += 1
+            if self._lost_lines == 1:
+                with contextlib.suppress(OSError):
+                    print(f"standard output: {error.strerror}; lines are lost, the run goes on", file=sys.stderr)
+
+    def close(self) -> None:
+        """Remove the bar and report lost lines."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._lost_lines:
+            self.print(lost_writes("standard output", self._lost_lines))
+
+
+class WriteFailures:
+    """Counts failed log writes; the first of each target is reported, none stops training.
+
+    Args:
+        report: prints one line.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self.counts: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def tolerate(self, target: str) -> Iterator[None]:
+        """Count an OSError of the block as a failed write to `target`."""
+        try:
+            yield
+        except OSError as error:
+            self.counts[target] += 1
+            if self.counts[target] == 1:
+                reason = one_line(error.strerror or first_line(error), 300)
+                self._report(f"{target} could not be written ({reason}); the run goes on")
+
+    def report_totals(self) -> None:
+        """Report how many writes to each target were lost."""
+        for target, count in self.counts.items():
+            self._report(lost_writes(target, count))
+
+
+def lost_writes(target: str, count: int) -> str:
+    return f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost"
