@@ -89,7 +89,7 @@ def no_ssh(rack: Rack, *words: str, before: Sequence[str] = ()) -> Launch:
 
 
 def torchrun(rack: Rack, *words: str, meet: int = 60) -> Launch:
-    """`meet`: seconds that an agent waits for the others, and for the store, as docs/cluster.md has it."""
+    """`meet`: seconds that an agent waits for the others, and for the store, as docs/training.md has it."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
     start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
     start += ["--rdzv_conf", f"join_timeout={meet},read_timeout={meet}"]
@@ -97,7 +97,7 @@ def torchrun(rack: Rack, *words: str, meet: int = 60) -> Launch:
 
 
 def agent(rack: Rack, number: int, port: int, *words: str, restarts: int = 3, alone: str = "1") -> Launch:
-    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/cluster.md has it."""
+    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/training.md has it."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2"]
     start += ["--max-restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}"]
     start += ["--rdzv_id", "1", "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"]
