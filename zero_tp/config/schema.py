@@ -219,7 +219,8 @@ class Logging(Block):
     interval: Positive = Field(default=1, description="Steps a log line.")
     trackers: Trackers = Field(
         default_factory=dict,
-        description="accelerate's trackers that get what metrics.jsonl gets: [training.md](training.md#logs-monitors-pictures).",
+        description="accelerate's trackers that get what metrics.jsonl gets: "
+        "[training.md](training.md#logs-monitors-pictures).",
         json_schema_extra={"type": "[name, …], or {name: {argument: value}}", "default": "[]"},
     )
 
@@ -244,7 +245,8 @@ class ZeroTP(Block):
     data: Data
     tokenizer: Name | None = Field(
         default=None,
-        description="Directory of the tokenizer that is copied into exports, or its [name on the hub](checkpoints.md#export-and-import).",
+        description="Directory of the tokenizer that is copied into exports, or its "
+        "[name on the hub](checkpoints.md#export-and-import).",
         json_schema_extra={"default": "beside the data"},
     )
     training: Training
