@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero_tp.errors import UserError
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.layout import Layout, layout_of, whole_shape
-from zero_tp.parallel.parameter import Drawn, Init
+from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.topology import Topology
 from zero_tp.weights.export import whole_parameter
 
@@ -23,7 +23,7 @@ class Resized:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int, *, by_mean: bool):
-        self._parameters, self._drawn, self.by_mean = parameters, Drawn(seed), by_mean
+        self._parameters, self._drawn, self.by_mean = parameters, SeededInit(seed), by_mean
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -39,8 +39,8 @@ class Resized:
             resized[:] = rows.double().mean(0)
         else:
             self._drawn.fill(resized, name, whole, layout, init, Topology(world=1))
-        kept = min(len(rows), whole[0])
-        resized[:kept] = rows[:kept]
+        common = min(len(rows), whole[0])
+        resized[:common] = rows[:common]
         local.copy_(layout.shard(resized, topology.tensor_rank, topology.tensor))
 
 
@@ -76,13 +76,13 @@ def set_word_embedding(model: ParallelModel, value: nn.Module) -> None:
     Raises:
         UserError: it has other sizes.
     """
-    weight, given = model.get_input_embeddings().weight, value.weight
-    assert isinstance(weight, Tensor) and isinstance(given, Tensor)
+    weight, source = model.get_input_embeddings().weight, value.weight
+    assert isinstance(weight, Tensor) and isinstance(source, Tensor)
     topology, layout = model.topology, layout_of(weight)  # type: ignore[arg-type]
-    own = tuple(given.shape) == tuple(weight.shape) and hasattr(given, "tensor_layout")
-    if not own and tuple(given.shape) != whole_shape(weight):  # type: ignore[arg-type]
+    own = tuple(source.shape) == tuple(weight.shape) and hasattr(source, "tensor_layout")
+    if not own and tuple(source.shape) != whole_shape(weight):  # type: ignore[arg-type]
         raise UserError(
-            f"set_input_embeddings: {tuple(given.shape)}, but the model's word embedding is "
+            f"set_input_embeddings: {tuple(source.shape)}, but the model's word embedding is "
             f"{whole_shape(weight)}; change its size with resize_token_embeddings first"  # type: ignore[arg-type]
         )
-    weight.copy_(given if own else layout.shard(given, topology.tensor_rank, topology.tensor))
+    weight.copy_(source if own else layout.shard(source, topology.tensor_rank, topology.tensor))

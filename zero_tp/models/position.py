@@ -1,4 +1,4 @@
-"""Positions are added to the embedding, or turn queries and keys.
+"""Positions: learned vectors for the embedding, or rotations of queries and keys.
 
 s sequence, b batch, d head size, r features of a head that turn.
 """
@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.architectures.spec import Rotary
-from zero_tp.parallel.elementwise import Elementwise
+from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class LearnedVectors(nn.Module):
-    """A vector is learned for each position, or each token type. Under SP each rank looks up those of its own tokens:
-    partial gradients."""
+    """One learned vector per position, or token type. Under SP each rank looks up its own tokens: partial gradients."""
 
     def __init__(self, make: ParameterMaker, count: int, hidden: int, *, init: Normal):
         super().__init__()
@@ -59,29 +58,28 @@ def _turn(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Turn by the angles; backward turns back, which rounds as the gradients of the operations would: both halves of an
-    angle's features turn by the same."""
+    """Rotate by the angles; backward rotates back, with the rounding of the operations' own gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, run: Elementwise) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        ctx.run = run
-        return _turned(tensor, cosine, sine, run)
+        ctx.ops = ops
+        return _turned(tensor, cosine, sine, ops)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turned(gradient, cosine, -sine, ctx.run), None, None, None
+        return _turned(gradient, cosine, -sine, ctx.ops), None, None, None
 
 
-def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, run: Elementwise) -> Tensor:
-    """Each position is a row. [b, heads, s, d] → the same shape, with the positions outside in memory."""
-    by_position = [each.permute(2, 0, 1, 3) for each in (tensor, cosine, sine)]
-    turned: Tensor = run.rows(_turn, by_position)
+def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
+    """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
+    by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
+    turned: Tensor = ops.rows(_turn, by_position)
     return turned.permute(1, 2, 0, 3)
 
 
-def rotate(tensor: Tensor, by: Rotation, run: Elementwise) -> Tensor:
+def rotate(tensor: Tensor, by: Rotation, ops: ElementwiseOps) -> Tensor:
     """Turn the first r features of every head: feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
-    turned: Tensor = _Rotate.apply(tensor, *by, run)
+    turned: Tensor = _Rotate.apply(tensor, *by, ops)
     return turned
