@@ -8,13 +8,14 @@ import select
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, show_visibly
-from zero_tp.process.stuck import ends_at_signals
+from zero_tp.process.signals import read_signals
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 END_SECONDS = 5.0  # from a signal on
@@ -53,15 +54,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     It ends with status 2 and one line `error: …` on stderr after a `UserError` or a system's error that names a file,
     with 130 after Ctrl-C, with 143 after SIGTERM and with 141 when the reader of standard output has gone (`… | head`),
     these without a traceback and each after what it has begun to write is cleaned up. A command that has not ended 5 s
-    after a signal, because a library does not return, is killed. Every other exception is a fault
-    of ours and keeps its traceback.
+    after a signal, because a library does not return, is killed. C code that holds the interpreter's lock delays this.
+    Every other exception is a fault of ours and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    read_signals(_kill_later)
     show_visibly()
     try:
-        with ends_at_signals(END_SECONDS):
-            status = main() or 0
-            sys.stdout.flush()
+        status = main() or 0
+        sys.stdout.flush()
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         status = BAD_INPUT
@@ -83,6 +84,13 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(TERMINATED)
+
+
+def _kill_later(numbers: set[int]) -> None:
+    """Kill this process some time after SIGINT or SIGTERM: Python's handlers wait until a library's call returns."""
+    if {signal.SIGINT, signal.SIGTERM} & numbers:
+        time.sleep(END_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stdout_reader_gone() -> bool:
