@@ -12,6 +12,7 @@ from zero_tp import devices
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.job_store import allow_connections
 
 
 def rank(local_rank: int | None, world: int = 4) -> RankEnvironment:
@@ -46,7 +47,7 @@ def test_a_large_job_has_files_for_its_connections(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
     for limits, world in (((1024, 4096), 8), ((1024, 4096), 512), ((1024, 4096), 4096), ((65536, 65536), 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        connect.allow_connections(world)
+        allow_connections(world)
     assert set_to == [(1056, 4096), (3072, 4096), (4096, 4096)]
 
 

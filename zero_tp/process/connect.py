@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -48,7 +47,6 @@ def connect(
     Raises:
         UserError: this rank has no such device, nothing says which is its own, or another rank has refused.
     """
-    allow_connections(environment.world)
     device = torch.device("cpu")
     if device_type != "cpu":
         device = own_device(environment, device_type)
@@ -62,18 +60,6 @@ def connect(
         bound = None if device_type == "cpu" else device  # so that NCCL splits groups from the world
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound)
     return Topology(tensor, sequence, timeout=timeout), device
-
-
-def allow_connections(world: int) -> None:
-    """Let this process hold the connections of a job of `world` ranks, as far as its hard limit of open files goes.
-
-    The store has three with each rank, and gloo one between any two; the soft limit is often 1,024 files.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 4 * world
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def own_device(environment: RankEnvironment, device_type: str) -> torch.device:

@@ -7,6 +7,7 @@ the outcome that all ranks wait for. The store is that of `torch.distributed`: r
 from __future__ import annotations
 
 import os
+import resource
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ class JobStore:
         import torch.distributed as dist
 
         if self._store is None:
+            allow_connections(self._world)
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
@@ -98,3 +100,15 @@ class JobStore:
                 number = self._store.add("heard", 0)
         except RuntimeError:  # the store has gone first
             return
+
+
+def allow_connections(world: int) -> None:
+    """Let this process hold the connections of a job of `world` ranks, as far as its hard limit of open files goes.
+
+    The store has three with each rank, and gloo one between any two; the soft limit is often 1,024 files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + 4 * world
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
