@@ -95,7 +95,7 @@ def torchrun(rack: Rack, *words: str, program: str = SCRIPT) -> Launch:
 
 
 def agent(rack: Rack, number: int, port: int, *words: str) -> Launch:
-    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/cluster.md has it."""
+    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/training.md has it."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2"]
     start += ["--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}"]
     start += ["--rdzv_id", "1", "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"]

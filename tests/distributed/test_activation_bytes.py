@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from benchmarks.papers.kept import kept_by_backward, kept_by_layer
 from tests.compare import grid
 from tests.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
@@ -115,6 +115,7 @@ def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str,
     return found
 
 
+@THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS, [(2, True)]))
 def test_a_layer_keeps_what_the_formulas_say(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     shapes = drawn(seed)

@@ -18,7 +18,7 @@ from tests.compare import check_close, grid, leaf, piece_of, whole_gradients
 from tests.encoders import LENGTH, MODEL_TYPES, config_of, encoder, encoder_fields, losses_and_logits, rows_for
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.huggingface import ZeroTPForPreTraining
 from zero_tp.parallel.collectives import gather_rows
 from zero_tp.parallel.layout import audit, split_vocabulary
@@ -238,6 +238,7 @@ def there_and_back(source: Path, folder: Path, tensor: int) -> tuple[list[str], 
     return [str(one.message) for one in caught], float((hidden - own).norm() / own.norm())
 
 
+@THOROUGH
 @pytest.mark.parametrize("tensor", in_tiers([1, 2, 4], [4]))
 def test_a_real_model_there_and_back(ranks: Pools, minilm: Path, tmp_path: Path, tensor: int) -> None:
     """A trained BertModel, whose heads are drawn: all of it bit for bit at any TP, the drawn heads at TP 1's bits."""

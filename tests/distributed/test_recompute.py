@@ -138,6 +138,7 @@ def counted_and_run(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[f
     return found
 
 
+@THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
 def test_hardware_flops_are_those_that_torch_counts(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     every = ranks(2).run(counted_and_run, seed, tensor, sequence)

@@ -43,6 +43,7 @@ def pretrained(
     return run([*command, "--deepspeed_config", "small.json", "--output-dir", name, *words], workplace)
 
 
+@THOROUGH
 def test_the_last_step_is_saved_although_it_was_skipped(workplace: Path) -> None:
     done = pretrained(workplace, "last-skipped", "{3, 4}", "training.steps=4", "checkpoint.interval=null")
     assert done.returncode == 0, done.stderr

@@ -84,6 +84,7 @@ def test_a_cache_serves_without_a_network(model: Path, cache: Path) -> None:
         assert part in missing.stderr
 
 
+@THOROUGH
 def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path: Path) -> None:
     """From the cache, without a network. In the config the name stands with its commit, of the model and of the
     tokenizer; exports take such a name too."""

@@ -20,6 +20,9 @@ from tests.launched import ROOT
 from tests.tiers import THOROUGH
 from zero_tp.errors import BAD_INPUT
 
+# What the benchmarks publish.
+pytestmark = THOROUGH
+
 TIMES = {"ms", "s", "×"}
 ROUNDED = {"M": 0.02}
 """How far published figures of a unit are rounded."""

@@ -8,10 +8,14 @@ import pytest
 
 from benchmarks.papers.formulas import gpt_parameters
 from benchmarks.papers.pipelines import StageView
+from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.memory import model_of
 from zero_tp.planning.workload import workload_of
+
+# What the benchmarks publish.
+pytestmark = THOROUGH
 
 PAPERS = Path(__file__).resolve().parents[2] / "ds_configs" / "papers"
 

@@ -10,6 +10,9 @@ from benchmarks.papers import megatron, megatron_norms, megatron_training
 from benchmarks.papers.megatron_training import SIZES, learnt, losses_by_tensor, texts_in
 from tests.tiers import THOROUGH
 
+# What the benchmarks publish.
+pytestmark = THOROUGH
+
 
 def test_transformers_counts_the_same_parameters() -> None:
     rows = [row for table in megatron.sizes(measured=True).tables.values() for row in table]

@@ -12,6 +12,9 @@ from benchmarks.papers.steps import measured_steps, planned_steps
 from tests.tiers import THOROUGH
 from zero_tp.activations.stores import LEAVING
 
+# What the benchmarks publish.
+pytestmark = THOROUGH
+
 
 def rows_of(made: Reproduction) -> list[Row]:
     return [row for rows in made.tables.values() for row in rows]

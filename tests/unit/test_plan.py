@@ -63,6 +63,7 @@ def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidde
     assert flops.model_flops(spec, 1024, 512, config.labelled) == pytest.approx(3 * (dense + head))
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", NAMES)
 def test_every_device_plans_a_run(name: str) -> None:
     overrides = ['bf16={"enabled":false}'] if name.startswith("v100") else []
@@ -304,6 +305,7 @@ if __name__ == "__main__":
 """
 
 
+@THOROUGH
 def test_the_forecast_of_an_accelerator_leaves_the_process_as_it_was() -> None:
     """A simulated device that the run's own process knew would be its accelerator from then on."""
     done = subprocess.run([sys.executable, "-c", OF_AN_ACCELERATOR], cwd=ROOT, capture_output=True, text=True)

@@ -65,6 +65,7 @@ def test_a_dry_run_computes_the_pieces_that_differ_and_no_others(monkeypatch: py
     assert normed.call_count % 3 == 0 and 3 <= normed.call_count <= 60
 
 
+@THOROUGH
 def test_an_accelerator_takes_the_branches_of_its_type() -> None:
     """Keys and values repeated beside a mask, checkpoints in host memory, no mask of attention's dropout."""
 

@@ -11,7 +11,7 @@ import pytest
 from tests.launched import ROOT, free_port, run
 
 PAGE = (ROOT / "docs" / "python.md").read_text()
-SCRIPT, CALLBACKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SCRIPT, CALLBACKS, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (OUTPUT,) = re.findall(r"```\n(step .*?)\n```", PAGE, re.DOTALL)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.scale import SUMS, asked, simulated, table
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 
 CASES = [(0, 1), (9, 3)]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("rank", "stage"), in_tiers(CASES, CASES[:1]))
 def test_a_rank_of_a_world_that_does_not_exist(rank: int, stage: int) -> None:
     found = simulated(ranks=16, rank=rank, stage=stage, layers=1, hidden=64, steps=2)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tiers import THOROUGH
 from tests.tiny_models import speeches, tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.topology import Topology
@@ -106,6 +107,7 @@ def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
         settled(plugin, Topology(world=1), 1.0)
 
 
+@THOROUGH
 def test_a_trainer_that_counts_other_ranks_is_one_line(tmp_path: Path) -> None:
     """accelerate does on a CPU without `use_cpu`."""
     tiny_gpt2(tmp_path / "model", speeches(2, 2000))
@@ -120,6 +122,7 @@ def test_a_trainer_that_counts_other_ranks_is_one_line(tmp_path: Path) -> None:
     assert "UserError: TrainingArguments: accelerate counts 1 of 2 ranks" in done.stderr, done.stderr
 
 
+@THOROUGH
 def test_a_script_compiles_no_collectives(tmp_path: Path) -> None:
     """DeepSpeed would, wherever it first connects: for a model that transformers opens under ZeRO-3, or an engine."""
     tiny_gpt2(tmp_path / "model", speeches(2, 2000))

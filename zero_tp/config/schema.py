@@ -86,7 +86,7 @@ class Data(Block):
     document_attention: Literal["continue", "reset"] = Field(
         default="continue",
         description="Whether attention and positions run on over the documents packed in one sample, or start anew "
-        "with each: [documents.md](documents.md).",
+        "with each: [data.md](data.md#packed-documents).",
     )
 
 
@@ -219,7 +219,8 @@ class Logging(Block):
     interval: Positive = Field(default=1, description="Steps a log line.")
     trackers: Trackers = Field(
         default_factory=dict,
-        description="accelerate's trackers that get what metrics.jsonl gets: [monitors.md](monitors.md).",
+        description="accelerate's trackers that get what metrics.jsonl gets: "
+        "[training.md](training.md#logs-monitors-pictures).",
         json_schema_extra={"type": "[name, …], or {name: {argument: value}}", "default": "[]"},
     )
 
@@ -231,7 +232,7 @@ class ZeroTP(Block):
         description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
     )
     attention: Literal["sdpa", "eager"] = Field(
-        default="sdpa", description="The attention implementation: [memory.md](memory.md#which-attention-kernel)."
+        default="sdpa", description="The attention implementation: [training.md](training.md#activation-memory)."
     )
     parallel: Parallel = Field(default=Parallel())
     recompute: RecomputeMode | RecomputePolicy = Field(
@@ -244,7 +245,8 @@ class ZeroTP(Block):
     data: Data
     tokenizer: Name | None = Field(
         default=None,
-        description="Directory of the tokenizer that is copied into exports, or its [name on the hub](hub.md).",
+        description="Directory of the tokenizer that is copied into exports, or its "
+        "[name on the hub](checkpoints.md#export-and-import).",
         json_schema_extra={"default": "beside the data"},
     )
     training: Training

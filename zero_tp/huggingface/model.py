@@ -98,7 +98,7 @@ class HuggingFaceModel(PretrainedWeights):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default (docs/memory.md).
+        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default (docs/training.md).
 
         Args:
             activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`. `use_reentrant` is
