@@ -35,9 +35,8 @@ from zero_tp.checkpoint.save import Saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import most_machines, require_same_on_all_ranks
-from zero_tp.process.positions import Position
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import RankStatus, Watch
 from zero_tp.tensors.files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
@@ -174,12 +173,12 @@ def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
     """Let the first rank look at all the others, and any one say why the run hangs."""
     told = dist.PrefixStore("zero_tp/watch", store)
     for rank in range(world.ranks):
-        position = Position(1, "step", 7, "backward", waiting=True, place="wait (x.py:1)", host=f"node{rank // 8}")
-        told.set(str(rank), json.dumps(asdict(position)))
+        status = RankStatus(1, "step", 7, "backward", host=f"node{rank // 8}", frame="wait (x.py:1)", waiting=True)
+        told.set(str(rank), json.dumps(asdict(status)))
     watch = Watch()
     watch._rank, watch._world, watch._store = world.rank, world.ranks, told
     with clocks.part("watch: all positions"):
-        assert len(watch._told_by(told, range(world.ranks))) == world.ranks
+        assert len(watch._read(range(world.ranks))) == world.ranks
 
 
 def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,6 @@ TOOLS = (
     "srun",
     "munged",
     "sshfs",
-    "faketime",
-    "cc",
 )
 NETWORK = "10.77.0"
 
@@ -233,25 +231,6 @@ class Rack(Space):
         ):
             subprocess.run([*words, *command.split()], check=True)
         node.shell(f"ip address add {node.address}/24 dev eth0; ip link set eth0 up")
-
-    @contextlib.contextmanager
-    def bad_link(self, node: Node, *, loss: float, delay: float) -> Iterator[None]:
-        """Inside the block frames to the node are lost, or `delay` seconds late (link.py)."""
-        link = [sys.executable, "-m", "tests.cluster.link"]
-        node.run(*link, "offloads", "eth0", "off")
-        words = [*self.enter(), *link, node.name, str(loss), str(delay)]
-        wire = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True)
-        try:
-            assert wire.stdout is not None and wire.stdout.readline() == "ready\n"
-            yield
-        finally:
-            with contextlib.suppress(IndexError):
-                psutil.Process(wire.pid).children()[0].terminate()  # below nsenter
-            told, _ = wire.communicate(timeout=10)
-            self.shell(f"ip link set {node.name} master bridge")
-            node.run(*link, "offloads", "eth0", "on")
-        lost, _, sent = told.split()
-        assert int(lost) == pytest.approx(loss * int(sent), rel=0.25), f"{told} frames were lost"
 
     def close(self) -> None:
         """End all that runs in the rack, and wait for it."""

@@ -80,28 +80,26 @@ def pdsh(rack: Rack, *words: str) -> Launch:
     return Launch(rack, [[*runner, "--master_port", str(free_port()), SCRIPT, *words]])
 
 
-def no_ssh(rack: Rack, *words: str, before: Sequence[str] = ()) -> Launch:
-    """`before`: what stands before the second machine's command."""
+def no_ssh(rack: Rack, *words: str) -> Launch:
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", HOSTFILE, "--no_ssh"]
     runner += ["--master_addr", "node1", "--master_port", str(free_port())]
     first, second = ([*runner, "--node_rank", str(number), SCRIPT, *words] for number in range(2))
-    return Launch(rack, [first, [*before, *second]])
+    return Launch(rack, [first, second])
 
 
-def torchrun(rack: Rack, *words: str, meet: int = 60) -> Launch:
-    """`meet`: seconds that an agent waits for the others, and for the store, as docs/training.md has it."""
+def torchrun(rack: Rack, *words: str, program: str = SCRIPT) -> Launch:
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
     start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
-    start += ["--rdzv_conf", f"join_timeout={meet},read_timeout={meet}"]
-    return Launch(rack, [[*start, SCRIPT, *words]] * 2)
+    start += ["--rdzv_conf", "join_timeout=60,read_timeout=60"]
+    return Launch(rack, [[*start, program, *words]] * 2)
 
 
-def agent(rack: Rack, number: int, port: int, *words: str, restarts: int = 3, alone: str = "1") -> Launch:
+def agent(rack: Rack, number: int, port: int, *words: str) -> Launch:
     """torchrun's elastic agent of two ranks on one of one or two machines, as docs/training.md has it."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2"]
-    start += ["--max-restarts", str(restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}"]
+    start += ["--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}"]
     start += ["--rdzv_id", "1", "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"]
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": alone}
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return Launch(rack, [[*start, SCRIPT, *words]], variables, [rack.nodes[number]])
 
 
@@ -113,9 +111,9 @@ def accelerate(rack: Rack, *words: str) -> Launch:
     return Launch(rack, [[*start, "--machine_rank", str(number), SCRIPT, *words] for number in range(2)])
 
 
-def srun(rack: Rack, *words: str, options: Sequence[str] = ()) -> Launch:
+def srun(rack: Rack, *words: str, options: Sequence[str] = (), program: str = SCRIPT) -> Launch:
     variables = {**VARIABLES, "MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
-    start = ["srun", "--nodes=2", "--ntasks-per-node=2", *options, sys.executable, SCRIPT]
+    start = ["srun", "--nodes=2", "--ntasks-per-node=2", *options, sys.executable, program]
     return Launch(rack, [[*start, *words]], variables)
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import slurm as daemons
 from tests.cluster.nodes import SHARED, Rack
 from tests.cluster.slurm import VARIABLES, serve
 from tests.cluster.starts import Launch, agent, alone, sbatch
-from tests.cluster.starts import workplace as furnished
 from tests.cluster.test_ends import kill_all, none_left, steps, trained
 from tests.cluster.test_starting import losses
 from tests.launched import free_port
@@ -87,25 +85,6 @@ def test_torchrun_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workp
     the_same(slurm, workplace, run)
 
 
-def test_tensor_parallelism_that_no_longer_fits_is_said(slurm: Rack, workplace: Path) -> None:
-    run, port = "runs/too_wide", free_port()
-    words = [*LONG, "--set", "zero_tp.parallel.tensor=4", "--output-dir", run]
-    first, _ = (agent(slurm, number, port, *words, restarts=1) for number in range(2))
-    saved(first, workplace / run)
-    kill_all(slurm.nodes[1])
-    ended = first.ended()
-    assert 0 not in ended.statuses
-    told = [line for line in ended.output.splitlines() if "tensor 4 × data 0.5 ≠ world 2" in line]
-    assert len(told) == 1, ended.output
-    assert complete_steps(workplace / run)
-
-
-def test_a_restart_that_would_meet_ranks_that_are_gone_is_refused(slurm: Rack, workplace: Path) -> None:
-    start = agent(slurm, 0, free_port(), *WORDS, restarts=1, alone="0").ended()
-    assert 0 not in start.statuses
-    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in start.output
-
-
 def test_slurm_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplace: Path) -> None:
     """The machine's power goes: its connections stay open, and the other one's ranks give up before Slurm knows."""
     run, (first, second) = "runs/requeued", slurm.nodes
@@ -132,24 +111,3 @@ def test_slurm_goes_on_without_a_machine_and_takes_it_back(slurm: Rack, workplac
     first.shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
     assert launch.ended().statuses == [0], launch.output()
     the_same(slurm, workplace, run)
-
-
-def test_slurm_goes_on_without_the_jobs_first_machine() -> None:
-    """It has the batch script, the first rank and the ranks' store; the controller is on a machine of its own."""
-    rack = Rack(3)
-    try:
-        daemons.start(rack)
-        run, directory = "runs/headless", furnished(rack)
-        words = [*LONG, "--output-dir", run, "--set", "zero_tp.training.timeout_minutes.step=0.2"]
-        launch = sbatch(rack, *words, options=["--nodes=1-2", "--exclude=node1"])
-        step = saved(launch, directory / run)
-        rack.shell("ip link set node2 down")
-        kill_all(rack.nodes[1], "slurmd", "slurmstepd")
-        job = directory / "job.out"
-        goes_on(job.read_text, directory / run, "TP 2 × DP 1", 1, 240)
-        assert resumed(job.read_text())[-1] >= step
-        rack.nodes[2].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
-        assert launch.ended().statuses == [0], launch.output()
-        the_same(rack, directory, run)
-    finally:
-        rack.close()

@@ -1,4 +1,4 @@
-"""Run directories that machines see late, without common locks, or each by itself."""
+"""Two launches on one run directory, which machines see late and without common locks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.nodes import SHARED, Node, Rack
-from tests.cluster.starts import alone, torchrun
+from tests.cluster.starts import alone
 from tests.cluster.test_ends import LONG, kill_all, say_once, steps, trained
-from tests.cluster.test_starting import losses
 from tests.waits import patience, wait_until
 from zero_tp.files import VIEW_SECONDS
 
@@ -79,23 +78,3 @@ def test_a_launch_on_another_machine_takes_the_run_over_and_the_first_one_ends(l
     finally:
         kill_all(first)
         kill_all(second)
-
-
-def test_a_run_on_a_view_that_lags_is_the_same_run(late: Rack, workplace: Path) -> None:
-    """It saves every other step, seconds apart, and goes on from its checkpoints."""
-    words = ["--deepspeed_config", "small.json", "--set", "zero_tp.checkpoint.interval=2", "--output-dir"]
-    assert alone(late, *words, "runs/late_alone").ended().statuses == [0]
-    for last in (4, 8):
-        ended = torchrun(late, *words, "runs/late", "--set", f"zero_tp.training.steps={last}").ended(300)
-        assert ended.statuses == [0, 0], ended.output
-    assert losses(workplace / "runs/late") == losses(workplace / "runs/late_alone")
-    assert (workplace / "runs/late/checkpoints/latest").read_text() == "step_00000008\n"
-
-
-def test_a_run_directory_of_each_machine_is_refused(rack: Rack, workplace: Path) -> None:
-    ended = torchrun(rack, "--deepspeed_config", "small.json", "--output-dir", "/tmp/run").ended()
-    assert 0 not in ended.statuses
-    told = [line for line in ended.output.splitlines() if "/tmp/run: the ranks do not see the same directory" in line]
-    assert len(told) == 1, ended.output
-    assert "nothing on ranks" in told[0] and "put it on storage that all nodes share" in told[0]
-    wait_until(lambda: not any(node.pids("pretrain.py") for node in rack.nodes), 30, "ranks are left", 0.2)

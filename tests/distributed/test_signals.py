@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from zero_tp.checkpoint.directory import complete_steps, read_manifest, step_dir
 from zero_tp.checkpoint.run import PROCESS
 from zero_tp.process.signals import Requests
 
+HOST = socket.gethostname()
 LIMIT = 90.0  # seconds of an idle machine
 
 
@@ -182,4 +184,4 @@ def test_a_rank_that_dies_is_no_request(workplace: Path, number: signal.Signals)
         run.launcher.wait(patience(LIMIT))
         assert time.monotonic() - started < patience(25), "the survivors do not wait for a step boundary"
     assert run.launcher.returncode != 0
-    assert any("rank 1 ended without a word" in line for line in run.output()), run.output()
+    assert any(f"rank 1 ({HOST}) was killed by {number.name}" in line for line in run.output()), run.output()

@@ -20,22 +20,22 @@ from zero_tp.training.metrics_file import METRICS_FILE
 
 
 def watched(engine: Any, watch: Watch, limit: float) -> list[str]:
-    """Let the watch see the engine; what it says at the limit, where in a run it would end the rank."""
-    told: list[str] = []
-    watch.end = told.append
+    """Let the watch see the engine; what it reports at the limit, where in a run it would end the rank."""
+    reports: list[str] = []
+    watch.end = reports.append
     watch.begin({"step": limit}, engine.topology.rank, engine.topology.world)
-    watch.connect([])
+    watch.connect()
     engine.mark = watch.mark
-    return told
+    return reports
 
 
 def hanging() -> list[str]:
-    """What each rank says when rank 2 stays for long in the forward of its third step."""
+    """What each rank reports when rank 2 stays for long in the forward of its third step."""
     engine, watch = replica(1, tensor=2), Watch()
-    told = watched(engine, watch, 1.5)
+    reports = watched(engine, watch, 1.5)
 
     def stay(*_: object) -> None:
-        wait_until(lambda: told, 60, "the watch saw nothing", 0.05)
+        wait_until(lambda: reports, 60, "the watch saw nothing", 0.05)
         time.sleep(patience(1.0))  # the others come to their limits meanwhile
 
     for step in (1, 2, 3):
@@ -44,25 +44,19 @@ def hanging() -> list[str]:
             engine.model.transformer.layers[0].mlp.register_forward_hook(stay)
         engine.train_step(rows(engine, step))
     watch.leave()
-    return told
+    return reports
 
 
-def test_a_rank_that_hangs_is_named_by_all(ranks: Pools) -> None:
-    for rank, told in enumerate(ranks(4).run(hanging)):
-        assert len(told) == 1
-        *lines, last = told[0].splitlines()
-        assert [line.split(" (")[0] for line in lines] == [f"rank {number}" for number in range(4)]
-        assert "in step 3, forward for" in lines[2] and "called by forward (zero_tp/models/" in lines[2]
-        assert re.search(r"at .*\(zero_tp/parallel/collectives\.py:", lines[3]), rank
-        # Ranks 2 and 3 are a TP group: rank 3 has enqueued the collective that rank 2 does not come to.
-        late, waiting = (re.findall(r"group \d+ (\d+)/(\d+)", lines[number]) for number in (2, 3))
-        assert late[-1] == waiting[-1] or late[-2] == waiting[-2], "of one of the two groups"
-        ahead = [now for before, now in zip(late, waiting, strict=True) if now[0] != before[0]]
-        assert ahead and all(int(enqueued) > int(completed) for enqueued, completed in ahead)
-        assert last == (
-            "error: no progress in step 3 for 0.025 minutes, by zero_tp.training.timeout_minutes: "
-            "ranks 0, 1 and 3 wait for rank 2"
-        )
+def test_a_rank_that_hangs_is_named_by_one(ranks: Pools) -> None:
+    [report] = [report for reports in ranks(4).run(hanging) for report in reports if report]
+    *lines, last = report.splitlines()
+    assert [line.split(" (")[0] for line in lines] == [f"rank {number}" for number in range(4)]
+    assert "in step 3, forward for" in lines[2] and "called by forward (zero_tp/models/" in lines[2]
+    assert re.search(r"at .*\(zero_tp/parallel/collectives\.py:", lines[3])
+    assert last == (
+        "error: no progress in step 3 for 0.025 minutes, by zero_tp.training.timeout_minutes: "
+        "ranks 0, 1 and 3 wait for rank 2"
+    )
 
 
 @pytest.mark.heavy
@@ -87,7 +81,7 @@ def test_a_run_with_a_stopped_rank_ends_by_its_limit(stopped: int, limits: str, 
             assert launcher.poll() is None and time.monotonic() - begun < patience(120)
             time.sleep(0.2)
         for process in psutil.Process(launcher.pid).children(recursive=True):
-            parent = process.parent()  # a rank's own, which looks after its end, has a rank above it
+            parent = process.parent()
             of_launcher = parent is not None and "deepspeed.launcher.launch" in parent.cmdline()
             if of_launcher and process.environ().get("RANK") == str(stopped):
                 process.suspend()
@@ -99,6 +93,6 @@ def test_a_run_with_a_stopped_rank_ends_by_its_limit(stopped: int, limits: str, 
     [line] = [line for line in last if line.startswith("error: ")]
     assert re.fullmatch(f"error: {error}", line), errors
     if "step" in limits:
-        positions = r"^rank [01] \(.*; collectives enqueued/completed: world \d+/\d+"
+        positions = r"^rank [01] \(.*\) in step \d+"
         assert len(re.findall(positions, errors, re.MULTILINE)) == 2, errors
     assert "Traceback" not in errors

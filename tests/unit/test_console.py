@@ -12,9 +12,8 @@ from tests.launched import environment
 PROGRAM = """
 import os, sys
 from pathlib import Path
-from zero_tp.process.console import Console
+from zero_tp.process.console import Console, write_stderr
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.first_word import write_stderr
 
 console = Console(RankEnvironment.of_this_process())
 print("before there is a directory")

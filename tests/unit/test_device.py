@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import resource
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from zero_tp import devices
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.job_store import allow_connections
 
 
 def rank(local_rank: int | None, world: int = 4) -> RankEnvironment:
-    return RankEnvironment(rank=3, world=world, node=1, local_rank=local_rank, local_world=2, parent=None, job="")
+    return RankEnvironment(rank=3, world=world, node=1, local_rank=local_rank, local_world=2)
 
 
 @pytest.mark.parametrize(
@@ -44,35 +42,12 @@ def test_the_launcher_says_which(
         assert connect.own_device(rank(local_rank), "cuda").index == expected
 
 
-def looked(devices: list[str]) -> list[str]:
-    """What each of these ranks is told, each by a store of its own as in a process."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def look(number: int) -> str:
-        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-        try:
-            connect.refuse_shared(store, number, len(devices), devices[number], timedelta(seconds=60))
-        except UserError as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(len(devices)) as threads:
-        return list(threads.map(look, range(len(devices))))
-
-
-def test_a_device_of_two_ranks_is_refused_on_every_rank() -> None:
-    assert looked(["0 of a", "1 of a", "0 of b", "1 of b"]) == [""] * 4
-    told = set(looked(["0 of a", "1 of a", "1 of b", "1 of b"]))
-    assert len(told) == 1
-    assert told.pop().startswith("ranks 2 and 3 share 1 of b; ")
-
-
 def test_a_large_job_has_files_for_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
     for limits, world in (((1024, 4096), 8), ((1024, 4096), 512), ((1024, 4096), 4096), ((65536, 65536), 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
-        connect.allow_connections(world)
+        allow_connections(world)
     assert set_to == [(1056, 4096), (3072, 4096), (4096, 4096)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.run_log import train_state
-from zero_tp.process.garbage import hold, release
-from zero_tp.process.watch import _frames
 from zero_tp.training.garbage_collection import INTERVAL, GarbageCollection
 
 
@@ -74,21 +71,3 @@ def test_an_error_leaves_it_as_it_was() -> None:
             collect(1)
             raise KeyError
         assert gc.isenabled() == enabled
-
-
-def test_who_looks_at_threads_meanwhile_changes_nothing() -> None:
-    """Whichever of the two begins or ends first."""
-    hold()  # a watch's thread begins to look
-    block = collected_between_steps()
-    block.__enter__()
-    release()
-    assert not gc.isenabled()
-    looker = threading.Thread(target=_frames)
-    looker.start()
-    looker.join()
-    assert not gc.isenabled()
-    hold()
-    block.__exit__(None, None, None)
-    assert not gc.isenabled()
-    release()
-    assert gc.isenabled()

@@ -1,9 +1,10 @@
-"""The parts of a rank's lifecycle that need no launcher: who it is, who speaks, how one process ends."""
+"""The parts of a rank's lifecycle that need no launcher: how one process ends, and the ranks of one machine."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,12 @@ import torch.distributed as dist
 
 from tests.launched import default_interrupts
 from tests.waits import patience, wait_until
-from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
-from zero_tp.process.first_word import FirstWord
-from zero_tp.process.lifecycle import STUCK_SECONDS, _looks_like_a_lost_peer
+from zero_tp.process.environment import RankEnvironment, is_alive
+from zero_tp.process.lifecycle import _looks_like_a_lost_peer
+from zero_tp.process.node import NodeWatch, describe_killed
 
 ROOT = Path(__file__).parents[2]
+HOST = socket.gethostname()
 PRELUDE = """
 import sys, time, threading, atexit
 from zero_tp.errors import UserError
@@ -66,7 +68,7 @@ def test_a_rank_on_cpu_sees_no_cuda_device(tmp_path: Path, accelerator: str, sho
         ("sys.exit('no such file')", 1, "", "error: no such file"),
         ("raise UserError('steps is -1:\\nat least 1')", 2, "", "error: steps is -1: at least 1"),
         ("raise KeyboardInterrupt", 130, "", "interrupted"),
-        ("{}['key']", 1, "", "rank 0 failed: KeyError: 'key'"),
+        ("{}['key']", 1, "", f"rank 0 ({HOST}): KeyError: 'key'"),
         ("threading.Thread(target=time.sleep, args=(60,)).start()", 0, "", ""),
         ("open('/no/such/file')", 2, "", "error: /no/such/file: No such file or directory"),
         ("sys.stderr.close(); raise UserError('unheard')", 2, "", ""),
@@ -83,7 +85,7 @@ def test_how_a_process_ends(tmp_path: Path, body: str, status: int, out: str, la
 
 @pytest.mark.parametrize(
     ("number", "status", "text"),
-    [(signal.SIGTERM, 143, "rank 0: ended by SIGTERM\n"), (signal.SIGINT, 130, "interrupted\n")],
+    [(signal.SIGTERM, 143, f"rank 0 ({HOST}): ended by SIGTERM\n"), (signal.SIGINT, 130, "interrupted\n")],
 )
 def test_signals_while_the_main_thread_waits_in_c(
     tmp_path: Path, number: signal.Signals, status: int, text: str
@@ -98,29 +100,19 @@ def test_signals_while_the_main_thread_waits_in_c(
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]])"
 
 
-@pytest.mark.parametrize(
-    ("wait", "seconds", "said"),
-    [
-        ("time.sleep(300)", 0.0, "error: the launcher above rank 0 (process {pid}) is gone\n"),
-        pytest.param(  # holds the interpreter's lock
-            *("import ctypes; ctypes.PyDLL(None).sleep(300)", STUCK_SECONDS, ""), marks=pytest.mark.thorough
-        ),
-    ],
-)
-def test_a_rank_ends_after_its_launcher(tmp_path: Path, wait: str, seconds: float, said: str) -> None:
+@pytest.mark.parametrize("wait", ["time.sleep(300)", "import ctypes; ctypes.PyDLL(None).sleep(300)"])
+def test_a_rank_ends_with_its_launcher(tmp_path: Path, wait: str) -> None:
+    """Also where C code holds the interpreter's lock."""
     launcher = start(f"print('up', flush=True)\n{wait}", tmp_path, LAUNCHER, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     assert launcher.stdout is not None and launcher.stdout.readline() == "up\n"
-    below = psutil.Process(launcher.pid).children(recursive=True)
-    assert len(below) == 2, "the rank and what kills it"
-    time.sleep(0.2)  # it holds the lock now
+    [rank] = psutil.Process(launcher.pid).children(recursive=True)
     try:
         launcher.kill()
-        took = wait_until(lambda: not any(map(is_alive, below)), seconds + 15, "a rank outlives its launcher", 0.1)
-        assert took >= seconds
-        assert launcher.communicate() == ("", said.format(pid=launcher.pid))
+        wait_until(lambda: not is_alive(rank), 10, "a rank outlives its launcher", 0.02)
+        assert launcher.communicate() == ("", "")
     finally:
-        for process in filter(is_alive, below):
-            process.kill()
+        if is_alive(rank):
+            rank.kill()
 
 
 def test_a_forked_child_keeps_its_signals_to_itself(tmp_path: Path) -> None:
@@ -136,56 +128,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
     assert (process.returncode, out, complained) == (0, "-15\n", "")
 
 
-def test_only_the_first_speaks_and_a_dead_launch_does_not_matter(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = time.time()
-    first, second = FirstWord("job", now, tmp_path), FirstWord("job", now, tmp_path)
-    assert not second.said()
-    assert first.say("mine") and second.said() and not second.say("not mine")
-    assert FirstWord("other job", now, tmp_path).say("another")
-    assert FirstWord("job", now + 60, tmp_path).say("a minute later")
-    assert capsys.readouterr().err.splitlines() == ["mine", "another", "a minute later"]
-    old = tmp_path / "old.said"
-    old.touch()
-    os.utime(old, (now - 1e6, now - 1e6))
-    first.say("")
-    assert not old.exists()
-
-
-def test_the_first_word_deletes_nothing_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another person may have put a link, or files, where it is said."""
-    thesis, folder = tmp_path / "thesis", tmp_path / "folder"
-    thesis.mkdir()
-    folder.mkdir()
-    (folder / "empty.lock").touch()
-    for kept in (thesis / "chapter.tex", thesis / "old.said", folder / "chapter.tex", folder / "poetry.lock"):
-        kept.write_text("years of work")
-    (folder / "linked.said").symlink_to(thesis / "chapter.tex")
-    for path in [*thesis.iterdir(), *folder.iterdir()]:
-        os.utime(path, (1e9, 1e9), follow_symlinks=False)
-    (tmp_path / "link").symlink_to(thesis)
-    assert FirstWord("job", time.time(), tmp_path / "link").say("text")
-    assert {path.name for path in thesis.iterdir()} == {"chapter.tex", "old.said"}
-    assert FirstWord("../thesis/job", time.time(), folder).say("text")
-    assert {path.name for path in folder.iterdir()} == {
-        *("chapter.tex", "poetry.lock", "linked.said"),
-        *(".._thesis_job.lock", ".._thesis_job.said"),
-    }
-    assert len(list(thesis.iterdir())) == 2
-    (folder / "other.said").symlink_to(thesis / "chapter.tex")
-    (folder / "other.lock").symlink_to(thesis / "chapter.tex")
-    assert FirstWord("other", time.time(), folder).say("text")
-    assert (thesis / "chapter.tex").stat().st_mtime == 1e9
-    assert capsys.readouterr().err == "text\n" * 3
-
-
-def test_said_without_a_usable_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert FirstWord("job", time.time(), tmp_path / "file" / "below").say("text")
-    assert capsys.readouterr().err == "text\n"
-
-
 def test_rank_environments() -> None:
     deepspeed = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "CROSS_RANK": "1", "LOCAL_SIZE": "4"}
     first = RankEnvironment.of_this_process(deepspeed)
@@ -193,54 +135,54 @@ def test_rank_environments() -> None:
     assert first.parent is not None and first.parent.pid == os.getppid()
     torchrun = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert RankEnvironment.of_this_process(torchrun).node == 1
-    again = RankEnvironment.of_this_process({**torchrun, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert (
-        again.job
-        != RankEnvironment.of_this_process(torchrun).job
-        == RankEnvironment.of_this_process({**torchrun, "RANK": "3"}).job
-    )
     alone = RankEnvironment.of_this_process({})
-    assert (alone.rank, alone.world, alone.parent, alone.launchers()) == (0, 1, None, {})
+    assert (alone.rank, alone.world, alone.parent, alone.runner()) == (0, 1, None, None)
 
 
-def test_a_job_has_one_name_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    before = RankEnvironment.of_this_process(rank).job
-    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 1e9)  # the clock was set between two ranks' starts
-    assert RankEnvironment.of_this_process({**rank, "RANK": "1"}).job == before
-    assert int(before.split("-")[1]) > 0
+def test_a_rank_that_was_killed_is_named_by_the_lowest_that_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ranks = [subprocess.Popen(sleeping, env={"RANK": str(rank)}) for rank in range(4, 8)]
+    ended: list[str] = []
 
+    def watch(rank: int) -> NodeWatch:
+        environment = RankEnvironment(rank, 8, 1, rank - 4, 4, parent=psutil.Process())
+        return NodeWatch(environment, lambda: ended.append("runner"))
 
-def test_a_sibling_that_was_killed_is_known_by_rank_and_signal() -> None:
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], env={"RANK": str(4 + number)})
-        for number in range(3)
-    ]
     try:
-        first = RankEnvironment(rank=4, world=8, node=1, local_rank=0, local_world=3, parent=psutil.Process(), job="")
-        siblings = Siblings(first)
-
-        def seen() -> bool:
-            siblings.observe()
-            return siblings.complete
-
-        wait_until(seen, 10, "the siblings were not seen", 0.01)
-        assert siblings.gone() == {}
-        ranks[1].kill()
-        wait_until(siblings.gone, 10, "the killed one was not missed", 0.01)
-        assert siblings.gone() == {5: -9}
-        ranks[1].wait()  # reaped: how it ended is no longer known
-        assert siblings.gone() == {5: None}
+        lowest, other = watch(4), watch(5)
+        lowest.start(), other.start()
+        wait_until(lambda: lowest.all_running() and other.all_running(), 20, "the ranks were not found", 0.02)
+        ranks[2].kill()
+        wait_until(lambda: lowest.ended() and other.ended(), 10, "the killed one was not missed", 0.02)
+        assert lowest.ended() == {6: -9} and not lowest.all_running() and not lowest.unexplained()
+        ranks[3].terminate()  # by its launcher
+        wait_until(lambda: 7 in lowest.ended(), 10, "the other was not missed", 0.02)
+        time.sleep(0.3)
+        assert capfd.readouterr().err == f"error: rank 6 ({HOST}) was killed by SIGKILL; out of memory?\n"
+        assert lowest.is_lowest() and not other.is_lowest() and not ended
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
+def test_a_rank_whose_end_nobody_saw_is_unexplained_but_for_torchruns_error_file(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    variables = {"RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=variables)
+    environment = RankEnvironment(0, 2, 0, 0, 2, parent=psutil.Process())
+    watch = NodeWatch(environment, lambda: None)
+    wait_until(watch._find_ranks, 20, "the rank was not found", 0.02)
+    rank.kill()
+    rank.wait()  # reaped before anyone looks
+    assert watch.ended() == {1: None} and watch.unexplained() == [1]
+    file.touch()
+    assert not watch.unexplained()
+
+
 def test_ends_in_words() -> None:
-    assert describe_end(1, -9) == "rank 1 ended without a word (killed by SIGKILL: out of memory?)"
-    assert describe_end(1, -11) == "rank 1 ended without a word (killed by SIGSEGV)"
-    assert describe_end(1, 250) == "rank 1 ended without a word (exit status 250)"
+    assert describe_killed(1, 9) == f"rank 1 ({HOST}) was killed by SIGKILL; out of memory?"
+    assert describe_killed(1, 11) == f"rank 1 ({HOST}) was killed by SIGSEGV"
 
 
 @pytest.mark.parametrize(

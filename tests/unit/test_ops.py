@@ -18,6 +18,7 @@ from zero_tp.config.optimizer import builder_name, choose_implementation
 from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.job_store import JobStore
 from zero_tp.zero import ops
 
 
@@ -50,7 +51,7 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    second = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2, parent=None, job="")
+    second = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2)
     with pytest.raises(UserError, match="local rank 1 has no cuda device: this machine has 1"):
         connect.connect(second, "cuda")
 
@@ -192,6 +193,7 @@ def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: p
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(connect, "own_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    environment = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2, parent=None, job="")
+    monkeypatch.setattr(JobStore, "wait_until_all_ready", lambda *_: None)
+    environment = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2)
     with pytest.raises(Joined):
         connect.connect(environment, "cuda", join=join)

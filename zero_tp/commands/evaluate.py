@@ -140,4 +140,4 @@ def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
     environment = RankEnvironment.of_this_process()
     if environment.world == 1:
         cli.run(lambda: run(parse(), environment))
-    run_rank(lambda: run(parse(), environment), verbose)
+    run_rank(lambda: run(parse(), environment), verbose, environment)

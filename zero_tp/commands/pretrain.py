@@ -94,7 +94,10 @@ def pretrain(
 
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
         keep_freed_memory()
-    first = environment.local_rank in (None, 0)
+    environment.export()
+    if environment.world > 1:
+        environment.store.join()
+    first = environment.is_local_rank_zero
     forecast = [memory_forecast()] if environment.rank == 0 else []
     profiler = [step_profiler(options.profile_steps, config)] if options.profile_steps else []
     inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=first)
@@ -146,4 +149,4 @@ def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Seq
     if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
         cli.run(lambda: check.main(parse()))
     environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
-    run_rank(lambda: pretrain(parse(), environment, requests, watch, callbacks), verbose, requests, watch)
+    run_rank(lambda: pretrain(parse(), environment, requests, watch, callbacks), verbose, environment, requests, watch)

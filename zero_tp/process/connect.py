@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import resource
-import socket
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +14,7 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
-from zero_tp.topology import Topology, name_ranks
+from zero_tp.topology import Topology
 from zero_tp.zero import ops
 
 if TYPE_CHECKING:
@@ -49,35 +45,21 @@ def connect(
         The grid of ranks with this one's coordinates, and this rank's device, which is now the current one.
 
     Raises:
-        UserError: this rank has no such device, nothing says which is its own, or another rank has the same.
+        UserError: this rank has no such device, nothing says which is its own, or another rank has refused.
     """
-    allow_connections(environment.world)
     device = torch.device("cpu")
     if device_type != "cpu":
         device = own_device(environment, device_type)
         torch.get_device_module(device_type).set_device(device.index)
         export_device_index(device)
+    if environment.world > 1:
+        environment.store.wait_until_all_ready(timeout)
     if join is not None:
         join(device)
     else:
         bound = None if device_type == "cpu" else device  # so that NCCL splits groups from the world
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound)
-    if device_type != "cpu":
-        store = dist.PrefixStore("zero_tp/devices", dist.distributed_c10d._get_default_store())
-        refuse_shared(store, environment.rank, environment.world, identity(device), timeout)
     return Topology(tensor, sequence, timeout=timeout), device
-
-
-def allow_connections(world: int) -> None:
-    """Let this process hold the connections of a job of `world` ranks, as far as its hard limit of open files goes.
-
-    The store has three with each rank, and gloo one between any two; the soft limit is often 1,024 files.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1024 + 4 * world
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def own_device(environment: RankEnvironment, device_type: str) -> torch.device:
@@ -104,47 +86,6 @@ def _shown_devices() -> str:
     from deepspeed.accelerator import get_accelerator
 
     return next((os.environ[name] for name in get_accelerator().visible_devices_envs() if os.environ.get(name)), "")
-
-
-def machine_identity() -> str:
-    """Return what distinguishes this machine and container from all others of the job."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # there is no /proc
-        return socket.gethostname()
-
-
-def identity(device: torch.device) -> str:
-    """Return what tells a device from all others of the job."""
-    uuid = getattr(torch.get_device_module(device.type).get_device_properties(device), "uuid", None)
-    shown = [name for name in _shown_devices().split(",") if name]
-    name = shown[device.index] if device.index < len(shown) else str(device.index)
-    if uuid is None or name.startswith("MIG"):  # the slices of a device may all have its UUID
-        return f"{device.type} device {name} of {machine_identity()}"
-    return f"{device.type} device {uuid} of {socket.gethostname()}"
-
-
-def refuse_shared(store: dist.Store, rank: int, world: int, device: str, timeout: timedelta) -> None:
-    """Check that no two ranks have the same device. Every rank calls it, and asks the store four times.
-
-    Args:
-        device: what tells it from all others.
-
-    Raises:
-        UserError: on every rank, naming two that share one.
-    """
-    other = int(store.compare_set(f"of/{hashlib.sha256(device.encode()).hexdigest()}", "", str(rank)))
-    if other != rank:
-        store.set("shared", f"{name_ranks(sorted((other, rank)))} share {device}")
-    if store.add("looked", 1) == world:
-        store.set("all", "")
-    store.wait(["all"], timeout)
-    if store.check(["shared"]):
-        told = store.get("shared").decode()
-        raise UserError(
-            f"{told}; start no more ranks on a machine than it has devices, and let the launcher number them"
-        )
 
 
 def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: bool) -> tuple[Topology, torch.device]:

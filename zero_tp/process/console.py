@@ -1,4 +1,4 @@
-"""All that a run's ranks print is kept in its directory too, in `console.log`, below the command that started it."""
+"""All that a run's ranks print is also in its directory, in `console.log`, below the command that started it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Console:
-    """A console keeps the lines that this process prints, until its end, which may come at any moment.
+    """Copy the lines that this process prints to a file, until its end, which may come at any moment.
 
-    What was printed before the run's directory was known is kept as well. A bar that is drawn over and over is none of
-    it, and neither is what C code prints by itself. A file that can't be written is told once, and costs nothing else.
+    A progress bar, which is drawn over and over, and what C code prints by itself are left out. A file that can't be
+    written is reported once; the run goes on.
     """
 
     def __init__(self, environment: RankEnvironment) -> None:
-        """Begin to listen."""
+        """Begin to listen. Lines are held back until `keep` names the run's directory."""
         self.environment = environment
         self._file: int | None = None
         self._early: list[bytes] | None = []
         self._lock = threading.Lock()
         self._stderr = sys.stderr
-        sys.stdout, sys.stderr = _Kept(sys.stdout, self), _Kept(sys.stderr, self)
+        sys.stdout, sys.stderr = _CopiedStream(sys.stdout, self), _CopiedStream(sys.stderr, self)
 
     def keep(self, run: Path) -> None:
         """Write what was printed so far to a run's directory, and from now on each line at once.
@@ -54,35 +54,33 @@ class Console:
                 return
             self._write(command.encode() + b"".join(early))
 
-    def _command(self) -> str:
-        ranks = f"{self.environment.world} rank{'s' if self.environment.world > 1 else ''}"
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        return one_line(f"=== {started}, {ranks}, in {Path.cwd()}: {shlex.join(self._words())}") + "\n"
-
-    def _words(self) -> list[str]:
-        """Return the words of the command that a person gave: a launcher's, or this process' own."""
-        for launcher in reversed(list(self.environment.launchers())):
-            try:
-                return launcher.cmdline()
-            except psutil.Error:  # it is gone, or another person's
-                continue
-        return sys.orig_argv
-
-    def take(self, text: str) -> None:
-        """Keep whole lines."""
+    def copy(self, text: str) -> None:
+        """Copy whole lines."""
         lines = (visible(_CONTROL.sub("", line.rstrip("\r").rsplit("\r", 1)[-1])) for line in text.split("\n"))
-        kept = "".join(f"{line}\n" for line in lines if line.strip()).encode("utf-8", "backslashreplace")
+        data = "".join(f"{line}\n" for line in lines if line.strip()).encode("utf-8", "backslashreplace")
         with self._lock:
             if self._early is not None:
-                self._early.append(kept)
+                self._early.append(data)
             elif self._file is not None:
-                self._write(kept)
+                self._write(data)
 
-    def _write(self, kept: bytes) -> None:
+    def _command(self) -> str:
+        """Return the line of the command that a person typed: a launcher's, or this process' own."""
+        words = sys.orig_argv
+        for launcher in (self.environment.parent, self.environment.runner()):
+            try:
+                words = launcher.cmdline() if launcher is not None else words
+            except psutil.Error:  # it is gone, or another person's
+                continue
+        ranks = f"{self.environment.world} rank{'s' if self.environment.world > 1 else ''}"
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        return one_line(f"=== {started}, {ranks}, in {Path.cwd()}: {shlex.join(words)}") + "\n"
+
+    def _write(self, data: bytes) -> None:
         assert self._file is not None
         try:
-            while kept:
-                kept = kept[os.write(self._file, kept) :]
+            while data:
+                data = data[os.write(self._file, data) :]
         except OSError as error:
             self._give_up(error)
 
@@ -91,20 +89,33 @@ class Console:
         self._stderr.write(f"{CONSOLE} could not be written ({error.strerror}); the run goes on\n")
 
 
-class _Kept:
-    """A stream of text goes where it went, and each line of it to a console."""
+class _CopiedStream:
+    """Write text to a stream, and each whole line of it to a console."""
 
     def __init__(self, stream: TextIO, console: Console) -> None:
-        self._stream, self._console, self._begun = stream, console, ""
+        self._stream, self._console, self._unfinished = stream, console, ""
 
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
         finally:
-            whole, newline, begun = (self._begun + text).rpartition("\n")
-            self._begun = begun.rsplit("\r", 1)[-1]
+            lines, newline, unfinished = (self._unfinished + text).rpartition("\n")
+            self._unfinished = unfinished.rsplit("\r", 1)[-1]
             if newline:
-                self._console.take(whole)
+                self._console.copy(lines)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
+
+
+def write_stderr(text: str) -> None:
+    """Write lines to stderr as one piece, over a progress bar's line if one is drawn there."""
+    if not text:
+        return
+    try:
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        sys.stderr.write(f"{clear}{text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        # The terminal or pipe is gone (or stderr closed): nobody is there to read it, and the run must still end.
+        return

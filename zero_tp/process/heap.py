@@ -1,4 +1,4 @@
-"""The heap of a process keeps what is freed, for the next step to take."""
+"""Keep freed memory in the heap of this process, for the next step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ _TOP_PAD_BYTES = 2**28
 
 
 def can_keep_freed_memory() -> bool:
-    """Tell whether `keep_freed_memory` does anything here: it leaves what a person has set for glibc's allocator in the
-    environment, and other C libraries have no such call."""
-    told = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
-        name.startswith("MALLOC_") for name in os.environ
-    )
-    return not told and hasattr(ctypes.CDLL(None), "mallopt")
+    """Return whether `keep_freed_memory` has an effect: with glibc, unless the environment sets its allocator."""
+    tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    tuned = tuned or any(name.startswith("MALLOC_") for name in os.environ)
+    return not tuned and hasattr(ctypes.CDLL(None), "mallopt")
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in this process, where that can be.
+    """Keep freed memory in this process, where that is possible.
 
-    glibc maps every large block afresh and gives it back when it is freed, and a training step makes and frees the same
-    blocks again: each time the system fills every page of them with zeros. Threads would have heaps of their own, of
-    64 MiB, and map what is larger, as gloo's do for each reduction, so that all threads share one heap.
+    By default glibc maps each large block anew and returns it when it is freed. A training step allocates the same
+    blocks again, and the system fills their pages with zeros each time. Threads would also have heaps of 64 MiB of
+    their own, and map what is larger, as gloo's threads do for each reduction; so all threads share one heap.
     """
     if can_keep_freed_memory():
         for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES), (_ARENA_MAX, 1)):

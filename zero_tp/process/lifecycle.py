@@ -1,22 +1,16 @@
-"""`run_rank` is the life of one rank process, from its first line to its exit status, whoever started it.
+"""`run_rank` is the life of one rank process, from its first line to its exit status, under every launcher.
 
-It keeps these promises under deepspeed, torchrun, `accelerate launch`, srun, and alone:
+- Wrong input ends every rank with status 2 and one line. Before the ranks have joined the job's store, local rank 0
+  prints it, because every rank makes the same checks; later, the first rank that refuses.
+- A failing rank prints its own traceback, and as its last line `rank R (host): Type: message`. Ranks that fail because
+  another one is gone leave the report to that one. A rank that was killed is named by a survivor on its machine.
+- Ctrl-C ends a rank at once, also while it waits in a collective. SIGTERM does too, except in training, where the
+  first one saves and ends at the next step (signals.py). If another rank of this machine has ended, it ends this one at
+  once: launchers send SIGTERM after any rank's end.
+- Ranks end with their launcher (node.py).
 
-- Wrong input ends every rank with status 2 and one line, printed by exactly one of them.
-- Any other error ends with the failing rank's own traceback as the last text that isn't the launcher's, its last line
-  `rank R failed: Type: message`. Ranks that fail only because that one is gone are silent. A rank that was killed is
-  named by a survivor in one line.
-- Ctrl-C ends a rank promptly, also while it waits inside a collective. SIGTERM does too, except while training listens
-  (see signals.py): then the first one only asks for a save and an end at the next step boundary, unless it comes
-  because another rank has failed; a second one ends the rank at once. SIGUSR1 asks for a save.
-- On several machines one of them speaks, and names itself (across.py).
-- Ranks end when a launcher above them is gone (measured: within 1.1 s; 10 s, without a word, where C code holds the
-  interpreter's lock). SIGTERM to the `deepspeed` command reaches no one else, so this is what ends them.
-- The process groups are destroyed on the way out (a process that leaves them can abort with status 250), for a
-  bounded time.
-
-A launcher terminates the other ranks at the first exit, one after another with up to 30 s for each, so a rank says its
-word before it leaves and is quick about it.
+Ranks leave by `os._exit`: with a thread in a collective, destructors can abort or hang. The kernel closes their
+connections, so that the others notice at once.
 """
 
 from __future__ import annotations
@@ -26,15 +20,13 @@ import faulthandler
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import NoReturn
-
-import psutil
 
 from zero_tp.errors import (
     BAD_INPUT,
@@ -45,23 +37,20 @@ from zero_tp.errors import (
     of_a_file,
     one_line,
 )
-from zero_tp.process.across import MEET_SECONDS, Across
-from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
-from zero_tp.process.first_word import FirstWord, write_stderr
+from zero_tp.process.console import write_stderr
+from zero_tp.process.environment import RankEnvironment, rank_name
+from zero_tp.process.job_store import PeerRefused
+from zero_tp.process.node import NodeWatch, die_with
 from zero_tp.process.signals import Requests, listen
-from zero_tp.process.stuck import kill_if_stuck
 from zero_tp.process.watch import Watch
 
 FAILED, TERMINATED = 1, 143
 
-POLL_SECONDS = 1.0
-STUCK_SECONDS = 10.0  # of a rank whose launcher is gone: more than `POLL_SECONDS` and its way out after a failure
-# How long a rank whose connection broke waits for the first word of the one that broke it. The failing rank speaks
-# before it closes its connections, so this is for a loaded machine.
-HOLD_BACK_SECONDS = 5.0
-PROMPT_SECONDS = 2.0  # to look for the store of other machines when the end is a signal's
+LAUNCHER_SECONDS = 10.0  # from local rank 0's end to the launcher's SIGTERM
+REFUSAL_SECONDS = 60.0  # to find the store, to post there and to be heard, if a machine does not answer
+PEER_SECONDS = 5.0  # from a broken connection to the end of the rank that broke it
+EXIT_SECONDS = 20.0  # exit functions after success, such as a tracker's upload
 MESSAGE_LIMIT = 600  # characters of an error in its last line; its traceback has them all
-LEAVE_SECONDS = {True: 20.0, False: 5.0}  # after success: exit functions (a logger's upload) may take a while
 
 _BROKEN_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote process|"
@@ -71,223 +60,195 @@ _BROKEN_PEER = re.compile(
 
 
 def run_rank(
-    main: Callable[[], int | None], verbose: bool, requests: Requests | None = None, watch: Watch | None = None
+    main: Callable[[], int | None],
+    verbose: bool,
+    environment: RankEnvironment | None = None,
+    requests: Requests | None = None,
+    watch: Watch | None = None,
 ) -> NoReturn:
     """Run `main` as the whole life of this process and exit with its status (None means 0).
 
     Call it first thing in the main thread, before torch is imported: `main` imports what it needs.
 
     Args:
-        main: the work; raises `UserError` for what a person can mend.
-        verbose: also print tracebacks of wrong input and of the ranks that failed second.
-        requests: where SIGTERM and SIGUSR1 raise flags while `main` has it accept them.
-        watch: what ends this rank, with status 1, when it hangs.
+        main: the work; raises `UserError` for wrong input.
+        verbose: also print tracebacks of wrong input and of ranks that lost another one.
+        requests: where SIGTERM and SIGUSR1 set flags while `main` has it accept them.
+        watch: ends this rank, with status 1, when it hangs.
 
-    Exit status: main's own; 2 wrong input; 1 an error, a lost peer or a lost launcher; 130 Ctrl-C; 143 SIGTERM.
+    Exit status: main's own; 2 wrong input; 1 an error or a lost rank; 130 Ctrl-C; 143 SIGTERM.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed's launcher numbers devices for CPU ranks too
-    rank = _Rank(RankEnvironment.of_this_process(), verbose, requests or Requests())
+    rank = _Rank(environment or RankEnvironment.of_this_process(), verbose, requests or Requests())
     if watch is not None:
-        watch.end = rank.end_hung
+        watch.end = rank.end
     rank.run(main)
 
 
 class _Rank:
     def __init__(self, environment: RankEnvironment, verbose: bool, requests: Requests) -> None:
-        self.environment = environment
-        self.requests = requests
-        self.verbose = verbose
-        self.first_word = FirstWord(environment.job, time.time())
-        self.across = Across(environment)
-        self.siblings = Siblings(environment)
-        self.leaving = False
+        self._environment, self._verbose, self._requests = environment, verbose, requests
+        self._node = NodeWatch(environment, self._end_with_runner)
+        self._leaving = False
+        self._terminated = threading.Event()
 
     def run(self, main: Callable[[], int | None]) -> NoReturn:
         escape_unencodable_output()
         faulthandler.enable()  # a crash in C++ shows where
-        launchers = self.environment.launchers()
-        if launchers:
-            _kill_after(launchers)
-            watch = threading.Thread(target=self._watch, args=(launchers,), name="launcher watch", daemon=True)
-            watch.start()
+        if self._environment.parent is not None:
+            die_with(self._environment.parent)
+            self._node.start()
         listen(self._act_on_signals)
-        self.across.listen(self._end_heard, self._end_lost)
+        status = self._run_main(main)
+        if status == 0:
+            self._clean_up()
+        self._exit(status)
+
+    def _run_main(self, main: Callable[[], int | None]) -> int:
+        """Run `main`, report how it failed, and return the exit status."""
         try:
-            status = main() or 0
+            return main() or 0
         except KeyboardInterrupt:
-            self._end_interrupted()
+            self._interrupt()
         except SystemExit as exit_:
-            status = self._exited(exit_)
+            if isinstance(exit_.code, int | None):
+                return exit_.code or 0
+            write_stderr(error_line(exit_.code, MESSAGE_LIMIT))
+            return FAILED
         except UserError as error:
-            status = self._refused(error)
+            return self._refuse(error)
         except OSError as error:
-            told = of_a_file(error)
-            status = self._failed(error) if told is None else self._refused(told)
+            file_error = of_a_file(error)
+            return self._fail(error) if file_error is None else self._refuse(file_error)
         except BaseException as error:
-            status = self._failed(error)
-        self._leave(status)
+            return self._fail(error)
 
     # --- how main ended ---------------------------------------------------------------------------------------------
 
-    def _say(self, text: str, status: int, seconds: float = MEET_SECONDS) -> bool:
-        """Say why the job ends unless a rank of any machine has; return whether it was us."""
-        if self.first_word.said():
-            return False
-        ours = self.across.claim(status, seconds)
-        return self.first_word.say(text if ours else "") and ours
+    def _clean_up(self) -> None:
+        """Destroy the process groups and call exit functions, which `os._exit` would skip. Bounded in time."""
+        self._leaving = True
+        self._exit_after(EXIT_SECONDS, 0)
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            try:
+                distributed.destroy_process_group()
+            except (RuntimeError, OSError, ValueError):  # another rank has left first, and the work is done
+                if self._verbose:
+                    write_stderr(traceback.format_exc())
+        atexit._run_exitfuncs()
 
-    def _exited(self, exit_: SystemExit) -> int:
-        if exit_.code is None or exit_.code == 0:
-            return 0
-        if isinstance(exit_.code, int):
-            self._say("", exit_.code)  # who exits with a status has said why
-            return exit_.code
-        self._say(self.across.named(error_line(exit_.code, MESSAGE_LIMIT)), FAILED)
-        return FAILED
-
-    def _refused(self, error: UserError) -> int:
-        text = self.across.named(error_line(error, MESSAGE_LIMIT))
-        if self.verbose:
+    def _refuse(self, error: UserError) -> int:
+        """Print wrong input if no other rank does, and end with the others."""
+        self._leaving = True
+        self._exit_after(REFUSAL_SECONDS, BAD_INPUT)
+        text = error_line(error, MESSAGE_LIMIT)
+        if self._environment.several_nodes:  # one machine may lack a file that the others have
+            text = f"{socket.gethostname()}: {text}"
+        if self._verbose:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
-        self._say(text, BAD_INPUT)
-        self.across.linger(MEET_SECONDS)  # others may be late: nobody is connected
+        if (not isinstance(error, PeerRefused) and self._prints_refusal()) or self._verbose:
+            write_stderr(text)
+        self._environment.store.wait_until_heard()
         return BAD_INPUT
 
-    def _failed(self, error: BaseException) -> int:
-        rank = self.environment.rank
-        lines = traceback.format_exception(type(error), error, _own_part(error))
-        report = "".join(f"rank {rank}: {line}\n" for line in "".join(lines).rstrip().split("\n"))
-        what = f"{type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
-        report += f"rank {rank}{self.across.place} failed: {what}"
-        gone = ""
-        if _looks_like_a_lost_peer(error):
-            deadline = time.monotonic() + HOLD_BACK_SECONDS
-            while not self.first_word.said() and time.monotonic() < deadline:
-                if self._name_lost_peer():
-                    break
-                time.sleep(0.05)
-            if not self.first_word.said():
-                gone = self.across.lost_store()
-        said = self._say(gone or report, FAILED)
-        if self.verbose and (gone or not said):
-            write_stderr(report)
+    def _prints_refusal(self) -> bool:
+        """Return whether this rank prints why it refuses: the first that does, or local rank 0 where there is no store.
+
+        Without a store all ranks make the same checks. The others wait for the SIGTERM that follows local rank 0's end.
+        """
+        first = self._environment.store.refuse(self._environment.name)
+        if first is None and not self._environment.is_local_rank_zero:
+            return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.ended()
+        return first is not False
+
+    def _fail(self, error: BaseException) -> int:
+        """Report an error of this rank, but not the mere echo of another rank's end."""
+        self._leaving = True
+        echo = _looks_like_a_lost_peer(error)
+        if echo and self._peer_has_ended():
+            if self._verbose:
+                write_stderr(self._describe(error))
+            return FAILED
+        write_stderr(self._describe(error))
+        if not echo and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
         return FAILED
 
-    def _name_lost_peer(self) -> bool:
-        """Say that ranks of this node ended without a word, unless someone has; return whether there are any."""
-        gone = self.siblings.gone()
-        if not gone:
-            return False
-        ended = ", ".join(describe_end(rank, status) for rank, status in gone.items())
-        self._say(self.across.named(f"error: {ended}"), FAILED, PROMPT_SECONDS)
-        return True
+    def _describe(self, error: BaseException) -> str:
+        own = error.__traceback__
+        own = own.tb_next if own is not None and own.tb_next is not None else own  # without this module's frame
+        lines = "".join(traceback.format_exception(type(error), error, own)).rstrip().split("\n")
+        report = "".join(f"rank {self._environment.rank}: {line}\n" for line in lines)
+        return f"{report}{self._environment.name}: {type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
+
+    # --- other ranks of this machine --------------------------------------------------------------------------------
+
+    def _peer_has_ended(self) -> bool:
+        """Wait a bounded time until another rank of this machine has ended, and see that it is named if need be."""
+        deadline = time.monotonic() + PEER_SECONDS
+        while not self._node.ended() and not self._terminated.is_set() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._report_unexplained()
+        return bool(self._node.ended()) or self._terminated.wait(0.2)
+
+    def _report_unexplained(self) -> None:
+        ranks = self._node.unexplained()
+        if ranks and self._node.is_lowest():
+            end = "has ended; if it printed no error, it was killed (out of memory?)"
+            write_stderr(f"error: {rank_name(ranks[0])} {end}")
+
+    def _end_with_runner(self) -> None:
+        text = f"error: the deepspeed command above {self._environment.name} has ended"
+        self.end(text if self._environment.is_local_rank_zero else "")
 
     # --- signals ----------------------------------------------------------------------------------------------------
 
     def _act_on_signals(self, numbers: set[int]) -> None:
-        if self.leaving:
+        if signal.SIGTERM in numbers:
+            self._terminated.set()
+        if self._leaving:
             return  # bounded already, and with the right status
         if signal.SIGINT in numbers:
-            self._end_interrupted()
-        if signal.SIGTERM in numbers and not self._stops_at_the_next_step():
-            self._end_terminated()
-        if signal.SIGUSR1 in numbers and self.requests.accepted:
-            self.requests.save = True
+            self._interrupt()
+        if signal.SIGTERM in numbers:
+            if not self._requests.accepted or self._requests.stop or self._node.ended():
+                self._terminate()
+            self._requests.stop = True
+        if signal.SIGUSR1 in numbers and self._requests.accepted:
+            self._requests.save = True
 
-    def _stops_at_the_next_step(self) -> bool:
-        """Take SIGTERM as a request, if it is the first, and not the launcher's after another rank's end."""
-        if not self.requests.accepted or self.requests.stop or self.first_word.said() or self.siblings.gone():
-            return False
-        self.requests.stop = True
-        return True
+    def _interrupt(self) -> NoReturn:
+        if self._environment.is_local_rank_zero:  # a terminal's Ctrl-C goes to all
+            write_stderr("interrupted")
+        self._exit(INTERRUPTED)
 
-    def _end_interrupted(self) -> NoReturn:
-        self._arm(INTERRUPTED, LEAVE_SECONDS[False])
-        self._say("interrupted", INTERRUPTED, PROMPT_SECONDS)
-        self._exit_now(INTERRUPTED)
-
-    def _end_terminated(self) -> NoReturn:
-        """End after SIGTERM, which is the launcher's after another rank's end (be silent, or name it), or is for us."""
-        self._arm(TERMINATED, LEAVE_SECONDS[False])
-        if not self.first_word.said() and not self._name_lost_peer():
-            ended = f"rank {self.environment.rank}{self.across.place}: ended by SIGTERM"
-            self._say(self.across.lost_store() or ended, TERMINATED, PROMPT_SECONDS)  # torchrun's, after it
-        self._exit_now(TERMINATED)
-
-    def end_hung(self, text: str) -> NoReturn:
-        """End because nothing goes on any more; `text` says who waits for whom."""
-        self._arm(FAILED, LEAVE_SECONDS[False])
-        self.leaving = True
-        self._say(text, FAILED, PROMPT_SECONDS)
-        self._exit_now(FAILED)
-
-    # --- the other machines -----------------------------------------------------------------------------------------
-
-    def _end_heard(self, status: int) -> None:
-        """End because the job does: another machine has said why."""
-        if not self.leaving:
-            self._arm(status, LEAVE_SECONDS[False])
-            self.first_word.say("")
-            self._exit_now(status)
-
-    def _end_lost(self, text: str) -> None:
-        if not self.leaving:
-            self.end_hung(text)
-
-    # --- the launchers above ----------------------------------------------------------------------------------------
-
-    def _watch(self, launchers: dict[psutil.Process, str]) -> None:
-        while True:
-            for launcher, name in launchers.items():
-                if not is_alive(launcher) and not self.leaving:
-                    self._arm(FAILED, LEAVE_SECONDS[False])
-                    gone = f"error: the launcher above rank {self.environment.rank} ({name}) is gone"
-                    self._say(self.across.named(gone), FAILED, PROMPT_SECONDS)
-                    self._exit_now(FAILED)
-            if not self.siblings.complete:
-                self.siblings.observe()
-            if self.requests.stop and not self.leaving and self.siblings.gone():
-                self._end_terminated()  # no step boundary will come
-            time.sleep(POLL_SECONDS)
+    def _terminate(self) -> NoReturn:
+        if self._requests.accepted:
+            self._report_unexplained()
+        if self._node.all_running():  # else it is the launcher's, after another rank's end
+            write_stderr(f"{self._environment.name}: ended by SIGTERM")
+        self._exit(TERMINATED)
 
     # --- the way out ------------------------------------------------------------------------------------------------
 
-    def _leave(self, status: int) -> NoReturn:
-        """Take the main thread's way out."""
-        self.leaving = True
-        self._arm(status, LEAVE_SECONDS[status == 0])
-        self._linger()
-        try:
-            _destroy_process_groups()
-        except (RuntimeError, OSError, ValueError):  # what torch raises for a connection or a group that is broken
-            # The work is done or its error is told: what a broken connection says while it is torn down is noise.
-            if self.verbose:
-                write_stderr(traceback.format_exc())
-        if status == 0:
-            atexit._run_exitfuncs()  # loggers and worker pools end here; `os._exit` below would skip them
-        self._exit_now(status)
+    def end(self, text: str) -> None:
+        """End this rank from a thread, unless it is ending; `text` is the reason, or "" where another rank has it."""
+        if not self._leaving:
+            self._leaving = True
+            self._exit_after(LAUNCHER_SECONDS, FAILED)
+            write_stderr(text)
+            self._exit(FAILED)
 
-    def _arm(self, status: int, seconds: float) -> None:
-        """See to it that this process is gone after `seconds`, whatever happens on the way out."""
+    def _exit_after(self, seconds: float, status: int) -> None:
+        timer = threading.Timer(seconds, os._exit, [status])
+        timer.daemon = True
+        timer.start()
 
-        def end() -> None:
-            time.sleep(seconds)
-            os._exit(status)
-
-        threading.Thread(target=end, name="last exit", daemon=True).start()
-
-    def _linger(self) -> None:
-        """Let the other machines hear why the job ends, also where another rank of this one has told them."""
-        self.across.ended = self.across.ended or self.first_word.said()
-        self.across.linger()
-
-    def _exit_now(self, status: int) -> NoReturn:
-        """Leave without the interpreter's and C++'s destructors: with a thread in a collective they can abort or hang.
-
-        The kernel closes the connections, so peers notice at once.
-        """
-        self._linger()
+    def _exit(self, status: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -296,46 +257,13 @@ class _Rank:
         os._exit(status)
 
 
-def _kill_after(launchers: Iterable[psutil.Process]) -> None:
-    """Have this process killed if it is still there 10 s after a launcher's end: the watching thread needs the
-    interpreter's lock."""
-    try:
-        above = [os.pidfd_open(launcher.pid) for launcher in launchers]
-        kill_if_stuck(lambda launcher: True, above, STUCK_SECONDS)
-    except (AttributeError, OSError):  # no such call here, or the launcher is gone: the thread will see that
-        return
-    for descriptor in above:
-        os.close(descriptor)
-
-
-def _destroy_process_groups() -> None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
-
-
-def _looks_like_a_lost_peer(error: BaseException) -> bool:
-    """Tell whether `error` may be only the echo of another rank's end. A wrong yes costs a wait, no text."""
-    for each in _chain(error):
-        if any(base.__name__.startswith("Dist") and base.__module__.startswith("torch") for base in type(each).__mro__):
-            return True
-        if isinstance(each, (ConnectionError, TimeoutError)):
-            return True
-        if isinstance(each, RuntimeError) and _BROKEN_PEER.search(str(each)):
-            return True
-    return False
-
-
-def _own_part(error: BaseException) -> TracebackType | None:
-    """Return the traceback from `main` on, without this module's frame."""
-    own = error.__traceback__
-    return own.tb_next if own is not None and own.tb_next is not None else own
+def _looks_like_a_lost_peer(error: BaseException | None) -> bool:
+    """Return whether `error` may be only the echo of another rank's end. A wrong yes costs a wait, no report."""
+    if error is None:
+        return False
+    bases = {base.__name__ for base in type(error).__mro__}  # by name, because torch may not be loaded
+    if "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, RuntimeError) and _BROKEN_PEER.search(str(error)):
+        return True
+    return _looks_like_a_lost_peer(error.__cause__ or error.__context__)

@@ -1,8 +1,6 @@
-"""This module keeps the libraries' own chatter out of a run's output; errors stay.
+"""Keep libraries' messages below level ERROR out of a run's output.
 
-Two things print before any rank exists and can only be quietened from outside: DeepSpeed's runner and launch.py take
-`-q` (or `--log_level error`) before the script: `deepspeed -q --num_accelerators 4 launch/pretrain.py …`. No
-environment variable does it.
+DeepSpeed's runner and launch.py print before any rank exists; only `deepspeed -q` silences them.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def quiet_libraries(verbose: bool) -> None:
 
     Call it before they are imported: some of it is read then. Later calls change nothing more.
     """
-    # Not chatter: tokenizers' threads and forked data workers don't mix, and it warns of that once for each worker.
+    # tokenizers' threads and forked data workers don't mix; it would warn of that once for each worker.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
         return
@@ -74,21 +72,21 @@ def _only_errors(record: logging.LogRecord) -> bool:
 def hushed(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
     """Drop what libraries `print` inside the block, unless `verbose`; if the block fails, it goes to stderr.
 
-    For `deepspeed.init_distributed` and `deepspeed.initialize`, which print (each rank: "… built successfully") where
-    they could log. A `UserError` says what a person has to know without it.
+    `deepspeed.init_distributed` and `deepspeed.initialize` print where they could log. After a `UserError`, which is
+    complete without it, it is dropped too.
 
     Args:
-        stderr: drop what is written to stderr too. A stream that was opened before, a bar of ours, stays.
+        stderr: drop what is written to stderr too. A stream that was opened before, such as our progress bar, stays.
     """
     if verbose:
         yield
         return
-    said = io.StringIO()
+    text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said) if stderr else contextlib.nullcontext():
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text) if stderr else contextlib.nullcontext():
             yield
     except UserError:
         raise
     except BaseException:
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(text.getvalue())
         raise

@@ -1,17 +1,15 @@
-"""Signals end a process, or ask something of a running job: SIGTERM to save and stop, SIGUSR1 to save and go on.
+"""Signals end a process, or request something of a training run: SIGTERM to save and stop, SIGUSR1 to save.
 
-A request reaches one rank, or all of them one after another. It only raises that rank's flag; at the next step boundary
-all ranks begin one all-reduce, learn of it, and act together: on a CPU at once, on an accelerator one step later, so
-that neither the host nor the device waits.
+A request reaches one rank, or all of them one after another, and only sets that rank's flags. At the next step boundary
+all ranks reduce the flags and act together: on a CPU at once, on an accelerator one step later, so that neither the
+host nor the device waits.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Requests:
-    """Requests are the flags of one rank, raised by its signal thread.
+    """Flags of one rank, set by its signal thread.
 
     Attributes:
-        accepted: whether training listens: flags raised now are acted on at the next step boundary.
-        stop, save: what was asked.
+        accepted: whether training handles requests at its step boundaries.
+        stop, save: what was requested.
         late: whether an answer is read a step later; by default on an accelerator.
     """
 
@@ -52,11 +50,10 @@ class Requests:
     def agreed(self, device: torch.device) -> tuple[bool, bool]:
         """Return (stop, save) as any rank was asked; a save is returned once. All-reduce of two numbers, all ranks.
 
-        Where answers are read late it is what was asked until the call before, on every rank alike; the first call
-        returns that nothing was.
+        Late answers are those of the call before, on every rank alike; the first call then returns (False, False).
         """
         late = device.type != "cpu" if self.late is None else self.late
-        self._exchanges.append(_exchange([self.stop, self.save], device))
+        self._exchanges.append(_all_reduce_flags([self.stop, self.save], device))
         self.save = False
         if late and len(self._exchanges) == 1:
             return False, False
@@ -64,49 +61,50 @@ class Requests:
         return bool(stop), bool(save)
 
 
-def _exchange(flags: list[bool], device: torch.device) -> Deferred:
-    """Find the flags that any rank has raised. On an accelerator this waits for nothing. All-reduce over all ranks."""
+def _all_reduce_flags(flags: list[bool], device: torch.device) -> Deferred:
+    """Reduce flags by OR over all ranks. On an accelerator this waits for nothing."""
     import torch
     import torch.distributed as dist
 
     from zero_tp.parallel.deferred import Deferred
 
-    asked = torch.tensor(flags, dtype=torch.int32, pin_memory=device.type != "cpu").to(device, non_blocking=True)
-    dist.all_reduce(asked, dist.ReduceOp.MAX)
-    return Deferred(asked)
+    reduced = torch.tensor(flags, dtype=torch.int32, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+    dist.all_reduce(reduced, dist.ReduceOp.MAX)
+    return Deferred(reduced)
 
 
 def listen(act: Callable[[set[int]], None]) -> None:
-    """Call `act` in a thread with the numbers of the SIGINT, SIGTERM and SIGUSR1 that have come.
+    """Handle SIGINT, SIGTERM and SIGUSR1 by `act` alone, in a thread.
 
-    Python's own handlers don't run while the main thread waits in a collective. The C-level handler writes the signal's
-    number into a pipe, whatever the main thread does. Blocking the signals for a `sigwait` thread would do too, but
-    compilers and data workers would inherit the mask.
+    Python's own handlers don't run while the main thread waits in a collective. Blocking the signals for a `sigwait`
+    thread would work too, but compilers and data workers would inherit the mask.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
+            signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=_restore_handlers)
+    read_signals(act)
+
+
+def read_signals(act: Callable[[set[int]], None]) -> None:
+    """Call `act` in a thread with the numbers of the signals that arrive, whatever the main thread does.
+
+    Python's handlers are called besides. A forked child reports none of its own signals.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
-            signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_take_back)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
     def read() -> None:
         while True:
-            numbers = os.read(read_end, 64)
-            if signal.SIGTERM in numbers:
-                # After Ctrl-C the launcher's SIGTERM can overtake our own SIGINT by a moment.
-                time.sleep(0.2)
-                if select.select([read_end], [], [], 0)[0]:
-                    numbers += os.read(read_end, 64)
-            act(set(numbers))
+            act(set(os.read(read_end, 64)))
 
     threading.Thread(target=read, name="signals", daemon=True).start()
 
 
-def _take_back() -> None:
-    """Give a forked child (a data worker) its own signals back: it must not report them as its parent's."""
-    signal.set_wakeup_fd(-1)
+def _restore_handlers() -> None:
+    """Give a forked child (a data worker) the default actions back."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

@@ -1,223 +1,264 @@
-"""A rank's watch knows what the rank is doing, tells the other ranks, and ends it when nothing goes on any more.
+"""A rank's watch ends the rank when its phase makes no progress, or when another rank or the job's store is silent.
 
-Ranks that hang wait for one that does not come: in a collective, whose own limit says neither where the others are nor
-which of them is late. So each rank counts its marks (each rank sets the same ones in the same order), a thread of its
-own puts the newest into the job's key-value store, and the first rank to reach its limit reads them all. Where the
-others do not wait for a rank that is gone (while a checkpoint is written, or under NCCL), its silence ends the job. No
-collective is involved, and nothing here waits without end.
+Each rank counts its marks; all ranks set the same ones in the same order. A thread writes the newest to the job's
+store, where the first rank whose limit passes reads those of all. Where nobody waits for a rank that is gone (while a
+checkpoint is written, or under NCCL) its silence ends the job. No collective is involved.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import math
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_tp.process import garbage
-from zero_tp.process.across import within
-from zero_tp.process.positions import ANSWER_SECONDS, TELL_SECONDS, Heard, Position, report
 from zero_tp.strict_json import parse_json
+from zero_tp.topology import name_ranks
 
-LIMIT_SECONDS = 0.25  # between two looks at the limit of a phase
-MOST_ASKING = 8  # of all ranks for all positions at once: a thousand would each be sent a thousand
-WINDOW_SECONDS = 60.0  # between two looks at the other ranks
-LOOKS = 3  # at least, in turn without a new word, after which a rank is silent
-LEAVE_SECONDS = 2.0  # to tell the others that the work is done
+CHECK_SECONDS = 0.25  # between two looks at the limits
+WRITE_SECONDS = 5.0  # between two messages of a rank, at most
+ANSWER_SECONDS = 10.0  # of the store
+REQUESTS_PER_SECOND = 500  # to the store, by all ranks
 
 _LIBRARY = Path(__file__).resolve().parents[1]
 _WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
 
 
-class Watch:
-    """The watch of one rank: `begin` starts it, `enter` and `mark` say what the rank does.
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank does, as it writes it to the store.
 
     Attributes:
-        end: called with why the job ends, by a thread of the watch; it ends the process.
+        count: number of its marks, which tells who is behind whom.
+        phase, step, doing: in words.
+        seconds: since the newest mark.
+        message: number of this message.
+        frame: the function that its main thread is in, once a limit has passed.
+        waiting: whether that function waits for other ranks; None before.
+    """
+
+    count: int = 0
+    phase: str = "start"
+    step: int = 0
+    doing: str = ""
+    host: str = ""
+    seconds: float = 0.0
+    message: int = 0
+    frame: str = ""
+    waiting: bool | None = None
+
+    def describe(self) -> str:
+        where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
+
+
+class Watch:
+    """The watch of one rank: `begin` starts it, `enter` and `mark` set what the rank does.
+
+    Attributes:
+        end: called in a thread with the reason why the rank ends, "" if another rank prints it.
     """
 
     def __init__(self) -> None:
         self.end: Callable[[str], object] | None = None
-        self._window, self._limits = WINDOW_SECONDS, dict[str, float]()
-        self._position = Position()
-        self._store: Any = None
-        self._connection: Callable[[], Any] = lambda: None
-        self._rank, self._world = 0, 1
+        self._status, self._marked, self._steps = RankStatus(host=socket.gethostname()), time.monotonic(), 0
+        self._limits = dict[str, float]()
         self._heartbeat: float | None = None
+        self._rank, self._world = 0, 1
+        self._write_seconds = WRITE_SECONDS
+        self._store: Any = None
+        self._messages = 0
         self._left = threading.Event()
-        self._teller = threading.Thread(target=self._tell, name="watch store", daemon=True)
-        self._progress: Callable[[], str] = lambda: ""
-        self._main = threading.main_thread().ident
-        self._zero = time.monotonic()
-        self._tell_seconds = TELL_SECONDS
-
-    # --- what the rank says -------------------------------------------------------------------------------------------
+        self._writer = threading.Thread(target=self._write, name="watch writer", daemon=True)
+        self._main = threading.main_thread().ident or 0
 
     def begin(self, limits: Mapping[str, float | None], rank: int, world: int, heartbeat: float | None = None) -> None:
         """Start to watch.
 
         Args:
-            limits: how long each phase may go without a mark [seconds]; a phase that is not there, or None, for ever.
-            heartbeat: how long a rank may say nothing once its start is over [seconds]; None: for ever.
+            limits: how long each phase may go without a mark [seconds]; None, or no entry: for ever.
+            heartbeat: how long a rank or the store may be silent from the second step on [seconds]; None: for ever.
         """
         self._limits = {phase: limit for phase, limit in limits.items() if limit is not None}
-        self._rank, self._world = rank, world
-        self._heartbeat = heartbeat
-        self._window = min(self._window, (heartbeat or math.inf) / LOOKS)
-        self._tell_seconds = min(TELL_SECONDS, self._window / 2, *(limit / 4 for limit in self._limits.values()))
+        self._rank, self._world, self._heartbeat = rank, world, heartbeat
+        fastest = min(WRITE_SECONDS, (heartbeat or 60) / 6, *(limit / 4 for limit in self._limits.values()))
+        self._write_seconds = max(fastest, world / REQUESTS_PER_SECOND)
         self.enter("start")
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        threading.Thread(target=self._check, name="watch", daemon=True).start()
 
-    def connect(self, groups: Sequence[str]) -> None:
-        """Begin to tell the other ranks, once the process groups are there.
+    def connect(self, store: Any = None) -> None:
+        """Begin to write to the store, once the process groups are there.
 
         Args:
-            groups: names of the process groups, in the order of their creation.
+            store: by default a connection of its own to the job's: the main thread may wait in its one for minutes.
         """
-        from zero_tp.process.flight_recorder import collective_progress  # here: it loads torch
-
-        self._progress = partial(collective_progress, groups)
-        self._connection, connected = _connection(), self._clock()
-        self._zero += connected  # all ranks are here at the same time
-        self._position = replace(self._position, since=self._position.since - connected)
-        self._teller.start()
+        self._store = store or _new_connection()
+        self._writer.start()
 
     def leave(self) -> None:
-        """Watch no more: the work is done. The others are told, so that they do not wait for a word."""
+        """Watch no more, because the work is done. A last message says so, so that nobody misses this rank."""
         self.enter("end")
         self._left.set()
-        if self._teller.is_alive():
-            self._teller.join(LEAVE_SECONDS)
+        if self._writer.is_alive():
+            self._writer.join(2.0)
 
-    def fail(self, text: str) -> None:
-        """End this rank, from any thread; `text` says why."""
+    def enter(self, phase: str, step: int = 0) -> None:
+        """Set the phase of this rank: start, step, save or evaluation."""
+        self._steps += phase == "step"
+        self._set(replace(self._status, count=self._status.count + 1, phase=phase, step=step, doing=""))
+
+    def mark(self, doing: str) -> None:
+        """Set what this rank does next in its phase."""
+        self._set(replace(self._status, count=self._status.count + 1, doing=doing))
+
+    def _set(self, status: RankStatus) -> None:
+        self._status, self._marked = status, time.monotonic()
+
+    # --- the thread that looks at the limits --------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Look at the limits until one passes. Time counts in small pieces: a process that is stopped is not late."""
+        status, message, idle, silent = self._status, self._messages, 0.0, 0.0
+        before = time.monotonic()
+        while not self._left.wait(CHECK_SECONDS):
+            now = time.monotonic()
+            passed, before = min(now - before, 1.0), now
+            idle = idle + passed if self._status.count == status.count else 0.0
+            silent = silent + passed if self._messages == message else 0.0
+            status, message = self._status, self._messages
+            limit = self._limits.get(status.phase)
+            if limit is not None and idle > limit:
+                self._end(self._describe_hang(limit))
+                return
+            if self._heartbeat is not None and self._steps > 1 and silent > self._heartbeat:
+                self._end(
+                    f"error: {status.host} has had no answer from the ranks' store for {self._heartbeat_limit()}: its "
+                    "machine (the first rank's, or torchrun's rendezvous), the network to it or its process has stopped"
+                )
+                return
+
+    def _end(self, text: str) -> None:
         if self.end is not None and not self._left.is_set():
             self.end(text)
 
-    def enter(self, phase: str, step: int = 0) -> None:
-        """Say that the rank enters a phase: start, step, save or evaluation."""
-        before = self._position
-        steps = before.steps + (phase == "step")
-        self._position = replace(
-            before, count=before.count + 1, phase=phase, step=step, doing="", since=self._clock(), steps=steps
-        )
+    def _describe_hang(self, limit: float) -> str:
+        """Return the statuses of all ranks, and who waits for whom; "" if another rank was first to ask for them."""
+        recorded = _dump_flight_recorder(self._rank)
+        frame, waiting = _describe_frame(self._main)
+        self._status = replace(self._status, frame=frame, waiting=waiting)
+        statuses, first, silent = {self._rank: self._newest()}, [True], set[int]()
+        pause = 3 * self._write_seconds  # others come to their limits, and write where they are
 
-    def mark(self, doing: str) -> None:
-        """Say what the rank does next in its phase."""
-        before = self._position
-        self._position = replace(before, count=before.count + 1, doing=doing, since=self._clock())
-
-    # --- its threads --------------------------------------------------------------------------------------------------
-
-    def _look(self) -> None:
-        """Look at the position, again and again, until a limit is reached."""
-        entered, count = time.monotonic(), -1
-        while not self._left.wait(LIMIT_SECONDS):
-            position = self._position
-            if position.count != count:  # by the monotonic clock, which nobody sets
-                entered, count = time.monotonic(), position.count
-            limit = self._limits.get(position.phase)
-            if limit is not None and time.monotonic() - entered > limit:
-                self.fail(self._hung(position, limit))
+        def read() -> None:
+            try:
+                self._store.set(str(self._rank), json.dumps(asdict(self._newest())))
+                first[0] = self._store.add("limits", 1) == 1
+                before = self._read(range(self._world))
+                time.sleep(pause)
+                statuses.update(self._read(range(self._world)))
+            except RuntimeError:  # the store is gone, and this rank reports what it knows
                 return
+            silent.update(rank for rank, old in before.items() if old.message == statuses[rank].message)
 
-    def _tell(self) -> None:
-        """Tell the others where this rank is, and look at them once a window: the first rank at all, they at it.
+        if self._store is not None:
+            reading = threading.Thread(target=read, name="watch reader", daemon=True)
+            reading.start()
+            reading.join(pause + ANSWER_SECONDS)
+        if not first[0]:
+            time.sleep(ANSWER_SECONDS)  # for that rank to print it
+            return ""
+        silent |= set(range(self._world)) - statuses.keys()
+        hang = describe_hang(dict(statuses), silent - {self._rank}, self._world, self._status, limit)
+        return "\n".join([*recorded, hang])
 
-        A turn that has no answer in time leaves its connection behind, and the next one makes another.
-        """
+    # --- the thread that writes to the store --------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write this rank's status, and look for silent ranks: the first rank at all others, they at it."""
         others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
-        heard = Heard(self._window, self._heartbeat)
-        looked = turn = time.monotonic()
+        before, silent = dict[int, RankStatus](), dict.fromkeys(others, 0.0)
         while True:
-            leaving = self._left.is_set()  # before the last word
-            looks = bool(others) and not leaving and turn - looked >= self._window
+            leaving = self._left.is_set()
             try:
-                self._store, now = within(ANSWER_SECONDS, self._turn, self._store, others if looks else ())
-                lost = heard.silence(now, self._clock()) if looks and self._position.steps > 1 else ""
-                heard.unanswered, looked = 0.0, turn if looks else looked
-            except (RuntimeError, OSError):  # what torch raises for a store that is gone, or does not answer
-                self._store, lost = None, ""
-                if self._position.steps > 1:
-                    lost = heard.no_answer(time.monotonic() - turn + self._tell_seconds)
-            if lost:
-                self.fail(lost)
-            if lost or leaving:
+                self._store.set(str(self._rank), json.dumps(asdict(self._newest())))
+                statuses = {} if leaving else self._read(others)
+            except RuntimeError:  # the store is gone, which the other thread notices
                 return
-            self._left.wait(self._tell_seconds)
-            turn = time.monotonic()
+            self._messages += 1
+            for rank, status in statuses.items():
+                same = rank in before and before[rank].message == status.message and status.phase != "end"
+                silent[rank] = silent[rank] + self._write_seconds if same else 0.0
+            before = statuses
+            if self._heartbeat is not None and self._steps > 1 and max(silent.values(), default=0) >= self._heartbeat:
+                self._end(self._describe_silence(statuses, silent))
+                return
+            if leaving:
+                return
+            self._left.wait(self._write_seconds)
 
-    def _clock(self) -> float:
-        return time.monotonic() - self._zero
+    def _describe_silence(self, statuses: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+        # The ranks of one machine were not all read just before they fell silent.
+        lost = [rank for rank in sorted(silent) if silent[rank] >= (self._heartbeat or 0) - 2 * self._write_seconds]
+        lines = [f"rank {rank} {statuses[rank].describe()}" for rank in lost]
+        hosts = ", ".join(sorted({statuses[rank].host for rank in lost}))
+        error = f"error: no word from {name_ranks(lost)} ({hosts}) for {self._heartbeat_limit()}"
+        return "\n".join([*lines, f"{error}: the machine, its network or the process has stopped"])
 
-    def _own(self) -> Position:
-        place, waiting = _place(self._main)
-        return replace(
-            self._position,
-            place=place,
-            waiting=waiting,
-            told=self._clock(),
-            every=self._tell_seconds,
-            host=socket.gethostname(),
-            collectives=self._progress(),
-        )
+    def _heartbeat_limit(self) -> str:
+        return f"{(self._heartbeat or 0) / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
 
-    def _turn(self, store: Any, ranks: Sequence[int]) -> tuple[Any, dict[int, Position]]:
-        """Tell the others where this rank is and ask where `ranks` are → (the store, which may be a new one; where)."""
-        store = store or self._connection()
-        self._say(store)
-        return store, self._told_by(store, ranks) if ranks else {}
+    def _newest(self) -> RankStatus:
+        return replace(self._status, seconds=time.monotonic() - self._marked, message=self._messages)
 
-    def _say(self, store: Any) -> None:
-        store.set(str(self._rank), json.dumps(asdict(self._own())))
-
-    def _told_by(self, store: Any, ranks: Sequence[int]) -> dict[int, Position]:
-        """Return the newest positions of ranks that have said one, and this rank's. Two requests, once all have."""
-        ranks = [rank for rank in ranks if rank != self._rank]
-        if not store.check([str(rank) for rank in ranks]):
-            ranks = [rank for rank in ranks if store.check([str(rank)])]
-        told = store.multi_get([str(rank) for rank in ranks]) if ranks else []
-        found = {rank: Position(**parse_json(each.decode())) for rank, each in zip(ranks, told, strict=True)}
-        return {self._rank: self._own(), **found}
-
-    def _hung(self, position: Position, limit: float) -> str:
-        everyone, store = {self._rank: self._own()}, self._store
-
-        def ask() -> None:
-            try:
-                self._say(store)
-                crowded = store.add("asked", 1) > MOST_ASKING
-                time.sleep(self._tell_seconds)  # who has come no further either says so meanwhile
-                if crowded:  # the first ones end the job meanwhile
-                    time.sleep(ANSWER_SECONDS)
-                everyone.update(self._told_by(store, range(self._world)))
-            except RuntimeError:
-                no_store()
-
-        def no_store() -> None:
-            everyone[self._rank] = replace(everyone[self._rank], host=f"{socket.gethostname()}; no store")
-
-        if store is None:
-            no_store()
-        else:
-            asking = threading.Thread(target=ask, daemon=True)
-            asking.start()
-            asking.join(2 * ANSWER_SECONDS + self._tell_seconds)
-        return report(dict(everyone), self._world, position, limit)
+    def _read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        """Return the newest statuses of those ranks that have written one. Two requests, once all have."""
+        if not self._store.check([str(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if self._store.check([str(rank)])]
+        values = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
+        return {rank: RankStatus(**parse_json(value.decode())) for rank, value in zip(ranks, values, strict=True)}
 
 
-def _place(thread: int | None) -> tuple[str, bool]:
-    """Return (the function that a thread is in, with this library's that called it; whether it waits for ranks)."""
-    frame = _frames().get(thread or 0)
+def describe_hang(
+    statuses: Mapping[int, RankStatus], silent: set[int], world: int, status: RankStatus, limit: float
+) -> str:
+    """Return a line for each rank, and as the last line who waits for whom.
+
+    Args:
+        silent: ranks that write no more.
+        status: of the rank whose limit has passed.
+        limit: in seconds.
+    """
+    lines = [
+        f"rank {rank} {each.describe()}{', silent since' if rank in silent else ''}"
+        for rank, each in sorted(statuses.items())
+    ]
+    least = min(each.count for each in statuses.values())
+    last = [rank for rank, each in statuses.items() if each.count == least]
+    behind = sorted(silent) or [rank for rank in last if statuses[rank].waiting is False] or last
+    waiting = sorted(set(range(world)) - set(behind))
+    who = "no rank is behind another"
+    if waiting:
+        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(sorted(behind))}"
+    where = f"{status.phase}{f' {status.step}' if status.step else ''}"
+    limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
+    return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
+
+
+def _describe_frame(thread: int) -> tuple[str, bool]:
+    """Return (a thread's function, with the function of this library that called it; whether it waits for ranks)."""
+    collects = gc.isenabled()
+    gc.disable()  # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
+    frame: Any = sys._current_frames().get(thread)
+    if collects:
+        gc.enable()
     if frame is None:
         return "its end", False
     name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -226,41 +267,33 @@ def _place(thread: int | None) -> tuple[str, bool]:
         frame = frame.f_back
     if frame is None:
         return f"{name} ({Path(file).name})", waiting
-    at = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
+    place = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
     caller = frame.f_code.co_name
-    return f"{name} ({at})" if name == caller else f"{name}, called by {caller} ({at})", waiting
+    return f"{name} ({place})" if name == caller else f"{name}, called by {caller} ({place})", waiting
 
 
-def _frames() -> dict[int, Any]:
-    """Return each thread's innermost frame, without a garbage collection meanwhile.
+def _dump_flight_recorder(rank: int) -> list[str]:
+    """Write torch's record of NCCL's collectives where torch writes it too, for `torchfrtrace` → a line about it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized() or "nccl" not in distributed.get_backend():
+        return []
+    from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
 
-    Python 3.11 makes frame objects under a lock, and a collection that one starts there waits for that lock, for ever,
-    where the garbage has a `threading.local` (CPython's issue 106883).
-    """
-    garbage.hold()
+    path = Path(f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', '/tmp/nccl_trace_rank_')}{rank}")
     try:
-        return sys._current_frames()
-    finally:
-        garbage.release()
+        path.write_bytes(_dump_nccl_trace())
+    except OSError as error:
+        return [f"the flight recorder could not be written to {path} ({error.strerror})"]
+    return [f"the flight recorder of rank {rank} is in {path}"]
 
 
-def _connection() -> Callable[[], Any]:
-    """Return what connects to the job's store: the main thread may wait in its own connection for minutes.
-
-    It raises OSError or RuntimeError where nothing answers.
-    """
+def _new_connection() -> Any:
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return lambda: dist.PrefixStore("zero_tp/watch", store)
-    address = store.host, store.port  # the store itself ends with its process group
-
-    def connect() -> Any:
-        socket.create_connection(address, timeout=ANSWER_SECONDS).close()  # torch's own attempts are loud
-        own = dist.TCPStore(*address, timeout=timedelta(seconds=ANSWER_SECONDS), wait_for_workers=False)
-        return dist.PrefixStore("zero_tp/watch", own)
-
-    return connect
+    if isinstance(store, dist.TCPStore):
+        limit = timedelta(seconds=ANSWER_SECONDS)
+        store = dist.TCPStore(store.host, store.port, timeout=limit, wait_for_workers=False)
+    return dist.PrefixStore("zero_tp/watch", store)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 
-from zero_tp.process import garbage
 from zero_tp.training.callback import Callback, TrainState
 
 INTERVAL = 50
@@ -23,10 +22,11 @@ class GarbageCollection(Callback):
     """
 
     def __init__(self) -> None:
-        self._frozen = False
+        self._frozen = self._was_enabled = False
 
     def on_start(self, state: TrainState) -> None:
-        garbage.hold()
+        self._was_enabled = gc.isenabled()
+        gc.disable()
 
     def on_step_end(self, state: TrainState) -> None:
         if not self._frozen or state.is_due(INTERVAL):
@@ -38,4 +38,5 @@ class GarbageCollection(Callback):
     def on_end(self, state: TrainState) -> None:
         if self._frozen:
             gc.unfreeze()
-        garbage.release()
+        if self._was_enabled:
+            gc.enable()

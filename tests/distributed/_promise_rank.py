@@ -1,0 +1,62 @@
+"""One rank of the jobs in test_promises.py: it trains nothing, step by step, until something ends it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from datetime import timedelta
+
+from zero_tp.errors import UserError
+from zero_tp.process.environment import RankEnvironment
+from zero_tp.process.lifecycle import run_rank
+from zero_tp.process.signals import Requests
+from zero_tp.process.watch import Watch
+
+CASE = sys.argv[sys.argv.index("--case") + 1]
+LIMITS = {"hang": 2.0}
+HEARTBEAT = {"silence": 3.0}
+
+environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
+
+
+def main() -> int:
+    rank, world = environment.rank, environment.world
+    if CASE == "wrong input":
+        raise UserError("zero_tp.training.steps is -1: it must be at least 1")
+    environment.export()
+    environment.store.join()
+    if CASE == "wrong input on one rank" and rank == 1:
+        raise UserError("local rank 1 has no device")
+    import torch
+    import torch.distributed as dist
+
+    environment.store.wait_until_all_ready(timedelta(minutes=5))
+    dist.init_process_group("gloo")
+    watch.begin({"step": LIMITS.get(CASE)}, rank, world, HEARTBEAT.get(CASE))
+    watch.connect()
+    with requests.accepting():
+        for step in itertools.count(1):
+            watch.enter("step", step)
+            dist.all_reduce(torch.ones(1000))
+            stop, save = requests.agreed(torch.device("cpu"))
+            if rank == 0 and (step == 5 or save or stop):
+                print("five steps" if step == 5 else f"{'stopped' if stop else 'saved'} at step {step}", flush=True)
+            if stop:
+                break
+            if step == 10 and rank == 1:
+                fail_or_hang()
+            time.sleep(0.01)
+    watch.leave()
+    return 0
+
+
+def fail_or_hang() -> None:
+    if CASE == "exception" or (CASE == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        raise ArithmeticError("the loss is not finite\nat step 10")
+    while CASE == "hang" or CASE == "stuck":
+        time.sleep(0.1)
+
+
+run_rank(main, False, environment, requests, watch)
