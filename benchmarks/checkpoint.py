@@ -33,7 +33,8 @@ from dated import write_result  # type: ignore[import-not-found]  # beside this 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.checkpoint.resume import resume
-from zero_tp.checkpoint.save import Saver
+from zero_tp.checkpoint.resume_point import verify_checkpoint
+from zero_tp.checkpoint.save import run_saver
 from zero_tp.config import RunConfig
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
@@ -117,7 +118,7 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
-    saver, run = Saver(engine.zero, config, folder / "run"), folder / "run"
+    saver, run = run_saver(engine.zero, config, folder / "run"), folder / "run"
     random = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     processor: dict[str, list[float]] = {name: [] for name in times}
@@ -131,7 +132,7 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         plain = folder / f"plain{turn}"
         taken["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
         forget(checkpoint)
-        taken["load"] = timed(partial(resume, engine.zero, checkpoint, config.zero_tp.training.seed))
+        taken["load"] = timed(partial(load, engine, checkpoint, config.zero_tp.training.seed))
         forget(plain)
         taken["read"] = timed(partial(read_plainly, plain))
         if turn >= WARM_UP:
@@ -150,10 +151,16 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     return {"bytes": size, "seconds": times, "processor_seconds": processor, **ratios}
 
 
+def load(engine: TrainingEngine, checkpoint: Path, seed: int) -> None:
+    """Verify and resume a checkpoint, as a start does."""
+    verify_checkpoint(checkpoint, directory.read_manifest(checkpoint))
+    resume(engine.zero, checkpoint, seed)
+
+
 def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds that training waits for a save in the background, against the copy to host memory and the whole save."""
     engine, config = build(folder, True)
-    saver = Saver(engine.zero, config, folder / "background")
+    saver = run_saver(engine.zero, config, folder / "background")
     waits: list[float] = []
     wholes: list[float] = []
     copies: list[float] = []
@@ -187,7 +194,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     import json
 
     from zero_tp.checkpoint.manifest import states_file
-    from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
+    from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.tensors.files import Entry, write_tensors
 
@@ -196,7 +203,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     (folder / "big.json").write_text(json.dumps(CONFIG))
     config = RunConfig.load(folder / "big.json", world_size=1).hf_config()
     whole = ZeroTPForCausalLM(config, Topology(), device="meta")
-    described = {name: Described.of(parameter) for name, parameter in whole.named_parameters()}
+    described = {name: ParameterLayout.of(parameter) for name, parameter in whole.named_parameters()}
     kinds, temporary, files = ["master", "exp_avg", "exp_avg_sq"], directory.begin(folder / "big"), {}
     for tensor_rank in range(2):
         for data_rank in range(2):

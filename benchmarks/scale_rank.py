@@ -27,11 +27,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it regis
 from benchmarks.fake_world import Clocks, CountedStore, fake_world
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import Manifest, states_file
-from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
-from zero_tp.checkpoint.resume import check_all_there, resume
+from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
+from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import broadcast_resume_point, find_resume_point
 from zero_tp.checkpoint.run import saved_start
-from zero_tp.checkpoint.save import Saver
+from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import most_machines, require_same_on_all_ranks
@@ -103,7 +103,9 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         with clocks.part("machines"):
             most_machines(topology)
         with clocks.part("saver"):
-            saver = Saver(engine.zero, config, run, None, prepared.corpora, prepared.validation_corpora)
+            saver = run_saver(
+                engine.zero, config, run, corpora=prepared.corpora, validation=prepared.validation_corpora
+            )
         train(world, clocks, prepared, engine)
         watched(world, clocks, store)
         found = save(world, clocks, saver, run)
@@ -206,7 +208,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     with mock.patch.object(directory, "begin", begun):
         if world.rank:
             temporary = begun(run)
-            saver._store.set("1/begun", json.dumps({"directory": temporary.name}))
+            saver._store.set("1/begin", json.dumps({"directory": temporary.name}))
             saver._store.set("1/outcome", "{}")
         with clocks.part("save: the rank's own"):
             if world.rank == 0:
@@ -225,7 +227,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     else:
         names = [states_file(*divmod(rank, world.data)) for rank in range(world.ranks)]
         files = dict.fromkeys(names, told) | {own["file"]: Written(own["size"], own["sha256"], own["parts"])}
-        directory.commit(run, temporary, 1, saver._manifest(), files)
+        directory.commit(run, temporary, 1, saver._describe(), files)
     manifest = directory.step_directory(run, 1) / directory.MANIFEST
     return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(told)))}
 
@@ -234,9 +236,8 @@ def go_on(clocks: Clocks, name: str, run: Path, config: RunConfig, engine: Train
     """Resume as a start does."""
     with clocks.part(f"{name}: what there is"):
         require_same_on_all_ranks(prepared.read())
-        found = broadcast_resume_point(partial(find_resume_point, run, config, None, prepared.check_resumed))
+        found = broadcast_resume_point(partial(find_resume_point, run, config), prepared.check_resumed)
         assert found.checkpoint is not None
-        check_all_there(found.checkpoint)
     with clocks.part(f"{name}: states"):
         resume(engine.zero, found.checkpoint, 1)
 
@@ -266,7 +267,7 @@ def moves(world: World) -> dict[str, tuple[int, int]]:
 
 def write_moved(run: Path, saver: Saver, tensor: int, data: int) -> None:
     """Write what `tensor` × `data` ranks have saved: the files of this TP rank, and small ones for the others."""
-    described = {name: Described.of(parameter) for name, parameter in saver.zero.model.named_parameters()}
+    described = {name: ParameterLayout.of(parameter) for name, parameter in saver.zero.model.named_parameters()}
     temporary, files = directory.begin(run), dict[str, Written]()
     numels = {name: math.prod(one.layout.local_shape(one.shape, tensor)) for name, one in described.items()}
     kinds, own = saver.zero.states().kinds(), saver.topology.tensor_rank % tensor
@@ -286,7 +287,7 @@ def write_moved(run: Path, saver: Saver, tensor: int, data: int) -> None:
             os.link(temporary / "small", temporary / states_file(tensor_rank, data_rank))
             files[states_file(tensor_rank, data_rank)] = small
     (temporary / "small").unlink()
-    manifest = saver._manifest() | {"tensor": tensor, "data": data}
+    manifest = saver._describe() | {"tensor": tensor, "data": data}
     directory.commit(run, temporary, 1, manifest, files)
     assert isinstance(directory.read_manifest(directory.step_directory(run, 1)), Manifest)
 

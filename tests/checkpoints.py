@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, states_file
-from zero_tp.checkpoint.reader import STARTS, Described, tensor_name
+from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
@@ -46,7 +46,7 @@ def write_checkpoint(
 ) -> Path:
     """Write `run`'s checkpoint of `step`; DP ranks hold equal runs of each TP shard."""
     model = ZeroTPForCausalLM(config, Topology(tensor, tensor > 1, world=tensor), device="meta")
-    described = {name: Described.of(parameter) for name, parameter in model.named_parameters()}
+    described = {name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()}
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     temporary, files = directory.begin(run), {}
     for tensor_rank in range(tensor):

@@ -10,8 +10,8 @@ from typing import Any
 from zero_tp.training.callback import TrainState
 from zero_tp.training.lines import StepRecord
 from zero_tp.training.metrics_file import MetricsFile
+from zero_tp.training.run_callbacks import Validation
 from zero_tp.training.step_logger import StepLogger
-from zero_tp.training.validation import Validation
 
 
 def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()) -> Any:

@@ -25,7 +25,7 @@ from tests.stream_checker import READ, RecordingStream
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import find_resume_point
-from zero_tp.checkpoint.save import Saver
+from zero_tp.checkpoint.save import run_saver
 
 STOP, STEPS, ACCUMULATION = 3, 5, 2
 SMALL = {"stage3_prefetch_bucket_size": 3000, "reduce_bucket_size": 3000}
@@ -164,7 +164,7 @@ def saved(path: str, run: str) -> list[str]:
     with asynchronous() as accelerator:
         engine, config = build(path)
         train(engine, 1, STOP, accelerator)
-        saver = Saver(engine.zero, config, Path(run))
+        saver = run_saver(engine.zero, config, Path(run))
         saver.save(STOP)
         assert saver.outcome() == (STOP, "")
         return list(accelerator.checker.faults)

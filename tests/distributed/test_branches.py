@@ -70,7 +70,7 @@ def go_back(path: str, run: str, to: int, last: int, broken: bool = False) -> tu
 
     engine, config = build(path)
     assert resume(engine.zero, step_directory(Path(run), to), config.zero_tp.training.seed) == to
-    saver = save.Saver(engine.zero, config, Path(run))
+    saver = save.run_saver(engine.zero, config, Path(run))
     notes = directory.start_branch(Path(run), to) if engine.topology.rank == 0 else []
     removed = []
     for step in range(to + 1, last + 1):

@@ -64,7 +64,7 @@ def test_the_example_of_the_page_stops_a_run_that_records_its_events(workplace: 
 
 TAKE_OVER = """
 from pathlib import Path
-from zero_tp.checkpoint.owner import RunOwner
+from zero_tp.checkpoint.run import RunOwner
 
 class TakeOver(Callback):
     def on_step_end(self, state):

@@ -117,10 +117,10 @@ def masters_of(engine: Any) -> dict[str, Tensor]:
 
 def straight(path: str, run: str, save_at: list[int], last: int) -> dict[str, Any]:
     """Train, saving on the way; returns the losses, this rank's masters and the evaluation logits of the last save."""
-    from zero_tp.checkpoint.save import Saver
+    from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)
-    saver = Saver(engine.zero, config, Path(run))
+    saver = run_saver(engine.zero, config, Path(run))
     done, logits = [], None
     for step in range(1, last + 1):
         done += steps_of(engine, step, step)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,57 +50,42 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def start(path: str, run: str, given: str | None = None, *, sizes: bool = True) -> tuple[str, list[str]]:
-    """(the checkpoint that a start takes, or its error; what it says of others).
-
-    Without `sizes` as where a file is damaged after they were compared.
-    """
+def start(path: str, run: str, resume_from: str | None = None) -> tuple[str, list[str]]:
+    """(the checkpoint that a start resumes, or its error; its notes on others)."""
     import torch.distributed as dist
 
-    from zero_tp.checkpoint.resume import Verification, check_all_there
-    from zero_tp.checkpoint.resume_point import broadcast_resume_point, find_resume_point, load_resume_point
+    from zero_tp.checkpoint.resume_point import find_intact_resume_point
     from zero_tp.config import RunConfig
     from zero_tp.errors import UserError
 
-    def verify(checkpoint: Path) -> None:
-        with Verification(checkpoint, read_manifest(checkpoint).files) as whole:
-            whole.agree()
-
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    chosen = Path(given) if given else None
     try:
-        found = broadcast_resume_point(partial(find_resume_point, Path(run), config, chosen))
-        for load in (check_all_there, verify) if sizes else (verify,):
-            found = load_resume_point(found, Path(run), config, load, chosen)
+        point = find_intact_resume_point(Path(run), config, Path(resume_from) if resume_from else None)
     except UserError as error:
         return f"error: {error}", []
-    return str(found.checkpoint), list(found.notes)
+    return str(point.checkpoint), list(point.notes)
 
 
 def start_with_an_old_view(path: str, run: str) -> str:
-    """The checkpoint that a start takes whose last rank sees the one before only after a while."""
+    """The checkpoint that a start resumes, if the last rank sees the older one only after a while."""
     import torch.distributed as dist
 
     from zero_tp.checkpoint import resume_point
-    from zero_tp.checkpoint.resume import Verification
     from zero_tp.config import RunConfig
 
-    def verify(checkpoint: Path) -> None:
-        with Verification(checkpoint, read_manifest(checkpoint).files) as whole:
-            whole.agree()
-
     def read_late(checkpoint: Path) -> Manifest:
-        if views:
+        if views and checkpoint == step_directory(Path(run), 1):
             raise Damaged(checkpoint / MANIFEST, views.pop())
         return read_manifest(checkpoint)
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
-    first = resume_point.broadcast_resume_point(partial(resume_point.find_resume_point, Path(run), config))
     views = ["is of an old view"] if dist.get_rank() == dist.get_world_size() - 1 else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume_point, "read_manifest", read_late)
         patch.setattr("zero_tp.files.is_local", lambda directory: False)
-        return str(resume_point.load_resume_point(first, Path(run), config, verify).checkpoint)
+        resumed = str(resume_point.find_intact_resume_point(Path(run), config).checkpoint)
+    assert not views
+    return resumed
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +120,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     hurt(step_directory(run, 2) / states_file(0, 1))
     before = step_directory(run, 1)
     pattern = rf"error: .*{words}; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
-    for sizes in (True, False):
-        for said, _ in ranks(2).run(start, str(path), str(run), sizes=sizes):
-            assert re.match(pattern, said), said
+    for said, _ in ranks(2).run(start, str(path), str(run)):
+        assert re.match(pattern, said), said
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
     tolerant = changed(path, on_corrupt="previous")
     for found, _ in ranks(2).run(start, str(tolerant), str(run)):
@@ -192,31 +175,30 @@ def test_the_only_checkpoint_damaged_stops_whatever_is_set(ranks: Pools, saved: 
 
 
 def damage_header(file: Path) -> None:
-    """A name in the header: what reads the file fails at it, before its checksum is known."""
+    """Change a tensor's name in the header."""
     content = file.read_bytes()
     file.write_bytes(content.replace(b'/exp_avg"', b'/exp_avh"', 1))
 
 
 def resume_with_an_engine(path: str, run: str) -> tuple[str, list[str], dict[str, torch.Tensor]]:
-    """(the checkpoint that an engine resumed or the error, what it says of others, this rank's masters)."""
+    """(the checkpoint that an engine resumed or the error, its notes on others, this rank's masters)."""
     from zero_tp.checkpoint.resume import resume
-    from zero_tp.checkpoint.resume_point import find_resume_point, load_resume_point
+    from zero_tp.checkpoint.resume_point import find_intact_resume_point
     from zero_tp.errors import UserError
 
     engine, config = build(path)
     steps_of(engine, 1, 1)
-    found = find_resume_point(Path(run), config)
     try:
-        found = load_resume_point(
-            found, Path(run), config, lambda checkpoint: resume(engine.zero, checkpoint, config.zero_tp.training.seed)
-        )
+        point = find_intact_resume_point(Path(run), config)
     except UserError as error:
         return f"error: {error}", [], {}
-    return str(found.checkpoint), list(found.notes), masters_of(engine)
+    assert point.checkpoint is not None
+    resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
+    return str(point.checkpoint), list(point.notes), masters_of(engine)
 
 
 @pytest.mark.parametrize("hurt", [flip_a_bit, damage_header])
-def test_an_engine_that_read_a_damaged_checkpoint_resumes_the_one_before(
+def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(
     ranks: Pools, saved: Path, tmp_path: Path, hurt: Callable[[Path], None]
 ) -> None:
     path, run = copy_of(saved, tmp_path)

@@ -198,7 +198,7 @@ def test_norm_and_clipping_without_zero(ranks: Pools, limit: float) -> None:
 
 def decayed(stage: int) -> dict[str, float]:
     """Each parameter's weight decay, asked for as the engine does."""
-    from zero_tp.training.build import parameter_groups
+    from zero_tp.training.engine import parameter_groups
 
     model = build(grid(2, True), stage).model
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -20,7 +20,7 @@ from tests.tiers import THOROUGH
 from tests.unit.test_config import written
 from zero_tp.checkpoint.directory import read_manifest, step_directory
 from zero_tp.checkpoint.manifest import Parent
-from zero_tp.checkpoint.parent import Origin, check_child, check_parent, find_parent
+from zero_tp.checkpoint.parent import check_child, describe_parent, find_parent, init_from_parent
 from zero_tp.checkpoint.resume_point import ResumePoint
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
@@ -44,15 +44,15 @@ def write(place: Place, path: Path, *, constant: bool = False, **model: Any) -> 
 
 def begun(path: str, parent: str, run: str) -> dict[str, Any]:
     """Start from a parent, save at once as it is held here, and what is anew."""
-    from zero_tp.checkpoint.save import Saver
+    from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)
     rate = engine.learning_rate
     found = find_parent(Path(parent), config, engine.model.config)
     assert found.checkpoint is not None and found.manifest is not None
-    Origin(Path(parent)).take(engine.zero, found.checkpoint)
+    init_from_parent(engine.zero, found.checkpoint)
     progress = engine.zero.progress()
-    saver = Saver(engine.zero, config, Path(run), parent=Parent.of(found.checkpoint, found.manifest))
+    saver = run_saver(engine.zero, config, Path(run), parent=Parent.of(found.checkpoint, found.manifest))
     saver.save(SAVED)
     assert saver.outcome() == (SAVED, "")
     return {"progress": progress, "rates": (rate, engine.learning_rate), "model": engine.model.config.to_dict()}
@@ -67,7 +67,7 @@ def followed(path: str, parent: str) -> tuple[list[Any], list[Any]]:
         engine, config = build(path)
         checkpoint = step_directory(Path(parent), SAVED)
         if starts:
-            Origin(checkpoint).take(engine.zero, checkpoint)
+            init_from_parent(engine.zero, checkpoint)
         else:
             resume(engine.zero, checkpoint, config.zero_tp.training.seed)
         found.append(steps_of(engine, SAVED + 1, SAVED + 3))
@@ -157,15 +157,15 @@ def parent(tmp_path: Path) -> Path:
 def test_what_makes_another_model_is_refused_by_name(tmp_path: Path, parent: Path, field: str, value: Any) -> None:
     config = config_of(tmp_path, **{field: value})
     with pytest.raises(UserError, match=rf"^zero_tp\.model\.{field}: .*, but the model of .* has .*; --from keeps"):
-        check_parent(parent, config, config.hf_config())
+        find_parent(parent, config, config.hf_config())
 
 
 def test_what_keeps_the_weights_meaning_is_accepted(tmp_path: Path, parent: Path) -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e5}
     changes: dict[str, Any] = {"max_position_embeddings": 128, "rope_parameters": rope, "attention_dropout": 0.1}
     config = config_of(tmp_path, **changes)
-    check_parent(parent, config, config.hf_config())
-    check_parent(step_directory(parent, 1), config, config.hf_config())
+    find_parent(parent, config, config.hf_config())
+    find_parent(step_directory(parent, 1), config, config.hf_config())
 
 
 def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, parent: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, 
     found = ResumePoint(step_directory(parent, 1), read_manifest(step_directory(parent, 1)))
     for there, again in ((corpus, True), (corpus | {"sha256": "cd"}, False)):
         for prefix in ("nowhere/train", "elsewhere/train"):
-            told = Origin(parent).told(found, config, {prefix: there}, {})
+            told = describe_parent(found, config, {prefix: there}, {})
             assert any(line.startswith("its samples come again in the same order") for line in told) == again
 
 
@@ -184,18 +184,18 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     config = config_of(tmp_path)
     newer = step_directory(parent, 2)
     newer.mkdir()
-    lines = Origin(parent).told(find_parent(parent, config, config.hf_config()), config, {}, {})
+    lines = describe_parent(find_parent(parent, config, config.hf_config()), config, {}, {})
     assert f"{newer}: has no manifest.json, so that it is no checkpoint" in lines
     with pytest.raises(UserError, match="no complete checkpoint there"):
-        check_parent(tmp_path / "none", config, config.hf_config())
+        find_parent(tmp_path / "none", config, config.hf_config())
     sgd = config_of(tmp_path, optimizer="SGD")
     with pytest.raises(UserError, match=r'^optimizer\.type: "SGD" has other states than "AdamW"'):
-        check_parent(parent, sgd, sgd.hf_config())
+        find_parent(parent, sgd, sgd.hf_config())
     manifest = read_manifest(step_directory(parent, 1))
     with rewritten(step_directory(parent, 1)) as changed:
         del changed["fixed"]["optimizer"]
     with pytest.raises(UserError, match=r"a Trainer saved it, .* export it"):
-        check_parent(parent, config, config.hf_config())
+        find_parent(parent, config, config.hf_config())
     with pytest.raises(UserError, match="is at step 1 already, and was not started from it"):
         check_child(parent, tmp_path / "run", manifest)
     child = manifest.model_copy(update={"parent": Parent.of(step_directory(parent, 1), manifest)})

@@ -23,8 +23,7 @@ import pytest
 
 from tests.launched import ROOT, default_interrupts, environment, free_port, launch, said
 from tests.waits import patience, wait_until
-from zero_tp.checkpoint.owner import RunOwner, TakenOver
-from zero_tp.checkpoint.run import run_directory
+from zero_tp.checkpoint.run import RunOwner, TakenOver, run_directory
 from zero_tp.errors import UserError
 from zero_tp.process.environment import is_alive
 

@@ -135,10 +135,10 @@ PAIRS: dict[Place, list[Place]] = {
 
 def first_part(path: str, run: str, saved: int) -> list[tuple[float, float]]:
     """Save on the way; (loss, gradient norm) of the steps after it."""
-    from zero_tp.checkpoint.save import Saver
+    from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)
-    saver = Saver(engine.zero, config, Path(run))
+    saver = run_saver(engine.zero, config, Path(run))
     steps_of(engine, 1, saved)
     saver.save(saved)
     assert saver.outcome() == (saved, "")
@@ -148,13 +148,13 @@ def first_part(path: str, run: str, saved: int) -> list[tuple[float, float]]:
 def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, float]]:
     """Resume here, save at once as it is held here, and train on."""
     from zero_tp.checkpoint.resume import resume
-    from zero_tp.checkpoint.save import Saver
+    from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)
     checkpoint = find_resume_point(Path(run), config).checkpoint
     assert checkpoint is not None
     assert resume(engine.zero, checkpoint, config.zero_tp.training.seed) == saved
-    saver = Saver(engine.zero, config, Path(again))
+    saver = run_saver(engine.zero, config, Path(again))
     saver.save(saved)
     assert saver.outcome() == (saved, "")
     return steps_of(engine, saved + 1, saved + MORE)

@@ -137,7 +137,7 @@ def test_the_bound_follows_what_came_before() -> None:
 def traced(stage: int, where: str) -> tuple[bool, str]:
     engine = replica(stage, tensor=2, trace_nonfinite=True)
     engine.train_step(rows(engine))
-    assert engine.trace.found == "" and not engine.skipped
+    assert engine.trace._first is None and not engine.skipped
     layer = engine.model.transformer.layers[0].mlp
     if engine.topology.rank == 2:
         if where == "forward":
@@ -146,7 +146,7 @@ def traced(stage: int, where: str) -> tuple[bool, str]:
             layer.down.weight.register_hook(lambda gradient: gradient * float("nan"))
             engine.trace = type(engine.trace)(engine.model)  # its hooks look after that one
     engine.train_step(rows(engine))
-    return engine.skipped, engine.trace.told()
+    return engine.skipped, engine.trace.describe()
 
 
 @pytest.mark.parametrize("stage", in_tiers([1, 3], [3]))

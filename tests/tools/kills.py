@@ -41,7 +41,7 @@ from tests.tools.fuzz import commands
 from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import (
     TEMPORARY,
-    check_file,
+    check_content,
     checkpoints_of,
     complete_steps,
     read_manifest,
@@ -228,11 +228,9 @@ def compare(found: dict[int, float], undisturbed: list[dict[int, float]]) -> int
 
 def contents(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every file of a checkpoint, read anew and held against the manifest."""
-    found = {}
-    for name, written in read_manifest(checkpoint).files.items():
-        check_file(checkpoint / name, written)
-        found[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-    return found
+    files = read_manifest(checkpoint).files
+    check_content(checkpoint, files)
+    return {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
 
 
 # --- the other commands -----------------------------------------------------------------------------------------------

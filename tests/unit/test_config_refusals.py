@@ -160,7 +160,7 @@ def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
     """And `optimizer.type` as the command line does: Muon would train on shards."""
     from zero_tp.training.engine import TrainingEngine
 
-    monkeypatch.setattr("zero_tp.training.build.zero_engine", lambda *_: pytest.fail("the engine is built"))
+    monkeypatch.setattr("zero_tp.training.engine.zero_engine", lambda *_: pytest.fail("the engine is built"))
     settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
     with pytest.raises(ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'):
         TrainingEngine(LlamaConfig(), Topology(world=1), settings, seed=1)

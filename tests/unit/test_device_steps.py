@@ -23,7 +23,7 @@ from tests.decoders import MODEL_TYPES
 from tests.simulated_steps import ENCODERS, Does, Watching, watched, watched_step
 from tests.tiers import in_tiers
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.checkpoint.save import _in_host_memory
+from zero_tp.checkpoint.save import _copy_to_host
 from zero_tp.models import position, transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.deferred import Deferred
@@ -272,7 +272,7 @@ def test_a_trainer_of_one_tp_rank_compares_nothing() -> None:
 
 def copied_for_a_save(engine: TrainingEngine) -> object:
     weight = next(engine.model.parameters())
-    copied = _in_host_memory(Entry("weight", tuple(weight.shape), weight.dtype, lambda: weight))
+    copied = _copy_to_host(Entry("weight", tuple(weight.shape), weight.dtype, lambda: weight))
     with mock.patch.object(accelerator._Stream, "synchronize", lambda _: None):  # the writing thread's
         assert copied.read().device.type == "cpu"
     return None
@@ -289,7 +289,7 @@ def replicas_compared(engine: TrainingEngine) -> object:
     return check_replicas(engine.model, engine.topology)
 
 
-def test_replicas_in_host_memory_are_compared_on_the_device() -> None:
+def test_replicas_copy_to_host_are_compared_on_the_device() -> None:
     found = watched_step("llama", WORKLOAD, replicas_compared).found
     assert list(found) == ["_to_copy between host and device, for which both wait"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.run_log import train_state
-from zero_tp.training.garbage_collection import INTERVAL, GarbageCollection
+from zero_tp.training.run_callbacks import COLLECTION_INTERVAL, GarbageCollection
 
 
 class Ring:
@@ -50,11 +50,11 @@ def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
         assert not gc.isenabled()
         rings: list[weakref.ref[Ring]] = []
         since = 0  # the last collection
-        for step in range(7, 2 * INTERVAL + 1):
+        for step in range(7, 2 * COLLECTION_INTERVAL + 1):
             rings.append(weakref.ref(Ring()))
-            lasting = Ring() if step == INTERVAL else None  # lives through a collection
+            lasting = Ring() if step == COLLECTION_INTERVAL else None  # lives through a collection
             collect(step)
-            since = 0 if step in (7, INTERVAL, 2 * INTERVAL) else since + 1
+            since = 0 if step in (7, COLLECTION_INTERVAL, 2 * COLLECTION_INTERVAL) else since + 1
             assert sum(ring() is not None for ring in rings) == since, step
             if lasting is not None:
                 rings.append(weakref.ref(lasting))

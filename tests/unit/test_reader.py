@@ -17,17 +17,17 @@ from torch import Tensor
 
 from zero_tp.checkpoint.directory import Damaged
 from zero_tp.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
-from zero_tp.checkpoint.reader import STARTS, CheckpointReader, Described, tensor_name
+from zero_tp.checkpoint.reader import STARTS, CheckpointReader, ParameterLayout, tensor_name
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.zero.states import MASTER
 
 NAME = "layers.0.weight"
 
 
-def reader_of(folder: Path, parameter: Described, tensor: int, data: int) -> CheckpointReader:
+def reader_of(folder: Path, parameter: ParameterLayout, tensor: int, data: int) -> CheckpointReader:
     entry = (ShardedParameter if isinstance(parameter.layout, Sharded) else ReplicatedParameter)(**parameter.to_json())
     fields: dict[str, Any] = {"parameters": {NAME: entry}, "tensor": tensor, "data": data, "files": {}}
-    return CheckpointReader(folder, Manifest.model_construct(**fields), compared=False)
+    return CheckpointReader(folder, Manifest.model_construct(**fields))
 
 
 def saved(folder: Path, whole: Tensor, layout: Layout, tensor: int, data: int) -> CheckpointReader:
@@ -39,7 +39,7 @@ def saved(folder: Path, whole: Tensor, layout: Layout, tensor: int, data: int) -
             starts = {NAME: start} if len(held) else {}
             save_file(tensors, folder / states_file(tensor_rank, data_rank), {STARTS: json.dumps(starts)})
             start += len(held)
-    return reader_of(folder, Described(layout, tuple(whole.shape)), tensor, data)
+    return reader_of(folder, ParameterLayout(layout, tuple(whole.shape)), tensor, data)
 
 
 @given(st.data())
@@ -60,9 +60,9 @@ def test_any_piece_is_what_another_topology_holds(data: st.DataObject) -> None:
     numel = data.draw(st.integers(1, len(expected) - start), "numel")
     with tempfile.TemporaryDirectory() as folder:
         reader = saved(Path(folder), whole, before, old, data.draw(st.integers(1, 4), "replicas"))
-        found = reader.piece(NAME, MASTER, Described(after, tuple(shape)), rank, new, start, numel)
+        found = reader.piece(NAME, MASTER, ParameterLayout(after, tuple(shape)), rank, new, start, numel)
         assert torch.equal(found, expected[start : start + numel])
-        assert torch.equal(reader.piece(NAME, MASTER, Described(after, tuple(shape)), rank, new), expected)
+        assert torch.equal(reader.piece(NAME, MASTER, ParameterLayout(after, tuple(shape)), rank, new), expected)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -75,7 +75,7 @@ def test_only_files_that_hold_some_of_a_piece_are_read(
     for tensor_rank in set(range(4)) - holders:
         for data_rank in range(2):
             (tmp_path / states_file(tensor_rank, data_rank)).unlink()
-    wanted = Described(layout, (16, 16))
+    wanted = ParameterLayout(layout, (16, 16))
     found = reader.piece(NAME, MASTER, wanted, rank, size)
     assert torch.equal(found, layout.shard(whole, rank, size).flatten())
     (tmp_path / states_file(max(holders), 1)).unlink()

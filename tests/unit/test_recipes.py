@@ -17,7 +17,7 @@ from zero_tp.models.attention import AttentionCore
 from zero_tp.models.model import model_class
 from zero_tp.parallel.random import Dropout
 from zero_tp.topology import Topology
-from zero_tp.training.build import parameter_groups
+from zero_tp.training.engine import parameter_groups
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 GPT2 = {"gpt2_355m": 8, "gpt2_2.5b": 16, "gpt2_8.3b": 512, "papers/gpt2_1.2b": 64, "papers/gpt2_4.2b": 256}

@@ -24,8 +24,7 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.owner import OWNER, TakenOver
-from zero_tp.checkpoint.run import CONFIG, run_directory, saved_start
+from zero_tp.checkpoint.run import CONFIG, OWNER, TakenOver, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.process.environment import RankEnvironment

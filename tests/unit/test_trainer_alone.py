@@ -75,36 +75,36 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "told"), REFUSED_CONFIGS)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], told: str, tensor: int) -> None:
-    from zero_tp.trainer.engine import settled
+    from zero_tp.trainer.engine import finalized_config
 
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
     plugin = SimpleNamespace(deepspeed_config=batch | keys, deepspeed_config_process=lambda **_: None)
     with pytest.raises(UserError, match=told):
-        settled(plugin, Topology(tensor, world=tensor), 1.0)
+        finalized_config(plugin, Topology(tensor, world=tensor), 1.0)
     plugin.deepspeed_config = batch
-    assert settled(plugin, Topology(tensor, world=tensor), 1.0)["train_batch_size"] == 1
+    assert finalized_config(plugin, Topology(tensor, world=tensor), 1.0)["train_batch_size"] == 1
 
 
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
-    from zero_tp.trainer.engine import _on_shards
+    from zero_tp.trainer.engine import _sharded_optimizer
 
     weight = torch.nn.Parameter(torch.zeros(2))
     other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
     with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes: a rank holds shards"):
-        _on_shards(other, {})
+        _sharded_optimizer(other, {})
     optimizer = torch.optim.AdamW([weight])
-    assert _on_shards(optimizer, {}) is optimizer
+    assert _sharded_optimizer(optimizer, {}) is optimizer
 
 
 def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
-    from zero_tp.trainer.engine import settled
+    from zero_tp.trainer.engine import finalized_config
 
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
     config |= {"fp16": {"enabled": False, "loss_scale": 8.0}}
     plugin = SimpleNamespace(deepspeed_config=config, deepspeed_config_process=lambda **_: None)
     with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
-        settled(plugin, Topology(world=1), 1.0)
+        finalized_config(plugin, Topology(world=1), 1.0)
 
 
 @THOROUGH

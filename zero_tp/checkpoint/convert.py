@@ -1,6 +1,6 @@
-"""`to_huggingface` writes a checkpoint as a native Hugging Face directory.
+"""Export a checkpoint to a native Hugging Face directory.
 
-It needs one process, no DeepSpeed, and memory for one parameter at a time.
+One process without DeepSpeed does it, with one parameter in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.architectures import weights_of
-from zero_tp.checkpoint.directory import (
-    MANIFEST,
-    check_sizes,
-    find_checkpoint,
-    in_use,
-    passed_over,
-)
+from zero_tp.checkpoint.directory import MANIFEST, check_content, find_checkpoint, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
@@ -35,7 +29,7 @@ from zero_tp.weights.files import INDEX, SINGLE, TOKENIZER_FILES, has_commit, ho
 
 @dataclass(frozen=True)
 class Converted:
-    """A checkpoint was converted.
+    """The result of an export.
 
     Attributes:
         tokenizer: the directory that was copied, if there was one.
@@ -48,23 +42,26 @@ class Converted:
     notes: tuple[str, ...] = ()
 
 
-def tokenizer_of(given: Path | None, recorded: str | None) -> Path | None:
-    """Return the directory of a run's tokenizer: the one given, else the one that the run had.
+def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
+    """Return the tokenizer's directory: the requested one, else the run's.
 
     Raises:
-        UserError: it isn't there, or is none.
+        UserError: the directory does not exist, or holds no tokenizer.
     """
-    if given is not None:
-        given = resolve(given, "--tokenizer", weights=False).directory
-    elif recorded is not None and has_commit(recorded):
+    if requested is not None:
+        directory = resolve(requested, "--tokenizer", weights=False).directory
+        if not directory.is_dir():
+            raise UserError(f"--tokenizer: no directory {directory}")
+        if not holds_tokenizer(directory):
+            raise UserError(f"--tokenizer: {directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:2])}")
+        return directory
+    if recorded is None:
+        return None
+    if has_commit(recorded):
         return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
-    if given is not None and not given.is_dir():
-        raise UserError(f"--tokenizer: no directory {given}")
-    if given is not None and not holds_tokenizer(given):
-        raise UserError(f"--tokenizer: {given} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:2])}")
-    if given is None and recorded is not None and not Path(recorded).is_dir():
+    if not Path(recorded).is_dir():
         raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
-    return given or (Path(recorded) if recorded else None)
+    return Path(recorded)
 
 
 def config_of(manifest: Manifest) -> PretrainedConfig:
@@ -83,57 +80,55 @@ def to_huggingface(
     overwrite: bool = False,
     card: Callable[[Path, Manifest], str] | None = None,
 ) -> Converted:
-    """Write `source`, a run or a checkpoint, as a Hugging Face model made from its fp32 masters.
+    """Export the fp32 masters of `source`, a run or a checkpoint, to a Hugging Face model.
 
     Args:
         tokenizer: directory to copy in; by default the run's.
-        card: makes the model card of a checkpoint and its manifest (zero_tp/report/card.py); by default there is none.
+        card: returns the model card of a checkpoint and its manifest (zero_tp/report/card.py); by default none.
 
     Raises:
-        UserError: no complete checkpoint there, a damaged one, no tokenizer where it should be, or `output` exists.
+        UserError: there is no complete checkpoint, it is damaged, the tokenizer is missing, or `output` exists.
     """
     checkpoint = find_checkpoint(source)
-    with in_use(checkpoint) as manifest:
-        check_sizes(checkpoint, manifest.files)
-        found_tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
-        config = config_of(manifest)
-        entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
-        generation = GenerationConfig(**manifest.generation) if manifest.generation is not None else None
-        text = card(checkpoint, manifest) if card is not None else None
-        write_native(
-            output,
-            config,
-            entries,
-            generation=generation,
-            tokenizer=found_tokenizer,
-            max_shard_size=max_shard_size,
-            overwrite=overwrite,
-            card=text,
-        )
+    manifest = read_manifest(checkpoint)
+    tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
+    config = config_of(manifest)
+    check_content(checkpoint, manifest.files)
+    entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
+    write_native(
+        output,
+        config,
+        entries,
+        generation=GenerationConfig(**manifest.generation) if manifest.generation is not None else None,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        card=card(checkpoint, manifest) if card is not None else None,
+    )
     parameters = sum(math.prod(entry.shape) for entry in entries)
-    return Converted(checkpoint, parameters, found_tokenizer, passed_over(source, manifest.step))
+    return Converted(checkpoint, parameters, tokenizer, passed_over(source, manifest.step))
 
 
 @contextmanager
-def as_huggingface(given: Path) -> Iterator[Path]:
-    """Give the Hugging Face directory that `--model` means: itself, a hub name's, or that of a run, exported meanwhile.
+def as_huggingface(model: Path) -> Iterator[Path]:
+    """Yield the Hugging Face directory of `--model`: itself, a hub name's, or a temporary export of a run.
 
     Raises:
         UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
     """
-    found = resolve(given, "--model").directory
-    holds_states = (found / "checkpoints").is_dir() or (found / MANIFEST).is_file()
-    if not holds_states or any((found / name).is_file() for name in (SINGLE, INDEX)):
-        yield found
+    source = resolve(model, "--model").directory
+    holds_states = (source / "checkpoints").is_dir() or (source / MANIFEST).is_file()
+    if not holds_states or any((source / name).is_file() for name in (SINGLE, INDEX)):
+        yield source
         return
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "model"
-        converted = to_huggingface(found, exported)
+        converted = to_huggingface(source, exported)
         for note in converted.notes:
             print(note, file=sys.stderr)
         if converted.tokenizer is None:
             raise UserError(
-                f"--model {given}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
+                f"--model {model}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
             )
         yield exported
 

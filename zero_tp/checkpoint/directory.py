@@ -1,23 +1,23 @@
-"""A run's `checkpoints/` holds its checkpoints.
+"""The directory of a run's checkpoints: each is complete or absent.
 
-A checkpoint is complete or it isn't there: ranks write into a temporary directory, which is renamed once its manifest
-is written; `latest` is replaced after that.
+Ranks write into a temporary directory. Rank 0 writes the manifest there, renames the directory and replaces `latest`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from zero_tp.checkpoint.manifest import (
     FORMAT,
@@ -30,7 +30,7 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError
-from zero_tp.files import lock, read_regular, remove, sync, wait_until_visible, write_atomically
+from zero_tp.files import read_regular, remove, sync, wait_until_visible, write_atomically
 from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 
 class Damaged(UserError):
-    """A file of a checkpoint is not as it was written.
+    """A file of a checkpoint is missing or not as it was written.
 
     Attributes:
-        file: which one; `checkpoint`: the directory of the checkpoint.
+        file, problem: its path, and what is wrong with it.
+        checkpoint: the directory of the checkpoint.
     """
 
     def __init__(self, file: Path, problem: str):
@@ -70,10 +71,9 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def refresh_view(run: Path) -> None:
-    """Make this machine see the checkpoints that others have written to a network file system.
+    """Make this machine see checkpoints that other machines have written to a network file system.
 
-    NFS may show a machine for `VIEW_SECONDS` what a directory held before. A change by the machine itself makes it ask
-    the server again.
+    For `VIEW_SECONDS`, NFS may show the old content of a directory. A change by this machine makes it ask the server.
 
     Raises:
         OSError: nothing can be written there.
@@ -85,7 +85,7 @@ def refresh_view(run: Path) -> None:
 
 
 def incomplete_since(run: Path, step: int) -> list[Path]:
-    """Return the directories of newer steps that have no manifest, ascending: a save leaves none."""
+    """Return the directories of newer steps that have no manifest, ascending; no save leaves one."""
     newer = [step_directory(run, number) for number in _steps(run) if number > step]
     return [path for path in newer if not (path / MANIFEST).is_file()]
 
@@ -101,7 +101,7 @@ def _steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest. Its files are not looked at: see `check_sizes`.
+    """Return the manifest. Its files are not checked: see `check_sizes` and `check_content`.
 
     Raises:
         Damaged: it can't be read, has another hash than it says, or is of another step.
@@ -123,62 +123,63 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 @lru_cache(maxsize=1)
 def _parsed(content: bytes) -> Manifest:
-    """Return the manifest that a file holds; the same one for the same bytes, as a start reads it four times."""
+    """Parse a manifest; a start reads the same one several times."""
     return parse_manifest(parse_object(content))
 
 
 def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
-    """Check that these files are there and as long as the manifest says. One stat each: ranks share them out.
+    """Check that these files exist and have the sizes of the manifest, with one stat each.
 
     Raises:
         Damaged: one is missing or has another size.
     """
-    for name, manifested in files.items():
+    for name, listed in files.items():
         file = checkpoint / name
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError as error:
-            raise Damaged(file, _unread(error)) from error
-        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(file, _read_problem(error)) from error
+        if not stat.S_ISREG(status.st_mode):
             raise Damaged(file, "is missing")
-        _check_size(file, found.st_size, manifested)
+        if status.st_size != listed.bytes:
+            raise Damaged(file, f"has {status.st_size} bytes, not {listed.bytes}")
 
 
-def _check_size(file: Path, found: int, manifested: ManifestFile) -> None:
-    if found != manifested.bytes:
-        raise Damaged(file, f"has {found} bytes, not {manifested.bytes}")
+def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progress: bool = True) -> None:
+    """Check sizes, then read these files and compare their SHA-256s with the manifest's.
+
+    Args:
+        progress: show a bar on a terminal.
+
+    Raises:
+        Damaged: one has another size or content, is missing, or cannot be read.
+    """
+    from zero_tp.tensors.files import read_hashed
+
+    check_sizes(checkpoint, files)
+    total = sum(listed.bytes for listed in files.values())
+    disable = None if progress else True
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
+        for name, listed in sorted(files.items()):
+            file = checkpoint / name
+            try:
+                sha256 = read_hashed(file).sha256
+            except OSError as error:
+                raise Damaged(file, _read_problem(error)) from error
+            if sha256 != listed.sha256:
+                raise Damaged(file, f"SHA-256 is {sha256[:12]}…, not {listed.sha256[:12]}…")
+            bar.update(listed.bytes)
 
 
-def _unread(error: OSError) -> str:
+def _read_problem(error: OSError) -> str:
     missing = isinstance(error, FileNotFoundError | NotADirectoryError)
     return "is missing" if missing else f"cannot be read ({error.strerror})"
 
 
-def check_file(file: Path, manifested: ManifestFile, read: Callable[[], Written] | None = None) -> None:
-    """Check that a file has the size and the SHA-256 that the manifest says.
-
-    Args:
-        read: gives what was found, where it isn't read here.
-
-    Raises:
-        Damaged: it has another one, is missing, or cannot be read.
-    """
-    from zero_tp.tensors.files import read_hashed
-
-    try:
-        found = read() if read else read_hashed(file)
-    except OSError as error:
-        raise Damaged(file, _unread(error)) from error
-    _check_size(file, found.size, manifested)
-    if found.sha256 != manifested.sha256:
-        raise Damaged(file, f"SHA-256 is {found.sha256[:12]}…, not {manifested.sha256[:12]}…")
-
-
 def begin(run: Path) -> Path:
-    """Make a fresh temporary directory for the ranks to write into; what a killed save left goes. One rank calls it.
+    """Remove what a killed save left; make a new temporary directory for the ranks. One rank calls it.
 
-    Its name was never used before: another machine may remember for a minute what a name stood for, and the directory
-    of the last save has become a checkpoint.
+    Its name is new, because another machine may still resolve an old name to the last save's directory for a minute.
     """
     remove(checkpoints_of(run) / TEMPORARY)
     temporary = checkpoints_of(run) / TEMPORARY / secrets.token_hex(8)
@@ -194,18 +195,18 @@ def commit(
     files: dict[str, Written],
     check_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Give the written files their name. One rank calls it, when all have written.
+    """Write the manifest and rename the temporary directory. One rank calls it, after all have written.
 
     Args:
         files: every file that the ranks wrote and flushed.
         check_owner: called before the checkpoint and `latest` are renamed; raises if the run is another launch's.
 
     Returns:
-        A line on each thing that failed when the checkpoint had its name, and what follows from it.
+        A line if something failed after the rename; the checkpoint is complete all the same.
 
     Raises:
-        RuntimeError: a file is not there as it was written.
-        InvalidManifest, InvalidJson: the manifest is none.
+        RuntimeError: a rank's file is not visible here.
+        InvalidManifest, InvalidJson: the manifest would not be readable.
         OSError: the disk is full or gone.
     """
     for name, written in files.items():
@@ -218,7 +219,7 @@ def commit(
     }
     whole = {"format": FORMAT, "step": step, **manifest, "files": listed}
     text = json.dumps({**whole, OWN_HASH: content_hash(whole)}, indent=1)
-    parse_manifest(parse_json(text))  # what cannot be read again is not saved
+    parse_manifest(parse_json(text))  # before the checkpoint counts as saved
     write_atomically(temporary / MANIFEST, text)
     sync(temporary, below=False)
     final = step_directory(run, step)
@@ -229,77 +230,56 @@ def commit(
         _remove(final)
     os.replace(temporary, final)
     check_owner()
-    notes = []
-    for work, follows in (
-        (partial(write_atomically, checkpoints_of(run) / LATEST, final.name + "\n"), "it may name an older one"),
-        (partial(sync, checkpoints_of(run), below=False), "a crash of this machine may lose it"),
-        (temporary.parent.rmdir, "the next save removes it"),
-    ):
-        try:
-            work()
-        except OSError as error:
-            notes.append(f"{final} is complete, but {error.filename or run}: {error.strerror}; {follows}")
-    return notes
+    try:
+        temporary.parent.rmdir()
+        sync(checkpoints_of(run), below=False)
+        write_atomically(checkpoints_of(run) / LATEST, final.name + "\n")
+    except OSError as error:
+        return [f"{final} is complete, but {error.filename or run}: {error.strerror}"]
+    return []
 
 
 def _is_there(path: Path, size: int) -> bool:
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_size == size
+    return stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 def abandon(temporary: Path) -> None:
-    """Give back the space of a save that failed."""
+    """Remove the files of a failed save."""
     shutil.rmtree(temporary, ignore_errors=True)
     with contextlib.suppress(OSError):
         temporary.parent.rmdir()
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its manifest first: what a kill leaves of the rest does not count as complete."""
+    """Remove a checkpoint, its manifest first, so that a half-removed one does not count as complete."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         (checkpoint / MANIFEST).unlink()
     remove(checkpoint)
 
 
-@contextlib.contextmanager
-def in_use(checkpoint: Path) -> Iterator[Manifest]:
-    """Give the manifest of a checkpoint, and keep `prune`, in any process of this machine, from removing it meanwhile.
-
-    Raises:
-        Damaged, UserError: see `read_manifest`.
-    """
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError):  # told by `read_manifest`
-            lock(held.enter_context((checkpoint / MANIFEST).open("rb")), fcntl.LOCK_SH)
-        yield read_manifest(checkpoint)
-
-
 def prune(run: Path, keep: int, keep_every: int | None = None, saved: int | None = None) -> list[int]:
-    """Remove all but the newest `keep` checkpoints, those at multiples of `keep_every`, those in use, and `saved`, the
-    step that was just saved; return the steps that were removed."""
-    sync(checkpoints_of(run), below=False)  # those that stay have their names on the disk
+    """Remove old checkpoints; return their steps.
+
+    The newest `keep` stay, those at multiples of `keep_every`, and `saved`, the step that was just saved.
+    """
+    sync(checkpoints_of(run), below=False)  # the names of those that stay are on the disk
     removed = []
     for step in complete_steps(run)[:-keep]:
-        if step == saved or (keep_every is not None and step % keep_every == 0):
-            continue
-        with contextlib.suppress(FileNotFoundError), (step_directory(run, step) / MANIFEST).open("r+b") as manifest:
-            try:
-                lock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+        if step != saved and (keep_every is None or step % keep_every):
             _remove(step_directory(run, step))
             removed.append(step)
     return removed
 
 
 def start_branch(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints newer than `step`, from which the run goes on: they belong to a branch that it left.
+    """Set aside the checkpoints newer than `step`, from which the run resumes: they belong to an abandoned branch.
 
-    One rank calls it before the run's files are cut at `step`. The newest goes last: a kill before that leaves a run
-    that goes on from it.
+    One rank calls it before the run's files are cut at `step`. The newest is moved last, so that a kill before that
+    leaves a run that resumes from it.
 
     Returns:
         A line on each.
@@ -313,9 +293,9 @@ def start_branch(run: Path, step: int) -> list[str]:
 
 
 def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
-    """Rename a checkpoint, so that it is no candidate any more and nothing is lost; return its new path.
+    """Rename a checkpoint to an unused name, so that no run resumes from it; return the new path.
 
-    It gets a name that nothing has. `latest` names the newest of the others, or is gone with the last one.
+    `latest` then names the newest of the others, or is removed with the last one.
     """
     run = checkpoint.parent.parent
     others = [step for step in complete_steps(run) if step_directory(run, step) != checkpoint]
@@ -333,7 +313,7 @@ def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a person means: the directory itself, or the newest of a run.
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run `path`.
 
     Raises:
         UserError: neither a run nor a checkpoint.

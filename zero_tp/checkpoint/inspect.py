@@ -7,22 +7,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     Damaged,
-    check_file,
+    check_content,
     check_sizes,
     complete_steps,
     find_checkpoint,
-    in_use,
     incomplete_since,
     passed_over,
+    read_manifest,
 )
-from zero_tp.checkpoint.manifest import Manifest, ManifestFile, Parallelism
-from zero_tp.checkpoint.reader import RANDOM, StatesFile, tensor_name
-from zero_tp.errors import one_line
+from zero_tp.checkpoint.manifest import Manifest, Parallelism
+from zero_tp.checkpoint.reader import RANDOM, tensor_name
+from zero_tp.errors import first_line, one_line
+from zero_tp.tensors.files import read_header
 
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),
@@ -49,13 +48,11 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
             also a newer directory without a manifest.
     """
     checkpoint = find_checkpoint(source)
-    with in_use(checkpoint) as manifest:
-        if verify and (newer := incomplete_since(source, manifest.step)):
-            raise Damaged(newer[-1] / MANIFEST, "is missing")
-        check_sizes(checkpoint, manifest.files)
-        if verify:
-            _verify(checkpoint, manifest.files)
-        kinds = _bytes_by_kind(checkpoint, manifest)
+    manifest = read_manifest(checkpoint)
+    if verify and (newer := incomplete_since(source, manifest.step)):
+        raise Damaged(newer[-1] / MANIFEST, "is missing")
+    check = check_content if verify else check_sizes
+    check(checkpoint, manifest.files)
     return {
         "checkpoint": str(checkpoint),
         "steps": complete_steps(source),
@@ -64,21 +61,13 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         "saved_at": Parallelism.saved(manifest)._asdict(),
         "model": manifest.model,
         "parameters": sum(math.prod(entry.shape) for entry in manifest.parameters.values()),
-        "bytes": kinds,
+        "bytes": _bytes_by_kind(checkpoint, manifest),
         "files": {name: {"bytes": file.bytes, "sha256": file.sha256} for name, file in manifest.files.items()},
         "tokenizer": manifest.tokenizer,
         "versions": manifest.versions,
         "parent": None if manifest.parent is None else manifest.parent.model_dump(),
         "verified": verify,
     }
-
-
-def _verify(checkpoint: Path, files: dict[str, ManifestFile]) -> None:
-    total = sum(written.bytes for written in files.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None, leave=False) as bar:
-        for name in sorted(files):
-            check_file(checkpoint / name, files[name])
-            bar.update(files[name].bytes)
 
 
 def _bytes_by_kind(checkpoint: Path, manifest: Manifest) -> dict[str, int]:
@@ -90,7 +79,7 @@ def _bytes_by_kind(checkpoint: Path, manifest: Manifest) -> dict[str, int]:
     known = {tensor_name(name, kind): kind for name in manifest.parameters for kind in manifest.kinds}
     kinds: Counter[str] = Counter(dict.fromkeys(manifest.kinds, 0))
     for file in sorted(manifest.files):
-        for tensor, size in StatesFile(checkpoint / file, None).sizes().items():
+        for tensor, size in _tensor_bytes(checkpoint / file).items():
             kind = RANDOM if tensor.startswith(f"{RANDOM}/") else known.get(tensor)
             if kind is None:
                 raise Damaged(checkpoint / file, f"holds {tensor}, which is nothing of this checkpoint")
@@ -98,30 +87,39 @@ def _bytes_by_kind(checkpoint: Path, manifest: Manifest) -> dict[str, int]:
     return dict(kinds)
 
 
-def table(found: dict[str, Any]) -> str:
-    """Write what `inspect` found as a table, for a person."""
-    model = found["model"]
+def _tensor_bytes(file: Path) -> dict[str, int]:
+    try:
+        header = read_header(file)[0]
+        offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(file, f"cannot be read ({first_line(error)})") from error
+    return {name: stop - start for name, (start, stop) in offsets.items()}
+
+
+def table(report: dict[str, Any]) -> str:
+    """Format a report of `inspect` as a table."""
+    model = report["model"]
     sizes = ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)
-    total = sum(entry["bytes"] for entry in found["files"].values())
+    total = sum(entry["bytes"] for entry in report["files"].values())
     rows = [
-        ("checkpoint", found["checkpoint"]),
-        ("step", f"{found['step']:,}"),
-        ("saved at", str(Parallelism(**found["saved_at"]))),
+        ("checkpoint", report["checkpoint"]),
+        ("step", f"{report['step']:,}"),
+        ("saved at", str(Parallelism(**report["saved_at"]))),
         ("model", f"{model['model_type']}: {sizes}"),
-        ("parameters", f"{found['parameters']:,}"),
-        *((kind, _size(size)) for kind, size in found["bytes"].items()),
-        ("tokenizer", found["tokenizer"] or "none"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        ("parameters", f"{report['parameters']:,}"),
+        *((kind, _size(size)) for kind, size in report["bytes"].items()),
+        ("tokenizer", report["tokenizer"] or "none"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())),
         ("manifest", "its content has the hash that it says"),
-        ("files", f"{len(found['files'])}, {_size(total)}" + (", every checksum OK" if found["verified"] else "")),
-        *(("", f"{name}  {_size(entry['bytes'])}") for name, entry in sorted(found["files"].items())),
+        ("files", f"{len(report['files'])}, {_size(total)}" + (", every checksum OK" if report["verified"] else "")),
+        *(("", f"{name}  {_size(entry['bytes'])}") for name, entry in sorted(report["files"].items())),
     ]
-    if found["parent"]:
-        told = f"{found['parent']['checkpoint']}, which had seen {found['parent']['tokens']:,} tokens"
-        rows.insert(3, ("parent", told))
-    if found["steps"]:
-        rows.insert(1, ("complete", "steps " + ", ".join(f"{step:,}" for step in found["steps"])))
-    rows += [("passed over", line) for line in found["incomplete"]]
+    if report["parent"]:
+        parent = f"{report['parent']['checkpoint']}, which had seen {report['parent']['tokens']:,} tokens"
+        rows.insert(3, ("parent", parent))
+    if report["steps"]:
+        rows.insert(1, ("complete", "steps " + ", ".join(f"{step:,}" for step in report["steps"])))
+    rows += [("passed over", line) for line in report["incomplete"]]
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)
 
 

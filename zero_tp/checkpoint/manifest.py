@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FORMAT = 4
 OWN_HASH = "sha256"
 SPLIT = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
-"""Keys of a config that `Parallelism` says."""
+"""Keys of a config that `Parallelism` covers."""
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -35,7 +35,7 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
 
 
 class ManifestFile(Block):
-    """A file has this many bytes and this hash, the SHA-256 of those of its `parts` of 8 MiB (see tensors/files.py)."""
+    """A file's bytes and hash: the SHA-256 of the SHA-256s of its `parts` of 8 MiB (see tensors/files.py)."""
 
     bytes: Count
     sha256: Digest
@@ -43,7 +43,7 @@ class ManifestFile(Block):
 
 
 class ShardedParameter(Block):
-    """A parameter is split as `parallel.layout.Sharded` says; `shape` is the whole one."""
+    """A parameter that is split by `parallel.layout.Sharded`; `shape` is the whole one."""
 
     layout: Literal["Sharded"]
     dim: Count
@@ -59,7 +59,7 @@ class ShardedParameter(Block):
 
 
 class ReplicatedParameter(Block):
-    """A parameter is the same on every TP rank (`parallel.layout.Replicated`)."""
+    """A parameter that is equal on every TP rank (`parallel.layout.Replicated`)."""
 
     layout: Literal["Replicated"]
     gradient: Literal["identical", "partial"]
@@ -67,7 +67,7 @@ class ReplicatedParameter(Block):
 
 
 class Progress(Block):
-    """The run is this far (see `ZeroEngine.progress`)."""
+    """A run's counts, schedule and loss scale (see `ZeroEngine.progress`)."""
 
     optimizer_steps: Count | None
     counters: dict[str, Count]
@@ -78,10 +78,10 @@ class Progress(Block):
 
 
 class Parent(Block):
-    """A run was started from another one's checkpoint (see parent.py).
+    """The checkpoint of another run that a run was started from (see parent.py).
 
     Attributes:
-        sha256: of its manifest. tokens: that its weights had seen, with those of its own parents.
+        sha256: of its manifest. tokens: number that its weights were trained on, including its own parents.
     """
 
     checkpoint: str
@@ -92,7 +92,7 @@ class Parent(Block):
 
     @classmethod
     def of(cls, checkpoint: Path, manifest: Manifest) -> Parent:
-        """Return what the checkpoints of a run that starts from this one record of it."""
+        """Return the record of a checkpoint for the runs that start from it."""
         samples = manifest.step * int(manifest.fixed["train_batch_size"])
         tokens = samples * int(manifest.fixed["zero_tp.data.sequence_length"])
         return cls(
@@ -105,14 +105,13 @@ class Parent(Block):
 
 
 class Manifest(Block):
-    """A manifest describes one checkpoint.
+    """The description of one checkpoint.
 
     Attributes:
-        tensor … dtype: how the run was split over ranks (see `Parallelism`).
-        model, generation: Hugging Face's config, and settings of generation.
-        kinds: of the tensors that each parameter has: its master and the optimizer's states.
-        fixed, corpora: what the run is, which no resuming may change (see `fixed_of`).
-        parent: that the run was started from, if it was.
+        tensor … dtype: see `Parallelism`.
+        model, generation: Hugging Face's configs.
+        kinds: of each parameter's tensors: its master and the optimizer's states.
+        fixed, corpora: the keys and corpora that no resume may change (see `fixed_of`).
         config: the resolved config of the start that saved it.
         sha256: of the manifest's content (see `content_hash`).
     """
@@ -144,7 +143,7 @@ def content_hash(manifest: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest's JSON, without its own hash, with sorted keys and no blanks.
 
     Raises:
-        ValueError: it holds what JSON cannot say.
+        ValueError: it is no strict JSON.
     """
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     return hashlib.sha256(
@@ -153,23 +152,23 @@ def content_hash(manifest: dict[str, Any]) -> str:
 
 
 class InvalidManifest(ValueError):
-    """An InvalidManifest says what is wrong with an object that should be a manifest."""
+    """Its message says what is wrong with an object that should be a manifest."""
 
 
 class OtherFormat(InvalidManifest):
-    """It is whole, but of a format that this version does not read."""
+    """The manifest is valid but has a format that this version does not read."""
 
 
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
-    """Return the manifest that a JSON object is.
+    """Parse the JSON object of a manifest.
 
     Raises:
-        InvalidManifest: its content has another hash than it says, a key is missing, unknown or of another type, or
-            its files are not those of its ranks.
-        OtherFormat: the version that wrote it is another.
+        InvalidManifest: its hash is not that of its content, a key is missing, unknown or of another type, or its files
+            are not those of its ranks.
+        OtherFormat: another version wrote it.
     """
-    if OWN_HASH in raw and raw[OWN_HASH] != (found := content_hash(raw)):
-        raise InvalidManifest(f"the {OWN_HASH} of its content is {found[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
+    if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
+        raise InvalidManifest(f"the {OWN_HASH} of its content is {sha256[:12]}…, not {shown(raw[OWN_HASH])[1:13]}…")
     if raw.get("format") != FORMAT:
         raise OtherFormat(f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
     try:
@@ -184,7 +183,7 @@ def parse_manifest(raw: dict[str, Any]) -> Manifest:
 
 
 class Parallelism(NamedTuple):
-    """A run is split over ranks like this, and has this dtype: what may change when it is resumed."""
+    """The split of a run over ranks, and its dtype; a resume may change all of it."""
 
     tensor: int
     data: int
@@ -208,12 +207,12 @@ class Parallelism(NamedTuple):
 
 
 def fixed_of(config: RunConfig) -> dict[str, Any]:
-    """Return what a run is: the keys that cannot change when it is resumed."""
+    """Return the keys of a config that no resume may change."""
     block = config.zero_tp
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
-        # Pairs: the order of the corpora decides which samples a step sees.
+        # Pairs, because the order of the corpora decides which samples a step sees.
         "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "zero_tp.data.document_attention": block.data.document_attention,
@@ -224,7 +223,7 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _computed(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return what an `optimizer` block computes. Which implementation steps may change, as offload may."""
+    """Return an `optimizer` block without the choice of its implementation, which may change, as offload may."""
     params = optimizer.get("params", {})
     if not isinstance(params, dict):
         return optimizer
@@ -237,31 +236,25 @@ def versions() -> dict[str, str]:
 
 
 def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line on each key of the config, library and validation corpus that was another when it was saved.
+    """Return a line on each key of the config, library and validation corpus that has changed since the checkpoint.
 
-    How the run is split over ranks has a line of its own (see `Parallelism`).
+    `Parallelism`'s keys are left out.
 
     Args:
-        validation: what the validation corpora are, by prefix.
+        validation: identities of the validation corpora by prefix.
     """
     saved = f"when step {manifest.step} was saved"
-    other = [prefix for prefix, was in manifest.validation.items() if validation.get(prefix, was) != was]
-    known = {
-        **manifest.config,
-        **{f"{name}'s version": was for name, was in manifest.versions.items()},
-    }
-    now = {
-        **config.resolved(),
-        **{f"{name}'s version": is_ for name, is_ in versions().items()},
-    }
+    changed = [prefix for prefix, was in manifest.validation.items() if validation.get(prefix, was) != was]
+    before = {**manifest.config, **{f"{name}'s version": version for name, version in manifest.versions.items()}}
+    now = {**config.resolved(), **{f"{name}'s version": version for name, version in versions().items()}}
     return [
-        *(f"{key}: {is_}, was {was} {saved}" for key, is_, was in _differing("", now, known)),
-        *(f"zero_tp.data.validation: {prefix} holds other documents or tokens than {saved}" for prefix in other),
+        *(f"{key}: {value}, was {was} {saved}" for key, value, was in _differing("", now, before)),
+        *(f"zero_tp.data.validation: {prefix} holds other documents or tokens than {saved}" for prefix in changed),
     ]
 
 
 def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value now, value before) of what differs, at the deepest key that says it."""
+    """Yield (key, value now, value before) of each difference, at the deepest key that has one."""
     if path in SPLIT:
         return
     if isinstance(now, dict) and isinstance(before, dict):
@@ -272,8 +265,9 @@ def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str
 
 
 def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that a run of this config can go on from the checkpoint. Corpora may have moved: `check_resumed` of a
-    prepared run compares what they hold.
+    """Check that a run of this config can resume from the checkpoint.
+
+    Corpora may have moved; `RunInputs.check_resumed` compares their content.
 
     Raises:
         UserError: another run saved it, or it lacks the optimizer's states.

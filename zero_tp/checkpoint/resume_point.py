@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from: rank 0 finds it, and all ranks load the same one."""
+"""Find the checkpoint that a run resumes from: rank 0 finds it, all ranks verify it and load the same one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from zero_tp.checkpoint import directory
-from zero_tp.checkpoint.directory import Damaged, read_manifest
-from zero_tp.checkpoint.manifest import Manifest, check_same_run
+from zero_tp.checkpoint.directory import Damaged, check_content, read_manifest
+from zero_tp.checkpoint.manifest import Manifest, check_same_run, states_file
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.files import wait_until_visible
-from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.agreement import all_gather_object, on_rank_zero, require_same_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -35,36 +37,38 @@ class ResumePoint:
         return 0 if self.manifest is None else self.manifest.step
 
 
-def find_resume_point(
-    run: Path,
-    config: RunConfig,
-    given: Path | None = None,
-    check: Callable[[Path, Manifest], None] = lambda checkpoint, manifest: None,
-) -> ResumePoint:
+Check = Callable[[Path, Manifest], None]
+"""Raises UserError if a checkpoint and its manifest do not fit what else the run reads."""
+
+
+def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = None) -> ResumePoint:
     """Find the newest complete checkpoint of a run. No communication: rank 0 calls it.
 
     Args:
-        given: the checkpoint to resume from instead.
-        check: raises UserError if the checkpoint does not fit what else the run reads.
+        resume_from: the checkpoint to resume from instead.
 
     Raises:
-        UserError: the newest checkpoint is damaged and `checkpoint.on_corrupt` is "stop", another model or run saved
-            it, or `given` is no checkpoint.
+        UserError: the newest manifest is damaged and `checkpoint.on_corrupt` is "stop", another model or run saved the
+            checkpoint, or `resume_from` is no checkpoint.
     """
     try:
-        point = _newest(run, config) if given is None else _given(given, config)
-        if point.checkpoint is not None and point.manifest is not None:
-            check(point.checkpoint, point.manifest)
-        return replace(point, notes=(*point.notes, *directory.passed_over(given or run, point.step)))
+        point = _newest(run, config) if resume_from is None else open_checkpoint(resume_from)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); mend the run directory") from error
+    if point.checkpoint is not None and point.manifest is not None:
+        check_same_run(point.checkpoint, point.manifest, config)
+    return point
 
 
-def _given(path: Path, config: RunConfig) -> ResumePoint:
-    checkpoint = directory.find_checkpoint(path)
+def open_checkpoint(source: Path) -> ResumePoint:
+    """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified.
+
+    Raises:
+        UserError: neither a run nor a checkpoint, or its manifest is damaged.
+    """
+    checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
-    check_same_run(checkpoint, manifest, config)
-    return ResumePoint(checkpoint, manifest)
+    return ResumePoint(checkpoint, manifest, directory.passed_over(source, manifest.step))
 
 
 def _newest(run: Path, config: RunConfig) -> ResumePoint:
@@ -74,25 +78,26 @@ def _newest(run: Path, config: RunConfig) -> ResumePoint:
     while steps:
         checkpoint = directory.step_directory(run, steps.pop())
         try:
-            manifest = read_manifest(checkpoint)
-        except Damaged as error:
+            point = ResumePoint(checkpoint, read_manifest(checkpoint))
+            return replace(point, notes=(*notes, *directory.passed_over(run, point.step)))
+        except Damaged as damage:
             if config.zero_tp.checkpoint.on_corrupt == "stop" or not steps:
-                raise UserError(describe_damage(error, run)) from error
-            notes += (f"{error.file}: {error.problem}; going back to the checkpoint before",)
-            continue
-        check_same_run(checkpoint, manifest, config)
-        return ResumePoint(checkpoint, manifest, notes)
-    return ResumePoint(notes=notes)
+                raise UserError(describe_damage(damage, run)) from damage
+            notes += (f"{damage.file}: {damage.problem}; going back to the checkpoint before",)
+    return ResumePoint(notes=directory.passed_over(run, 0))
 
 
-def broadcast_resume_point(find: Callable[[], ResumePoint]) -> ResumePoint:
-    """Return on every rank the resume point that `find` returns on rank 0. Collective.
+def broadcast_resume_point(
+    find: Callable[[], ResumePoint], check: Check = lambda checkpoint, manifest: None
+) -> ResumePoint:
+    """Return on every rank the resume point that `find` returns on rank 0, verified. Collective.
 
-    Every rank reads the manifest itself and compares its hash. Where the run directory is on a network file system, a
-    rank waits up to `VIEW_SECONDS` for it.
+    Every rank reads the manifest itself and compares its hash; on a network file system it waits up to `VIEW_SECONDS`
+    for it. Then it checks its machine's other files with `check`, and its share of the checkpoint's.
 
     Raises:
-        UserError: on every rank; `find` raised it, or a rank does not read the same manifest.
+        Damaged: on every rank, for the first damaged file (see `verify_checkpoint`).
+        UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
     """
 
     def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
@@ -101,10 +106,10 @@ def broadcast_resume_point(find: Callable[[], ResumePoint]) -> ResumePoint:
             return None, point.notes
         return (point.checkpoint, point.manifest.sha256), point.notes
 
-    found, notes = on_rank_zero(describe)
-    if found is None:
+    description, notes = on_rank_zero(describe)
+    if description is None:
         return ResumePoint(notes=notes)
-    checkpoint, sha256 = found
+    checkpoint, sha256 = description
     manifests: list[Manifest] = []
 
     def is_visible() -> bool:
@@ -119,63 +124,83 @@ def broadcast_resume_point(find: Callable[[], ResumePoint]) -> ResumePoint:
     require_same_on_all_ranks({f"{checkpoint}: the ranks do not read the same manifest": seen})
     if not manifests or manifests[0].sha256 != sha256:
         raise UserError(f"{checkpoint}: it was removed or changed while this run started; start again")
+    _check_on_all_ranks(partial(check, checkpoint, manifests[0]))
+    verify_checkpoint(checkpoint, manifests[0])
     return ResumePoint(checkpoint, manifests[0], notes)
 
 
-def load_resume_point(
-    point: ResumePoint,
+def verify_checkpoint(checkpoint: Path, manifest: Manifest) -> None:
+    """Compare all files of a checkpoint with their hashes; each rank reads its share of them. Collective.
+
+    On the grid that saved it, a rank's share is its own file, which is in the page cache when it is loaded.
+
+    Raises:
+        Damaged: on every rank, naming the first file that is missing or not as it was written.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    names = [states_file(saver % manifest.tensor, saver // manifest.tensor) for saver in range(len(manifest.files))]
+    share = {name: manifest.files[name] for name in names[rank::world]}
+    _check_on_all_ranks(partial(check_content, checkpoint, share, progress=rank == 0))
+
+
+def _check_on_all_ranks(check: Callable[[], None]) -> None:
+    """Run a check on every rank; raise the first rank's error on all of them. Collective."""
+    problem: tuple[Path | None, str] | None = None
+    try:
+        check()
+    except Damaged as damage:
+        problem = damage.file, damage.problem
+    except UserError as error:
+        problem = None, str(error)
+    for first_problem in all_gather_object(problem):
+        if first_problem is not None:
+            file, text = first_problem
+            raise UserError(text) if file is None else Damaged(file, text)
+
+
+def find_intact_resume_point(
     run: Path,
     config: RunConfig,
-    load: Callable[[Path], object],
-    given: Path | None = None,
+    resume_from: Path | None = None,
+    check: Check = lambda checkpoint, manifest: None,
     check_owner: Callable[[], None] = lambda: None,
 ) -> ResumePoint:
-    """Load the checkpoint; with `on_corrupt` "previous" the newest intact one before it. Collective.
+    """Find a verified checkpoint; with `on_corrupt` "previous" set damaged ones aside and go back. Collective.
 
     Args:
-        load: raises Damaged, on every rank, for a damaged checkpoint.
+        resume_from: see `find_resume_point`. check: see `broadcast_resume_point`.
         check_owner: raises TakenOver on rank 0 if another launch owns the run directory.
 
     Returns:
-        What was loaded, with a line about each damaged checkpoint that was set aside.
+        The resume point, with a line about each damaged checkpoint that was set aside.
 
     Raises:
-        UserError: it is damaged, and `on_corrupt` is "stop", it was asked for by name, or there is none before it.
+        UserError: on every rank, if the checkpoint is damaged and `on_corrupt` is "stop", it was asked for by name, or
+            none is before it; see `find_resume_point` and `broadcast_resume_point`.
     """
+    notes: tuple[str, ...] = ()
+    may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
+
+    def set_aside(damage: Damaged) -> str:
+        if not may_go_back or not _steps_before(damage, run):
+            raise UserError(describe_damage(damage, run))
+        check_owner()
+        aside = directory.set_aside(damage.checkpoint)
+        return f"{damage.file}: {damage.problem}; set aside as {aside}, going back to the checkpoint before"
+
     while True:
-        assert point.checkpoint is not None
         try:
-            load(point.checkpoint)
-            return point
-        except Damaged as error:
-            may_go_back = given is None and config.zero_tp.checkpoint.on_corrupt == "previous"
-            point = broadcast_resume_point(partial(_set_aside, error, point, run, config, may_go_back, check_owner))
+            point = broadcast_resume_point(partial(find_resume_point, run, config, resume_from), check)
+        except Damaged as damage:
+            notes += (on_rank_zero(partial(set_aside, damage)),)
+        else:
+            return replace(point, notes=(*notes, *point.notes))
 
 
-def _set_aside(
-    damage: Damaged,
-    point: ResumePoint,
-    run: Path,
-    config: RunConfig,
-    may_go_back: bool,
-    check_owner: Callable[[], None],
-) -> ResumePoint:
-    """Set a damaged checkpoint aside and find the one before it. Rank 0 calls it."""
-    if not may_go_back or not _steps_before(damage, run):
-        raise UserError(describe_damage(damage, run))
-    check_owner()
-    aside = directory.set_aside(damage.checkpoint)
-    note = f"{damage.file}: {damage.problem}; set aside as {aside}, going back to the checkpoint before"
-    before = find_resume_point(run, config)
-    if before.checkpoint is None:
-        raise UserError(f"{run}: the checkpoints before {damage.checkpoint} are gone; start again")
-    return replace(before, notes=(*point.notes, note, *before.notes))
-
-
-def describe_damage(error: Damaged, run: Path) -> str:
-    """Return the error and its remedy: the checkpoint before it, if there is one."""
-    message = f"{error.file}: {error.problem}; the checkpoint is damaged"
-    steps = _steps_before(error, run)
+def describe_damage(damage: Damaged, run: Path) -> str:
+    """Return the damage and its remedy: the checkpoint before it, if there is one."""
+    message = f"{damage.file}: {damage.problem}; the checkpoint is damaged"
+    steps = _steps_before(damage, run)
     if not steps:
         return f"{message}, and there is none before it: give another --output-dir to start anew"
     before = directory.step_directory(run, steps[-1])
@@ -183,5 +208,5 @@ def describe_damage(error: Damaged, run: Path) -> str:
     return f"{message}: {remedy}"
 
 
-def _steps_before(error: Damaged, run: Path) -> list[int]:
-    return [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < error.checkpoint]
+def _steps_before(damage: Damaged, run: Path) -> list[int]:
+    return [step for step in directory.complete_steps(run) if directory.step_directory(run, step) < damage.checkpoint]

@@ -7,37 +7,78 @@ import copy
 import fcntl
 import json
 import os
+import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zero_tp.checkpoint.directory import checkpoints_of, complete_steps, find_checkpoint, read_manifest, step_directory
-from zero_tp.checkpoint.manifest import Manifest
-from zero_tp.checkpoint.owner import RunOwner
 from zero_tp.errors import UserError
 from zero_tp.files import lock, sync, write_atomically
+from zero_tp.strict_json import InvalidJson, parse_json
 
-CONFIG, LOCK, PROCESS = "config.json", ".lock", "rank0.pid"
+CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
 
 
-def saved_start(run: Path, given: Path | None = None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return (resolved config of the start, the model's config) of what would be resumed; None for a new run.
+def saved_start(run: Path, resume_from: Path | None = None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return (resolved config, the model's config) of the checkpoint to resume; None for a new run.
 
     Args:
-        given: a checkpoint or run to resume from, instead of this run's newest checkpoint that can be read.
+        resume_from: a checkpoint or run to resume from, instead of this run's newest readable checkpoint.
     """
-    manifest = _newest_manifest(run, given)
-    return (None, None) if manifest is None else (manifest.config, copy.deepcopy(manifest.model))
+    newest_first = [step_directory(run, step) for step in reversed(complete_steps(run))]
+    for source in newest_first if resume_from is None else [resume_from, *newest_first]:
+        with contextlib.suppress(UserError):  # reported when the run resumes
+            manifest = read_manifest(find_checkpoint(source))
+            return manifest.config, copy.deepcopy(manifest.model)
+    return None, None
 
 
-def _newest_manifest(run: Path, given: Path | None) -> Manifest | None:
-    with contextlib.suppress(UserError):  # told when the run is resumed
-        if given is not None:
-            return read_manifest(find_checkpoint(given))
-    for step in reversed(complete_steps(run)):
-        with contextlib.suppress(UserError):  # the same
-            return read_manifest(step_directory(run, step))
-    return None
+class TakenOver(UserError):
+    """Another launch owns the run directory now."""
+
+
+class RunOwner:
+    """Own a run directory by a random token in RUN/owner.json.
+
+    A lock keeps a second launch on the same machine out, but some network file systems grant it to each machine by
+    itself. A launch on another machine therefore takes the run over, and this one ends before it writes again.
+
+    Raises:
+        OSError: the token cannot be written.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.token = run, secrets.token_hex(16)
+        owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
+        write_atomically(run / OWNER, json.dumps(owner) + "\n")
+
+    def check(self) -> None:
+        """Check the token before a checkpoint or `latest` is renamed. A file that is gone is nobody's.
+
+        Raises:
+            TakenOver: another launch has written its own.
+            OSError: the file cannot be read.
+        """
+        owner = read_owner(self.run)
+        if owner is not None and owner.get("token") != self.token:
+            who = f"process {owner.get('pid')} on {owner.get('host')}"
+            raise TakenOver(f"{self.run}: another launch ({who}) has taken the run over; this one writes nothing more")
+
+
+def read_owner(run: Path) -> dict[str, object] | None:
+    """Return RUN/owner.json, None if there is none or it is not an object.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        with (run / OWNER).open("rb") as file:  # opening asks a network file system's server for the newest version
+            owner = parse_json(file.read(2**16))
+    except (FileNotFoundError, InvalidJson):
+        return None
+    return owner if isinstance(owner, dict) else None
 
 
 @contextlib.contextmanager

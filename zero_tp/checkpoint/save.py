@@ -1,7 +1,7 @@
-"""Save a run: every rank writes what it holds, then one rank gives the whole its name.
+"""Save checkpoints: every rank writes its file, then rank 0 commits them under the step's name.
 
-Ranks tell each other what they wrote through the process group's key-value store and not by collectives, so that a save
-can go on in the background while training uses the process groups.
+Ranks report to each other through the process group's key-value store. Collectives are left to training, which
+continues while a save runs in the background.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_of, states_file, versions
-from zero_tp.checkpoint.owner import TakenOver
-from zero_tp.checkpoint.reader import RANDOM, STARTS, Described, tensor_name
+from zero_tp.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
+from zero_tp.checkpoint.run import TakenOver
 from zero_tp.config import RunConfig
+from zero_tp.config.schema import Checkpoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.deferred import Deferred
 from zero_tp.tensors.files import Entry, Written, write_tensors
@@ -36,87 +37,81 @@ LONGEST_POLL_SECONDS = 0.5
 
 
 class Saver:
-    """A saver saves one run, one checkpoint at a time.
+    """Saves checkpoints into one run directory, one at a time.
 
     Attributes:
-        background: whether writing goes on while training does (`checkpoint.async`).
-        notes, removed: on the rank that leads a save, lines on older checkpoints that were not removed and on what
-            failed after a complete one had its name, and the steps that `checkpoint.keep` no longer keeps.
+        notes: on rank 0, problems that cost no checkpoint: what failed after one was complete.
+        removed: on rank 0, the steps that the last save removed.
     """
 
     def __init__(
         self,
         zero: ZeroEngine,
-        config: RunConfig,
         run: Path,
-        tokenizer: str | None = None,
-        corpora: dict[str, dict[str, Any]] | None = None,
-        validation: dict[str, dict[str, Any]] | None = None,
-        parent: Parent | None = None,
+        describe: Callable[[], dict[str, Any]],
+        *,
+        timeout_minutes: float,
+        timeout_name: str = "zero_tp.training.timeout_minutes",
+        settings: Checkpoint | None = None,
         check_owner: Callable[[], None] = lambda: None,
     ):
         """Set up the ranks' common store of messages. Collective.
 
         Args:
-            tokenizer: that an export copies, noted in the manifest: a directory, or a name on the hub with its commit.
-            corpora, validation: what these corpora are, by prefix, noted too (see `PackedSamples.identities`).
-            parent: the checkpoint that the run was started from, noted too.
+            describe: returns the manifest, but for its format, step, files and hash.
+            timeout_minutes: the longest that a rank may take to write; `timeout_name` is the setting that raises it.
+            settings: which checkpoints stay, and whether a save runs in the background; by default all stay, and
+                training waits.
             check_owner: raises TakenOver on rank 0 if another launch owns the run directory.
         """
-        self.zero, self.config, self.run = zero, config, run
-        self.tokenizer, self.corpora, self.validation = tokenizer, corpora or {}, validation or {}
-        self.parent, self._check_owner = parent, check_owner
-        self.background = config.zero_tp.checkpoint.async_
-        self.topology = zero.topology
+        self.zero, self.run, self.topology = zero, run, zero.topology
+        self._describe, self._settings, self._check_owner = describe, settings, check_owner
+        self._minutes, self._timeout_name = timeout_minutes, timeout_name
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
         self._store = dist.PrefixStore(f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store())
-        self._minutes = config.zero_tp.training.timeouts.save
         self._file = Path()
         self._thread: threading.Thread | None = None
         self._count = 0
         self._step = 0
         self.notes: list[str] = []
         self.removed: list[int] = []
-        self._told = True
+        self._is_reported = True
 
     def save(self, step: int) -> None:
-        """Start the checkpoint of `step`, after the one before has ended; it waits for the end of this one unless it
-        writes in the background. Collective. `outcome` says how it went.
-        """
+        """Save a checkpoint of `step`, or start to in the background. Collective; `outcome` returns how it ended."""
         self.wait()
-        self._count, self._step, self._told, self.removed = self._count + 1, step, False, []
+        self._count, self._step, self._is_reported, self.removed = self._count + 1, step, False, []
         if self.topology.rank == 0:
-            self._tell("begun", json.dumps(self._attempt(self._begin)))
-        begun = json.loads(self._collect("begun", self._deadline()))
-        if "error" in begun:  # on every rank
+            self._post("begin", self._attempt(self._begin))
+        begin = self._collect("begin", self._deadline())
+        if "error" in begin:  # on every rank
             if self.topology.rank == 0:
-                self._tell("outcome", json.dumps(begun))
+                self._post("outcome", begin)
             return
         name = states_file(self.topology.tensor_rank, self.topology.data_rank)
-        self._file = directory.checkpoints_of(self.run) / directory.TEMPORARY / begun["directory"] / name
+        self._file = directory.checkpoints_of(self.run) / directory.TEMPORARY / begin["directory"] / name
         entries, metadata = own_entries(self.zero)
-        manifest = self._manifest()
-        if self.background:
-            entries = [_in_host_memory(entry) for entry in entries]
-        arguments = (entries, metadata, manifest)
+        background = self._settings is not None and self._settings.async_
+        if background:
+            entries = [_copy_to_host(entry) for entry in entries]
+        arguments = (entries, metadata, self._describe())
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
-        if not self.background:
+        if not background:
             self.wait()
 
     def _begin(self) -> dict[str, Any]:
-        """Make room for a save: what a killed save left goes."""
-        for what in ("begun", "outcome"):  # of two saves ago: every rank has read them before it came to the last one
-            self._store.delete_key(f"{self._count - 2}/{what}")
+        for key in ("begin", "outcome"):  # every rank has read those of two saves ago
+            self._store.delete_key(f"{self._count - 2}/{key}")
         self._check_owner()  # before another launch's files are removed
         return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
-        """Wait until the save that was started has ended, on all ranks.
+        """Wait until the last save has ended on all ranks.
 
         Raises:
-            UserError: it has not in the time that a rank has to write, and as much again for the others to say so.
+            UserError: it took longer than twice the time-out: once to write, once for the others to report.
         """
         if self._thread is None:
             return
@@ -128,17 +123,18 @@ class Saver:
         self._collect("outcome", deadline)
 
     def outcome(self) -> tuple[int, str] | None:
-        """Return, once for each save that has ended, (step, what went wrong or ""). On every rank after `wait`; while a
-        save writes in the background, on the rank that leads it only.
+        """Return (step, the problem or "") once for each save that has ended.
+
+        It returns on every rank after `wait`, and on rank 0 while a save runs in the background.
 
         Raises:
             TakenOver: another launch owns the run directory.
         """
         done = self._thread is None or (self.topology.rank == 0 and not self._thread.is_alive())
-        if self._told or not done:
+        if self._is_reported or not done:
             return None
-        self._told = True
-        outcome = json.loads(self._collect("outcome", self._deadline()))
+        self._is_reported = True
+        outcome = self._collect("outcome", self._deadline())
         if outcome.get("taken_over"):
             raise TakenOver(outcome["error"])
         return self._step, outcome.get("error", "")
@@ -149,80 +145,103 @@ class Saver:
     def _late(self, what: str) -> UserError:
         return UserError(
             f"saving step {self._step}: {what} in time; look at the disk of {self.run}, or raise "
-            f"zero_tp.training.timeout_minutes ({self._minutes:g})"
+            f"{self._timeout_name} ({self._minutes:g})"
         )
 
-    def _tell(self, what: str, told: str) -> None:
-        """Put what this rank has to say of the save into the store."""
-        self._store.set(f"{self._count}/{what}", told)
+    def _post(self, key: str, message: dict[str, Any]) -> None:
+        self._store.set(f"{self._count}/{key}", json.dumps(message))
 
-    def _collect(self, what: str, deadline: float) -> str:
-        """Return what a rank has told, once it has.
+    def _collect(self, key: str, deadline: float) -> dict[str, Any]:
+        """Wait for a message.
 
         Raises:
             UserError: it is not there by the deadline.
         """
-        key, begun = f"{self._count}/{what}", time.monotonic()
-        while not self._store.check([key]):
-            waited = time.monotonic() - begun
-            if begun + waited > deadline:
-                raise self._late(
-                    f"rank {what} has not written" if what.isdigit() else f"rank 0 has not said its {what}"
-                )
+        path, start = f"{self._count}/{key}", time.monotonic()
+        while not self._store.check([path]):
+            waited = time.monotonic() - start
+            if start + waited > deadline:
+                raise self._late(f"rank {key} has not written" if key.isdigit() else f"rank 0 has not said its {key}")
             time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks ask one store
-        value: bytes = self._store.get(key)
-        return value.decode()
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            **Parallelism.of(self.config)._asdict(),
-            **described(self.zero),
-            "fixed": fixed_of(self.config),
-            "corpora": self.corpora,
-            "validation": self.validation,
-            "tokenizer": self.tokenizer,
-            **({} if self.parent is None else {"parent": self.parent.model_dump()}),
-            "config": self.config.resolved(),
-        }
+        message: dict[str, Any] = json.loads(self._store.get(path))
+        return message
 
     def _write(self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]) -> None:
-        """Every rank: write its file and say so. The first rank: wait for all, then commit or give up."""
-        told = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
-        self._tell(str(self.topology.rank), json.dumps(told))
+        """Write this rank's file and report it; rank 0 then waits for all ranks and commits, or gives up."""
+        written = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
+        self._post(str(self.topology.rank), written)
         if self.topology.rank:
             return
         outcome = self._attempt(lambda: self._finish(manifest))
         if "error" in outcome:
             directory.abandon(self._file.parent)
-        self._tell("outcome", json.dumps(outcome))
+        self._post("outcome", outcome)
 
     def _attempt(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `work` gives, or the error as text: the other ranks wait to hear of it."""
+        """Return what `work` returns, or its error as a message to all ranks."""
         try:
             return work()
-        except Exception as error:  # on a thread of its own; the ranks agree on it and say it
-            return {"error": in_words(error, self.run), "taken_over": isinstance(error, TakenOver)}
+        except Exception as error:  # on a thread: all ranks receive and report it
+            return {"error": describe_problem(error, self.run), "taken_over": isinstance(error, TakenOver)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, Written] = {}
         deadline = self._deadline()
         for rank in range(self.topology.world):
-            told = json.loads(self._collect(str(rank), deadline))
+            written = self._collect(str(rank), deadline)
             self._store.delete_key(f"{self._count}/{rank}")  # nobody else reads it
-            if "error" in told:
-                raise OSError(0, f"rank {rank}: {told['error']}")
-            files[told["file"]] = Written(told["size"], told["sha256"], told["parts"])
+            if "error" in written:
+                raise OSError(0, f"rank {rank}: {written['error']}")
+            files[written["file"]] = Written(written["size"], written["sha256"], written["parts"])
         self.notes += directory.commit(self.run, self._file.parent, self._step, manifest, files, self._check_owner)
-        settings = self.config.zero_tp.checkpoint
-        try:
-            self.removed = directory.prune(self.run, settings.keep, settings.keep_every, saved=self._step)
-        except OSError as error:  # this one is saved all the same
-            self.notes.append(f"older checkpoints could not be removed: {in_words(error, self.run)}")
+        if self._settings is not None:
+            keep, keep_every = self._settings.keep, self._settings.keep_every
+            try:
+                self.removed = directory.prune(self.run, keep, keep_every, saved=self._step)
+            except OSError as error:  # the new checkpoint is complete
+                self.notes.append(f"older checkpoints could not be removed: {describe_problem(error, self.run)}")
         return {}
 
 
-def in_words(error: Exception, run: Path) -> str:
-    """Return what has kept a rank from writing into a run's directory."""
+def run_saver(
+    zero: ZeroEngine,
+    config: RunConfig,
+    run: Path,
+    *,
+    tokenizer: str | None = None,
+    corpora: dict[str, dict[str, Any]] | None = None,
+    validation: dict[str, dict[str, Any]] | None = None,
+    parent: Parent | None = None,
+    check_owner: Callable[[], None] = lambda: None,
+) -> Saver:
+    """Return the saver of a training run. Collective.
+
+    Args:
+        tokenizer: for exports, recorded in the manifest: a directory, or a name on the hub with its commit.
+        corpora, validation: identities of the corpora by prefix (see `PackedSamples.identities`), recorded too.
+        parent: the checkpoint that the run was started from, recorded too.
+        check_owner: see `Saver`.
+    """
+
+    def describe() -> dict[str, Any]:
+        return {
+            **Parallelism.of(config)._asdict(),
+            **describe_model(zero),
+            "fixed": fixed_of(config),
+            "corpora": corpora or {},
+            "validation": validation or {},
+            "tokenizer": tokenizer,
+            **({} if parent is None else {"parent": parent.model_dump()}),
+            "config": config.resolved(),
+        }
+
+    block = config.zero_tp
+    minutes = block.training.timeouts.save
+    return Saver(zero, run, describe, timeout_minutes=minutes, settings=block.checkpoint, check_owner=check_owner)
+
+
+def describe_problem(error: Exception, run: Path) -> str:
+    """Describe why a rank could not write into a run's directory."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError):
@@ -247,13 +266,13 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
     return entries, {STARTS: json.dumps(starts)}
 
 
-def described(zero: ZeroEngine) -> dict[str, Any]:
-    """Return what a manifest says of the model, its states, how far they are, and the libraries."""
+def describe_model(zero: ZeroEngine) -> dict[str, Any]:
+    """Return a manifest's entries on the model, its states, their progress, and the libraries."""
     model = zero.model
     return {
         "model": model.config.to_dict(),
         "generation": model.generation_config.to_dict() if model.generation_config is not None else None,
-        "parameters": {name: Described.of(parameter).to_json() for name, parameter in model.named_parameters()},
+        "parameters": {name: ParameterLayout.of(parameter).to_json() for name, parameter in model.named_parameters()},
         "kinds": zero.states().kinds(),
         "progress": zero.progress(),
         "versions": versions(),
@@ -264,10 +283,10 @@ def _read(states: OptimizerStates, fragment: Fragment, kind: str, share: slice) 
     return states.get(fragment, kind)[share]
 
 
-def _in_host_memory(entry: Entry) -> Entry:
-    """Return the entry with a copy of its data that later steps do not change.
+def _copy_to_host(entry: Entry) -> Entry:
+    """Return the entry with a copy of its data, which later steps do not change.
 
-    A device makes the copy between this step and the next, into page-locked memory; the host waits when it writes it.
+    A device copies it into page-locked memory between this step and the next; the host waits when it writes the copy.
     """
     data = entry.read().detach()
     copy = Deferred(data.clone() if data.device.type == "cpu" else data)

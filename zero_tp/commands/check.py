@@ -76,9 +76,9 @@ def main(options: argparse.Namespace) -> None:
 
         run = RunInputs(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
         if options.parent is not None:
-            from zero_tp.checkpoint.parent import check_parent
+            from zero_tp.checkpoint.parent import find_parent
 
-            check_parent(options.parent, config, run.model_config)
+            find_parent(options.parent, config, run.model_config)
     print(describe(config))
     if absent and options.parent is not None:
         print(f"{'unchecked':<10} --from {options.parent}, before all that a run needs is here")

@@ -85,7 +85,6 @@ def pretrain(
 
     from deepspeed.accelerator import get_accelerator
 
-    from zero_tp.checkpoint.parent import Origin
     from zero_tp.monitors.callback import Trackers
     from zero_tp.training.loop import train
     from zero_tp.training.run import RunInputs
@@ -107,7 +106,7 @@ def pretrain(
         environment,
         verbose=options.verbose,
         watch=watch,
-        origin=Origin(options.parent) if options.parent is not None else None,
+        init_from=options.parent,
         model=model,
         resume_from=options.resume_from,
         trace_nonfinite=options.trace_nonfinite,

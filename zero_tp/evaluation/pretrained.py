@@ -19,11 +19,11 @@ from zero_tp.checkpoint.directory import (
     MANIFEST,
     check_sizes,
     find_checkpoint,
-    in_use,
     passed_over,
     read_manifest,
 )
 from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.checkpoint.resume_point import verify_checkpoint
 from zero_tp.data.tokenizer import missing_for_masking, open_tokenizer
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.subject import EncoderScorer, HuggingFaceScorer, ParallelScorer, Scorer, Subject
@@ -138,13 +138,13 @@ class CheckpointDirectory(ModelDirectory):
     """A checkpoint of a training run is evaluated without an export; `path` is its own directory."""
 
     def _model(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
-        """Load the fp32 masters; each rank reads what it holds. UserError: a file is missing or damaged."""
-        with in_use(self.path) as manifest:
-            source = CheckpointReader(self.path, manifest)
-            given: dict[str, Any] = {"source": source, "dtype": dtype, "device": device}
-            if self.causal:
-                return ZeroTPForCausalLM(self.config, topology, **given)
-            return ZeroTPForPreTraining(without_sentences(self.config), topology, **given)
+        """Verify all files and load the fp32 masters that this rank holds. UserError: a file is missing or damaged."""
+        manifest = read_manifest(self.path)
+        verify_checkpoint(self.path, manifest)
+        given: dict[str, Any] = {"source": CheckpointReader(self.path, manifest), "dtype": dtype, "device": device}
+        if self.causal:
+            return ZeroTPForCausalLM(self.config, topology, **given)
+        return ZeroTPForPreTraining(without_sentences(self.config), topology, **given)
 
 
 SCORERS: dict[type, Callable[[Any], Scorer]] = {

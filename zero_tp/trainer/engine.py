@@ -1,6 +1,6 @@
-"""An Accelerator whose ranks are data-parallel ones, and the engine that it steps.
+"""An Accelerator for TP × DP ranks, and the engine that it steps.
 
-accelerate hands a topology to DeepSpeed for Ulysses alone.
+accelerate itself passes a topology to DeepSpeed only for Ulysses.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.stages import zero_engine
 
 ELEMENTWISE = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
-"""Classes of optimizers that do on a shard what they do on the whole tensor."""
+"""Classes of optimizers whose update of a shard equals that part of the whole tensor's update."""
 
 
 class SteppedEngine:
-    """This has the place of accelerate's own wrapper of a DeepSpeed engine: backward, and at a step's end its update.
+    """Replaces accelerate's wrapper of a DeepSpeed engine: runs backward and, at a step's end, the update.
 
     Attributes:
-        zero: what the ZeRO stage decides; norm and clipping are its. engine: DeepSpeed's.
+        zero: the engine of the ZeRO stage; it computes the norm and clips. engine: DeepSpeed's.
     """
 
     def __init__(self, zero: ZeroEngine):
@@ -101,15 +101,15 @@ class TensorParallelAccelerator(Accelerator):
         return recursively_apply(first_of_group, super().gather(tensor))
 
     def _prepare_deepspeed(self, *objects: Any) -> tuple[Any, ...]:
-        if not any(isinstance(each, nn.Module) for each in objects):
+        if not any(isinstance(item, nn.Module) for item in objects):
             return tuple(super()._prepare_deepspeed(*objects))
         if len(objects) == 1:  # an evaluation before any training needs no engine
             self._models.append(objects[0])
             return objects
         model, optimizer, *rest = objects
-        settings = settled(self.deepspeed_plugin, self.topology, self.clipping)
+        settings = finalized_config(self.deepspeed_plugin, self.topology, self.clipping)
         if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = _on_shards(optimizer, settings)
+            optimizer = _sharded_optimizer(optimizer, settings)
         zero = zero_engine(settings, self.topology)
         audit(model, self.topology)
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
@@ -117,7 +117,7 @@ class TensorParallelAccelerator(Accelerator):
         if not hasattr(zero.optimizer, "overflow"):
             zero.optimizer.overflow = False  # accelerate looks once whether there is one, which ZeRO-0 sets later
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
-        result = [zero.engine, wrapped, *(_scheduler(each, zero, wrapped) for each in rest)]
+        result = [zero.engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
         self.deepspeed_engine_wrapped = SteppedEngine(zero)
         self._models.append(zero.engine)
         self._optimizers.append(wrapped)
@@ -125,11 +125,11 @@ class TensorParallelAccelerator(Accelerator):
         return tuple(result)
 
 
-def settled(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
-    """Return DeepSpeed's config with what accelerate fills in, and the batch of data-parallel ranks.
+def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
+    """Return DeepSpeed's config with accelerate's values and the batch of data-parallel ranks filled in.
 
     Raises:
-        UserError: what would train another model, or could not go on from its checkpoints.
+        UserError: a key would train another model, or make its checkpoints unusable.
     """
     plugin.deepspeed_config_process(
         must_match=False,
@@ -148,7 +148,7 @@ def settled(plugin: Any, topology: Topology, clipping: float) -> dict[str, Any]:
     return settings
 
 
-def _on_shards(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> torch.optim.Optimizer:
+def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> torch.optim.Optimizer:
     """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does.
 
     Raises:
@@ -158,8 +158,8 @@ def _on_shards(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> to
     library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
     if name not in ELEMENTWISE or library not in ("torch", "deepspeed"):
         raise UserError(
-            f"optimizer {name} of {library}: a rank holds shards of tensors, on which only element-wise optimizers do "
-            f'what they do on the whole; use one of {", ".join(OPTIMIZERS)}, such as optim="adamw_torch"'
+            f"optimizer {name} of {library}: a rank holds shards of tensors, and only element-wise optimizers update "
+            f'shards correctly; use one of {", ".join(OPTIMIZERS)}, such as optim="adamw_torch"'
         )
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     if offload.get("device", "none") == "none" or not settings.get("zero_force_ds_cpu_optimizer", True):
@@ -168,8 +168,8 @@ def _on_shards(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> to
     return mapped
 
 
-def _scheduler(given: Any, zero: ZeroEngine, optimizer: Any) -> Any:
-    """Return the scheduler that Trainer steps, or the wrapper of DeepSpeed's own, which its engine steps."""
+def _scheduler(dummy: Any, zero: ZeroEngine, optimizer: Any) -> Any:
+    """Return the scheduler of accelerate's `dummy`, or the wrapper of DeepSpeed's own, which its engine steps."""
     if zero.scheduler is not None:
         return DeepSpeedSchedulerWrapper(zero.scheduler, optimizer)
-    return given.lr_scheduler_callable(optimizer)
+    return dummy.lr_scheduler_callable(optimizer)

@@ -1,7 +1,7 @@
-"""ZeroTPTrainer is transformers' Trainer on tensor-parallel ranks; `TensorParallel` makes one of any other Trainer.
+"""transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of Trainer.
 
-Trainer keeps its loop, arguments, callbacks and metrics. What is replaced: who gets which samples (data-parallel
-ranks), what a step's loss is divided by, the engine, and checkpoints.
+Trainer keeps its loop, arguments, callbacks and metrics. Replaced are the distribution of samples over ranks, the
+divisor of a step's loss, the engine, and checkpoints.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ REFUSED = {
 """Training arguments that are not exact here, and why."""
 
 
-Base: Any = object  # what stands before a Trainer and uses its attributes has no types
+Base: Any = object  # untyped: the mixin uses attributes of the Trainer after it
 
 
 class TensorParallel(Base):
-    """This makes a subclass of transformers' Trainer tensor-parallel: `class Mine(TensorParallel, TheirTrainer)`.
+    """Makes a subclass of transformers' Trainer tensor-parallel: `class Mine(TensorParallel, TheirTrainer)`.
 
     Attributes:
         topology: the TP × DP grid.
@@ -208,7 +208,8 @@ class TensorParallel(Base):
         resume_states(self._engine, self.lr_scheduler, Path(self.state.best_model_checkpoint), self.args.seed)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_states(self._engine, self.lr_scheduler, Path(output_dir), self.state.global_step, self.args.seed)
+        step, minutes = self.state.global_step, self.args.ddp_timeout / 60
+        save_states(self._engine, self.lr_scheduler, Path(output_dir), step, self.args.seed, timeout_minutes=minutes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the native Hugging Face model and the tokenizer. Collective over all ranks."""
@@ -223,11 +224,11 @@ class TensorParallel(Base):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
-            draw_alike(self.topology)
+            share_random_state(self.topology)
 
 
 class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
-    """This is transformers' Trainer on TP × DP ranks with SP and ZeRO 0-3; see `TensorParallel`."""
+    """transformers' Trainer on TP × DP ranks with SP and ZeRO 0-3; see `TensorParallel`."""
 
 
 def _check(args: TrainingArguments) -> None:
@@ -251,8 +252,8 @@ def _check_world(args: TrainingArguments) -> None:
         )
 
 
-def draw_alike(topology: Topology) -> None:
-    """Let all ranks of a TP group go on with the random numbers of its first: a data collator draws from them."""
+def share_random_state(topology: Topology) -> None:
+    """Copy the random states of each TP group's first rank to its other ranks: data collators draw from them."""
     if topology.tensor == 1:
         return
     states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]

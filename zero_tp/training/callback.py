@@ -12,7 +12,7 @@ from zero_tp.training.output import RunOutput
 
 if TYPE_CHECKING:
     from zero_tp.checkpoint.manifest import Parent
-    from zero_tp.checkpoint.owner import RunOwner
+    from zero_tp.checkpoint.run import RunOwner
     from zero_tp.config import RunConfig
     from zero_tp.process.watch import Watch
     from zero_tp.topology import Topology

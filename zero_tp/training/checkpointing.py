@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zero_tp.checkpoint.directory import step_directory
-from zero_tp.checkpoint.save import Saver
+from zero_tp.checkpoint.save import run_saver
 from zero_tp.errors import UserError
 from zero_tp.training.callback import Callback, TrainState
 
@@ -19,15 +19,15 @@ class CheckpointCallback(Callback):
 
     def on_start(self, state: TrainState) -> None:
         inputs = state.inputs
-        self.saver = Saver(
+        self.saver = run_saver(
             state.engine.zero,
             state.config,
             state.directory,
-            inputs.recorded_tokenizer,
-            inputs.corpora,
-            inputs.validation_corpora,
-            state.parent,
-            state.owner.check if state.owner is not None else lambda: None,
+            tokenizer=inputs.recorded_tokenizer,
+            corpora=inputs.corpora,
+            validation=inputs.validation_corpora,
+            parent=state.parent,
+            check_owner=state.owner.check if state.owner is not None else lambda: None,
         )
 
     def on_step_end(self, state: TrainState) -> None:

@@ -1,4 +1,7 @@
-"""The engine of a training run: its steps and evaluations. build.py builds it."""
+"""Build a model in DeepSpeed's engine, in the one order that works, and run its steps and evaluations.
+
+What differs between the ZeRO stages is in zero/stages.py.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,45 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from zero_tp.activations.memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.architectures import architecture_of
+from zero_tp.config.refusals import check_deepspeed
+from zero_tp.config.resolve import dtype_name
 from zero_tp.config.schema import Spike
-from zero_tp.constants import IGNORE_INDEX
+from zero_tp.config.view import Door, View
+from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
 from zero_tp.models.model import ParallelModel
+from zero_tp.models.model import model_class as default_model_class
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.parallel.parameter import WeightSource
+from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
+from zero_tp.parallel.layout import audit, whole_shape
+from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.build import build
-from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated
+from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated, check_replicas
 from zero_tp.training.nonfinite import NonfiniteTrace
 from zero_tp.training.spikes import SpikeBound
+from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.stages import zero_engine
+from zero_tp.zero.states import local_shape
 
 
 class TrainingEngine:
-    """The engine builds a model in DeepSpeed's engine on a topology, and trains it.
+    """A model in DeepSpeed's engine on a topology, and its training steps.
 
     Attributes:
         model: the unwrapped model. dtype: of its weights.
-        zero: what the ZeRO stage decides. engine: DeepSpeed's, which it has made.
+        zero: the engine of the ZeRO stage. engine: DeepSpeed's, which `zero` has made.
         activations: what backward keeps and recomputes.
         compiled: whether training's elementwise work runs in compiled kernels.
-        skipped: the gradients of the last step were not finite, on some rank, and nothing was updated.
-        spike: why the last step was a spike, in words, when it was skipped as one; else empty.
-        mark: called with what this rank does next, in words.
+        skipped: whether the last step updated nothing, because its gradients were not finite on some rank.
+        spike: why the last step was skipped as a spike; else empty.
+        mark: called with a word on the work that this rank begins.
     """
 
     def __init__(
@@ -53,7 +66,7 @@ class TrainingEngine:
         trace_nonfinite: bool = False,
         compiled: bool | Literal["auto"] = False,
     ):
-        """Build everything, in the one order that works. Collective over all ranks.
+        """Build everything. Collective over all ranks.
 
         Args:
             config: the model's Hugging Face config.
@@ -63,27 +76,15 @@ class TrainingEngine:
             model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
             recompute: what backward computes again; by default nothing.
             spike: bounds on loss and gradient norm; by default none.
-            trace_nonfinite: look at every layer's output and gradient, for `nonfinite`.
+            trace_nonfinite: check every layer's output and gradient, for `trace`.
             compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
         Raises:
-            ConfigError: DeepSpeed's config has what a run's file may not have.
+            ConfigError: DeepSpeed's config has a key that a run's file may not have.
             UserError: the sizes do not fit the topology, or torch can't compile here.
         """
         self.topology, self.device = topology, torch.device(device)
-        built = build(
-            config,
-            topology,
-            deepspeed_config,
-            seed=seed,
-            device=self.device,
-            source=source,
-            model_class=model,
-            recompute=recompute,
-            compiled=compiled,
-        )
-        self.model, self.zero, self.activations = built.model, built.zero, built.activations
-        self.dtype, self.compiled = built.dtype, built.compiled
+        self._build(config, deepspeed_config, seed, source, model, recompute, compiled)
         self.engine = self.zero.engine
         self._loss: Tensor | float = float("nan")
         self._norm: Tensor | float = float("nan")
@@ -91,9 +92,45 @@ class TrainingEngine:
         self._figures = torch.full((len(self.model.figures),), float("nan"))
         self._spikes = spike
         self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
-        self.mark: Callable[[str], None] = lambda doing: None
+        self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
         self._hooks_checked = False
+
+    def _build(
+        self,
+        config: PretrainedConfig,
+        deepspeed_config: dict[str, Any],
+        seed: int,
+        source: WeightSource | None,
+        model: type[ParallelModel] | None,
+        recompute: RecomputePolicy | None,
+        compiled: bool | Literal["auto"],
+    ) -> None:
+        """Build the model and DeepSpeed's engine in the one order that works. Collective.
+
+        model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
+        recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas compared.
+        """
+        topology, device = self.topology, self.device
+        without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
+        check_deepspeed(View.without_block(deepspeed_config, topology, Door.ENGINE, recompute))
+        self.zero = zero_engine(deepspeed_config, topology)
+        self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
+        # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
+        source = source or ShardedSeededInit(seed, topology.data_group)
+        with self.zero.construction():
+            chosen = model or default_model_class(architecture_of(config).spec(config))
+            self.model = chosen(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
+        audit(self.model, topology, local_shape)
+        policy = recompute or RecomputePolicy(mode="none")
+        settings = deepspeed_config.get("activation_checkpointing", {})
+        self.activations = ActivationMemory(self.model, policy, settings, device)
+        self.compiled = is_compiled(compiled, device)
+        if self.compiled:
+            compile_elementwise(self.model, device)
+        decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
+        self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        check_replicas(self.model, topology)
 
     @property
     def loss(self) -> float:
@@ -148,25 +185,25 @@ class TrainingEngine:
     ) -> None:
         """Run forward, backward and one optimizer step.
 
-        `loss`, `gradient_norm` and `figures` tell of it: who asks for them waits for the device. The host waits in the
-        step where DeepSpeed's does: before the update, to know whether the gradients are finite; for gradients that are
-        reduced beside backward or copied to the host; under ZeRO-3 for its gathers and reductions; and at each
-        micro-batch if the config turns `timers.throughput` on. Bounds on spikes wait for the two numbers they judge.
+        Reading `loss`, `gradient_norm` or `figures` synchronises with the device. The step itself synchronises where
+        DeepSpeed does: before the update, to know whether the gradients are finite; for gradients that are reduced
+        during backward or copied to the host; under ZeRO-3 for its gathers and reductions; and at each micro-batch if
+        the config turns `timers.throughput` on. Bounds on spikes wait for the two numbers they judge.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
-        over micro-batches and ranks; of masked rows that of the masked tokens, and the mean over the rows of the loss
-        of their order; without a label it is 0. Two all-reduces over DP, of two numbers and of one, and one of the
-        model's figures, if it has any.
+        over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the mean over the rows
+        of the loss of their order. Without a label the loss is 0. Two all-reduces over DP, of two numbers and of one,
+        and one of the model's figures, if it has any.
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
-            guarded: the step's number, where what DP ranks hold alike is compared just before its update.
-            guard_gradients: whether its first micro-batch is run twice then. On CUDA a script without
-                `connect_deepspeed` calls `zero_tp.process.connect.fix_workspace` first.
+            guarded: the step's number, to compare the DP ranks' duplicates just before its update.
+            guard_gradients: also run its first micro-batch twice. On CUDA a script without `connect_deepspeed` calls
+                `zero_tp.process.connect.fix_workspace` first.
 
         Raises:
-            UserError: another number of micro-batches than `gradient_accumulation_steps`; what is held alike, or
-                computed again, differs.
+            UserError: another number of micro-batches than `gradient_accumulation_steps`; duplicates or repeated
+                gradients differ.
         """
         batches = [as_batch(micro_batch) for micro_batch in micro_batches]
         accumulation = self.engine.gradient_accumulation_steps()
@@ -206,7 +243,7 @@ class TrainingEngine:
         bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
         self.zero.step(partial(bound.exceeded_on_rank_zero, mean) if bound is not None else None)
         self._norm, self.skipped = self.zero.outcome()
-        self.spike = bound.told if bound is not None and self.zero.vetoed is not None else ""
+        self.spike = bound.reason if bound is not None and self.zero.vetoed is not None else ""
 
     def _repeat(self, batch: AnyBatch, shares: Mapping[str, Tensor], step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
@@ -240,10 +277,10 @@ class TrainingEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the "loss", and what else the model has figures of, over the batches of all DP ranks, which are as
-        `train_step` takes them.
+        """Return the "loss" and the model's other figures, each a mean over the labels or rows of all DP ranks.
 
-        Each is a mean: over the labels, or over the rows. Each rank has as many batches.
+        Args:
+            batches: as `train_step` takes them; each rank has the same number of them.
 
         Raises:
             UserError: no label to score in any batch.
@@ -259,5 +296,14 @@ class TrainingEngine:
         self.engine.train()
         if not all(count):
             raise UserError("validation data holds nothing to score")
-        means = {name: each / of for name, each, of in zip(names, total, count, strict=True)}
+        means = {name: figure / number for name, figure, number in zip(names, total, count, strict=True)}
         return {"loss": sum(mean for name, mean in means.items() if name.endswith("loss")), **means}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Group the parameters for the optimizer: weight decay skips biases and norms, which have one dimension."""
+    named = list(model.named_parameters())
+    flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
+    matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

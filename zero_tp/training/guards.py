@@ -1,6 +1,6 @@
-"""A run checks itself: gradients are summed, what ranks hold alike is equal, a computation gives the same again.
+"""Guards of a run: gradients are summed, replicas and duplicates are equal, gradients are reproducible.
 
-Where these fail silently elsewhere, weights drift apart and the run trains another model.
+A silent failure of one of these lets weights drift apart, and the run trains another model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from zero_tp.topology import Topology, name_ranks
 from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.states import partition_of
 
-# On an accelerator, kernels that add in no fixed order may round one rank's gradient otherwise than another's. This is
-# what they may add up to between two checks, relative to the parameter's largest element: about one last bit of a
-# 16-bit weight, and for fp32 what Adam makes of rounding in a thousand steps of 1e-7. A gradient that is not summed
-# moves a norm's weights apart by a multiple of the learning rate each step, which passes either within a few steps.
+# On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's. These
+# are the differences that may add up between two checks, relative to the parameter's largest element: about one last
+# bit of a 16-bit weight, and for fp32 what Adam makes of rounding in a thousand steps of 1e-7. A gradient that is not
+# summed moves a norm's weights apart by a multiple of the learning rate each step, and exceeds them in a few steps.
 ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
 def check_hooks(hooks: GradientHooks) -> None:
-    """Check, after the first backward, that every gradient which has to be summed was.
+    """Check after the first backward that every partial gradient was summed over TP.
 
     Raises:
         RuntimeError: names a parameter whose partial gradient was not summed over TP.
@@ -49,8 +49,8 @@ def check_hooks(hooks: GradientHooks) -> None:
 def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     """Check that replicated parameters are equal over TP: bit for bit on the CPU, else within ACCELERATOR_TOLERANCE.
 
-    One all-reduce a parameter, and the host waits once. Under ZeRO-3 each DP rank compares its own partition, which TP
-    ranks cut alike; one that DeepSpeed has moved to NVMe is not compared.
+    One all-reduce a parameter; one synchronisation with the device. Under ZeRO-3 each DP rank compares its own
+    partition, which covers the same elements on all TP ranks; partitions on NVMe are not compared.
 
     Raises:
         UserError: on every rank of a TP group that differs, naming the first such parameter.
@@ -91,42 +91,42 @@ def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
     return values
 
 
-# --- what is held or computed twice -----------------------------------------------------------------------------------
+# --- duplicates and repeated gradients --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def check_duplicates(zero: ZeroEngine, step: int) -> None:
-    """Check, just before the update of `step`, that DP ranks hold the same bits of what they hold alike.
+    """Check, just before the update of `step`, that duplicates on DP ranks are equal bit for bit.
 
-    That is the weights under ZeRO-0, -1 and -2 (after the update each rank gets them anew), masters and states too
-    under ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-reduce over DP of 16 bytes a tensor and one
-    over the world of a number; where they differ, an all-gather over the world of 8 bytes a tensor.
+    Duplicates are the weights under ZeRO-0, -1 and -2 (which each update replaces), masters and states too under
+    ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-reduce over DP of 16 bytes a tensor and one of a
+    number over the world; if they differ, an all-gather over the world of 8 bytes a tensor.
 
     Raises:
-        UserError: on every rank of the job, naming a tensor and the ranks that hold what most do not; all of its DP
-            group where there is no majority.
+        UserError: on every rank of the job, naming a tensor and the ranks that differ from the majority of their DP
+            group, or the whole group if there is no majority.
     """
     topology = zero.topology
     if topology.data == 1:
         return
-    held = [(name, digest(tensor)) for name, tensor in zero.duplicates()]
-    numbers = [number for _, number in held]
-    if not held or _alike(numbers, topology, zero.model):
+    named = [(name, digest(tensor)) for name, tensor in zero.duplicates()]
+    digests = [number for _, number in named]
+    if not named or _equal_over_data(digests, topology, zero.model):
         return
-    for index, digests in enumerate(_gathered(numbers, zero.model)):
+    for (name, _), of_ranks in zip(named, _gather_by_number(digests, zero.model), strict=True):
         for members in topology.data_members():
-            odd = _odd_ones({rank: digests[rank] for rank in members})
-            if odd:
-                who = "differs between" if len(odd) == len(members) else "is not what the others hold on"
+            deviating = _minority({rank: of_ranks[rank] for rank in members})
+            if deviating:
+                problem = "differs between" if len(deviating) == len(members) else "is not what the others hold on"
                 raise UserError(
-                    f"before the update of step {step} parameter {held[index][0]} {who} {name_ranks(odd)}, and "
+                    f"before the update of step {step} parameter {name} {problem} {name_ranks(deviating)}, and "
                     "data-parallel ranks hold it alike: memory or a message was corrupted; go on from a checkpoint "
                     "before that, and look at the hardware of these ranks"
                 )
 
 
 def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int) -> None:
-    """Check that a micro-batch gives each parameter's gradient twice, bit for bit, before it is reduced over DP.
+    """Run a micro-batch twice and check that its local gradients are equal bit for bit.
 
     Neither run changes gradients, weights or random streams.
 
@@ -137,24 +137,24 @@ def check_repeated(run: Callable[[], Tensor], model: nn.Module, streams: Any, st
         UserError: on every rank of the job, naming the ranks whose gradients differ, and the first parameter.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    before, found = streams.state_dict(), []
+    before, digests = streams.state_dict(), []
     try:
         with deterministic_algorithms():
             for _ in range(2):
                 streams.load_state_dict(before)
                 gradients = torch.autograd.grad(run(), [parameter for _, parameter in named], allow_unused=True)
-                found.append([0 if gradient is None else digest(gradient) for gradient in gradients])
+                digests.append([0 if gradient is None else digest(gradient) for gradient in gradients])
     finally:
         streams.load_state_dict(before)
-    pairs = enumerate(zip(*found, strict=True))
+    pairs = enumerate(zip(*digests, strict=True))
     first = next((index for index, (one, other) in pairs if one != other), -1)
-    of_ranks = _gathered([first], model)[0]
-    odd = [rank for rank, index in enumerate(of_ranks) if index >= 0]
-    if odd:
+    of_ranks = _gather_by_number([first], model)[0]
+    deviating = [rank for rank, index in enumerate(of_ranks) if index >= 0]
+    if deviating:
         raise UserError(
-            f"before step {step} the gradient of {named[of_ranks[odd[0]]][0]} differs between two runs of one "
-            f"micro-batch on {name_ranks(odd)}, and others may: a fault of its hardware, or a kernel that adds in no "
-            "fixed order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
+            f"before step {step} the gradient of {named[of_ranks[deviating[0]]][0]} differs between two runs of one "
+            f"micro-batch on {name_ranks(deviating)}, and others may: a fault of its hardware, or a kernel that adds "
+            "in no fixed order; go on elsewhere, or set zero_tp.training.guard_gradients to false"
         )
 
 
@@ -179,27 +179,27 @@ def digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.sha256(tensor_bytes(tensor)).digest()[:8], "little") >> 1
 
 
-def _alike(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:
+def _equal_over_data(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:
     """Return on every rank of the job whether the ranks of each DP group have the same positive numbers."""
     own = torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device)
-    ends = torch.stack((own, -own))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.data_group)
-    apart = (ends[0] != -ends[1]).any().to(torch.int32)
-    dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return not apart.item()
+    extremes = torch.stack((own, -own))
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.data_group)
+    differs = (extremes[0] != -extremes[1]).any().to(torch.int32)
+    dist.all_reduce(differs, dist.ReduceOp.MAX)
+    return not differs.item()
 
 
-def _gathered(numbers: Sequence[int], model: nn.Module) -> list[list[int]]:
-    """Return each number as all ranks of the job have it, in the order of ranks. One all-gather."""
+def _gather_by_number(numbers: Sequence[int], model: nn.Module) -> list[list[int]]:
+    """Return the values of each number on all ranks of the job, in the order of ranks. One all-gather."""
     device = next(model.parameters()).device
     own = torch.tensor(numbers, dtype=torch.int64, device=device).unsqueeze(0)
     group = dist.group.WORLD if dist.is_initialized() else None
     return [[int(number) for number in row] for row in all_gather(own, group).T.tolist()]
 
 
-def _odd_ones(digests: dict[int, int]) -> list[int]:
-    """Return the ranks that differ from more than half of all; all ranks where nothing is held by as many."""
+def _minority(digests: dict[int, int]) -> list[int]:
+    """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
     if len(set(digests.values())) == 1:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
-    return [rank for rank, held in digests.items() if 2 * count <= len(digests) or held != usual]
+    return [rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual]

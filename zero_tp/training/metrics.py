@@ -7,8 +7,6 @@ Letters: B global batch [sequences], s sequence length [tokens], L layers, h hid
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,14 +19,14 @@ from zero_tp.models.flops import utilisation
 
 @dataclass(frozen=True)
 class Speed:
-    """A Speed says what one step took, as a mean over the steps since the last reading."""
+    """The speed of a step, as a mean over the steps since the last reading."""
 
     seconds: float
     tokens_per_second: float  # all devices together
     tokens_per_second_per_device: float
     model_tflops: float  # TFLOP/s of one device, recomputation not counted
     mfu: float | None  # 0..1
-    hfu: float | None  # 0..1, what backward computes again counted too
+    hfu: float | None  # 0..1, with recomputation
     eta_seconds: float | None  # None before the first step
 
 
@@ -105,36 +103,26 @@ class StepMeter:
 def memory_gib(device_type: str = "cpu") -> float:
     """Return the peak memory of this rank in GiB (2³⁰ bytes).
 
-    On "cuda" the most that torch's allocator had in use (`max_memory_allocated`; the context's 1-2 GB are not in it).
-    On "cpu" the most memory that the process had resident, libraries and shared pages included.
+    On "cuda" the most that torch's allocator had in use (`max_memory_allocated`), without the context's 1-2 GB. On
+    "cpu" the most memory that the process had resident, with libraries and shared pages.
     """
     if device_type == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated() / GIB
-    return _peak_resident_bytes() / GIB
+    # Not getrusage: after fork and exec its maximum still is the launcher's.
+    return _status_bytes("VmHWM") / GIB
 
 
 def resident_gib() -> float:
-    """Return what this process has resident now, in GiB; 0 where the system doesn't tell."""
+    """Return the memory that this process has resident now, in GiB."""
     return _status_bytes("VmRSS") / GIB
 
 
 def _status_bytes(name: str) -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-def _peak_resident_bytes() -> int:
-    # Not getrusage where there is this: after fork and exec its maximum still holds the launcher's.
-    if found := _status_bytes("VmHWM"):
-        return found
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def perplexity(loss: float) -> float:

@@ -1,12 +1,10 @@
-"""metrics.jsonl has what a run measures, one strict JSON object a line, each step once and each line whole."""
+"""metrics.jsonl: a run's measurements, one strict JSON object a line, each step once."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from itertools import count
 from pathlib import Path
 
 from zero_tp.files import open_regular, write_atomically
@@ -35,7 +33,7 @@ class MetricsFile(Callback):
         if state.is_rank_zero:
             with self._failures.tolerate(str(self._path)):
                 self._cut(state)
-                append_whole(self._path, (metrics_line(values) + "\n").encode())
+                append_line(self._path, (metrics_line(values) + "\n").encode())
 
     def on_end(self, state: TrainState) -> None:
         self._failures.report_totals()
@@ -44,12 +42,10 @@ class MetricsFile(Callback):
         if self._is_cut:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        unreadable, aside = cut_metrics(self._path, self._last_step)
+        unreadable = cut_metrics(self._path, self._last_step)
         self._is_cut = True
         if unreadable:
-            where = f"; the file that has them is {aside}" if aside else ""
-            lines = "lines" if unreadable > 1 else "line"
-            state.print(f"{self._path}: left out {unreadable} unreadable {lines}{where}")
+            state.print(f"{self._path}: removed {unreadable} unreadable {'lines' if unreadable > 1 else 'line'}")
 
 
 def metrics_line(values: Metrics) -> str:
@@ -62,7 +58,7 @@ def metrics_line(values: Metrics) -> str:
 
 
 def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return (step, its other numbers by name, those that were not finite as nan); None where it is none of ours."""
+    """Return (step, its other numbers by name, non-finite ones as nan); None for a line that is not a record."""
     try:
         record = parse_json(line)
         step, odd = record["step"], record.get("nonfinite", {})
@@ -71,61 +67,46 @@ def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
             for name, value in record.items()
             if name in odd or (name != "step" and isinstance(value, int | float))
         }
-    except (InvalidJson, AttributeError, KeyError, OverflowError, TypeError):  # counted, and said by the caller
+    except (InvalidJson, AttributeError, KeyError, OverflowError, TypeError):  # the caller counts and reports it
         return None
     return (step, numbers) if isinstance(step, int) else None
 
 
-def cut_metrics(path: Path, last_step: int) -> tuple[int, Path | None]:
-    """Keep only the lines of `path` up to step `last_step`, replacing the file atomically.
+def cut_metrics(path: Path, last_step: int) -> int:
+    """Remove the lines of steps after `last_step` and unreadable ones; return how many were unreadable.
 
-    A start that resumes from step k trains k + 1, … again, and each step stands in the file once.
-
-    Returns:
-        How many lines were unreadable and left out, and where the file that had them is now: None where there is
-        nothing in it but half a line at its end, which a start that was killed can leave.
+    A start that resumes from step k trains k + 1, … again, and each step stands in the file once. A killed start can
+    leave half a line.
 
     Raises:
         OSError: it can't be read, is no regular file, or the disk is full.
     """
     if not os.path.lexists(path):
-        return 0, None
-    kept: list[bytes] = []
-    unreadable, torn, changed = 0, False, False
-    with open_regular(path) as lines:
-        for line in lines:
-            record, whole = read_line(line), line.endswith(b"\n")
-            if record is None:
-                unreadable += 1
-                torn = not whole
-            keep = record is not None and record[0] <= last_step
-            changed |= not (keep and whole)
-            if keep:
-                kept.append(line.removesuffix(b"\n") + b"\n")
-    if not changed:
-        return 0, None
-    aside = None
-    if unreadable > torn:
-        aside = next(name for n in count(1) if not os.path.lexists(name := path.with_name(f"{path.name}.damaged-{n}")))
-        path.rename(aside)
-    write_atomically(path, b"".join(kept))
-    return unreadable, aside
+        return 0
+    with open_regular(path) as file:
+        lines = list(file)
+    records = [read_line(line) for line in lines]
+    remaining = [
+        line.removesuffix(b"\n") + b"\n"
+        for line, record in zip(lines, records, strict=True)
+        if record is not None and record[0] <= last_step
+    ]
+    if remaining != lines:
+        write_atomically(path, b"".join(remaining))
+    return records.count(None)
 
 
-def append_whole(path: Path, line: bytes) -> None:
-    """Append a line whole or not at all, as a later one begins where it ends.
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line whole or not at all, because the next one begins where it ends.
 
     Raises:
-        OSError: the disk is full or gone, or the path is no regular file.
+        OSError: the disk is full or gone.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        written = 0
+    with path.open("ab", buffering=0) as file:
+        end, rest = file.seek(0, os.SEEK_END), memoryview(line)
         try:
-            while written < len(line):
-                written += file.write(line[written:])
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(end)
+            file.truncate(end)
             raise

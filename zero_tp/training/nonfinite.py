@@ -1,4 +1,4 @@
-"""Find where a number that is not finite comes from."""
+"""Find the layer and rank where a non-finite number comes from."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from zero_tp.parallel.agreement import all_gather_object
 
 
 class NonfiniteTrace:
-    """A trace finds the first output of a layer, or gradient, that is not finite on any rank. It looks at all of them.
+    """Find a step's first layer output or gradient that is not finite on any rank.
 
-    It changes no number. Looking waits for the device at every layer.
+    It changes no number. It synchronises with the device at every layer.
     """
 
     def __init__(self, model: nn.Module):
-        self.model = model
         self.begin()
         for name, module in model.named_modules():
             if name:
-                module.register_forward_hook(self._looking(name))
+                module.register_forward_hook(self._output_hook(name))
         for name, parameter in model.named_parameters():
-            parameter.register_hook(self._gradient(f"the gradient of {name}"))
+            parameter.register_hook(self._gradient_hook(f"the gradient of {name}"))
 
     def begin(self) -> None:
         """Begin a step."""
-        self.looked, self.found = 0, ""
+        self._checked = 0
+        self._first: tuple[int, str] | None = None
 
-    def _look(self, tensor: Tensor, what: str) -> None:
-        self.looked += 1
-        if not self.found and tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
+    def _check(self, tensor: Tensor, name: str) -> None:
+        self._checked += 1
+        if self._first is None and tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             kind = "nan" if bool(tensor.detach().isnan().any()) else "inf"
-            self.found = f"{self.looked} {what} ({kind})"
+            self._first = self._checked, f"{name} ({kind})"
 
-    def _looking(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(module: nn.Module, _: Any, output: Any) -> None:
+    def _output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
             for tensor in _tensors(output):
-                self._look(tensor, f"the output of {name}")
+                self._check(tensor, f"the output of {name}")
                 if tensor.requires_grad:
-                    tensor.register_hook(self._gradient(f"the gradient of the output of {name}"))
+                    tensor.register_hook(self._gradient_hook(f"the gradient of the output of {name}"))
 
-        return look
+        return hook
 
-    def _gradient(self, what: str) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            self._look(gradient, what)
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            self._check(gradient, name)
 
-        return look
+        return hook
 
-    def told(self) -> str:
-        """Return the first finding of the step over all ranks, in words. Collective over all ranks."""
-        found = all_gather_object((self.found, socket.gethostname()))
-        there = [(*text.partition(" ")[::2], rank, host) for rank, (text, host) in enumerate(found) if text]
-        if not there:
+    def describe(self) -> str:
+        """Describe the first non-finite tensor of the step over all ranks. Collective over all ranks."""
+        ranks = enumerate(all_gather_object((self._first, socket.gethostname())))
+        findings = [(*first, rank, host) for rank, (first, host) in ranks if first is not None]
+        if not findings:
             return "every output and every local gradient is finite: a sum over ranks is not"
-        _, what, rank, host = min(there, key=lambda each: int(each[0]))
-        return f"the first that is not finite is {what} on rank {rank} ({host})"
+        _, name, rank, host = min(findings, key=lambda finding: finding[0])
+        return f"the first that is not finite is {name} on rank {rank} ({host})"
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""A run's lines on rank 0: above the progress bar, and without ending the run when they cannot be written."""
+"""A run's lines on rank 0: above the progress bar; a failed write does not end the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RunOutput:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self._bar: tqdm[NoReturn] | None = None
-        self._lost_lines = 0
+        self._failures = WriteFailures(_print_error)
 
     def open_bar(self, total_steps: int, step: int, terminal: bool | None = None) -> None:
         """Show a progress bar.
@@ -38,30 +38,23 @@ class RunOutput:
             self._bar.update(step - self._bar.n)
 
     def print(self, text: str) -> None:
-        """Print one line. A line that standard output cannot take is lost; the first loss is reported on stderr."""
-        if not self.enabled:
-            return
-        try:
-            if self._bar is None:
-                print(text, flush=True)
-            else:
+        """Print one line."""
+        if self.enabled:
+            with self._failures.tolerate("standard output"):
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
-        except BrokenPipeError:
-            raise  # nobody reads the output, which ends a command
-        except OSError as error:
-            self._lost_lines += 1
-            if self._lost_lines == 1:
-                with contextlib.suppress(OSError):
-                    print(f"standard output: {error.strerror}; lines are lost, the run goes on", file=sys.stderr)
 
     def close(self) -> None:
         """Remove the bar and report lost lines."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-        if self._lost_lines:
-            self.print(lost_writes("standard output", self._lost_lines))
+        self._failures.report_totals()
+
+
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 class WriteFailures:
@@ -80,6 +73,8 @@ class WriteFailures:
         """Count an OSError of the block as a failed write to `target`."""
         try:
             yield
+        except BrokenPipeError:
+            raise  # nobody reads the output
         except OSError as error:
             self.counts[target] += 1
             if self.counts[target] == 1:
@@ -89,8 +84,4 @@ class WriteFailures:
     def report_totals(self) -> None:
         """Report how many writes to each target were lost."""
         for target, count in self.counts.items():
-            self._report(lost_writes(target, count))
-
-
-def lost_writes(target: str, count: int) -> str:
-    return f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost"
+            self._report(f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost")

@@ -1,8 +1,9 @@
-"""A run reads and checks its data, tokenizer and model before any rank is connected."""
+"""Read and check a run's data, tokenizer and model before any rank is connected."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class RunInputs:
-    """A RunInputs has read its data, tokenizer and model and checked them against each other.
+    """A run's data, tokenizer and model config, checked against each other.
 
-    No rank is connected yet: every mistake that can be found early is found here.
+    No rank is connected yet, so that a mistake ends the job early.
 
     Raises:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.
@@ -50,7 +51,7 @@ class RunInputs:
 
         Args:
             allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
-            whole: all of every corpus, which one rank of a node does (see `IndexedCorpus.content`).
+            whole: read all of every corpus, as one rank of a node does (see `IndexedCorpus.content`).
         """
         block = config.zero_tp
         self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
@@ -66,34 +67,37 @@ class RunInputs:
 
     @property
     def recorded_tokenizer(self) -> str | None:
-        """Return how a checkpoint names the tokenizer: by its name on the hub, or its directory."""
-        given = self.config.zero_tp.tokenizer
-        if given is not None and has_commit(given):
-            return given
+        """Return the tokenizer's name in checkpoints: its name on the hub, or its directory."""
+        name = self.config.zero_tp.tokenizer
+        if name is not None and has_commit(name):
+            return name
         return None if self.tokenizer is None else str(self.tokenizer)
 
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
-        """Return what the training corpora are, by prefix."""
+        """Return the identities of the training corpora by prefix."""
         return self.samples.identities(whole=self.whole)
 
     @cached_property
     def validation_corpora(self) -> dict[str, dict[str, Any]]:
-        """Return what the validation corpora are, by prefix."""
+        """Return the identities of the validation corpora by prefix."""
         corpora = self.validation.corpora if self.validation else ()
         return {corpus.prefix: corpus.identity(whole=self.whole) for corpus in corpora}
 
     def read(self) -> dict[str, str]:
-        """Return what was read, by what it is, as ranks compare it."""
-        corpora = {f"corpus {prefix}": each for prefix, each in (self.corpora | self.validation_corpora).items()}
-        read = {"config": self.config.resolved(), "model": json.loads(self.model_config.to_json_string()), **corpora}
-        # `content` is what one rank of a node has read.
-        known = {what: {key: value for key, value in each.items() if key != "content"} for what, each in read.items()}
-        keys = {f"config: {key}": shown(value) for key, value in leaves(read["config"])}  # names the key at first
+        """Return a short value of everything that was read, by its name, for ranks to compare."""
+        corpora = {
+            # One rank of a node alone has read `content`.
+            f"corpus {prefix}": {key: value for key, value in identity.items() if key != "content"}
+            for prefix, identity in (self.corpora | self.validation_corpora).items()
+        }
+        config = self.config.resolved()
+        objects = {"config": config, "model": json.loads(self.model_config.to_json_string()), **corpora}
+        keys = {f"config: {key}": shown(value) for key, value in leaves(config)}  # the first difference names the key
         tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before the model, whose tokens come from it
         if self.tokenizer is not None:
             tokenizer[f"tokenizer {self.recorded_tokenizer}"] = f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
-        content = {what: f"SHA-256 {content_hash({'read': each})[:12]}…" for what, each in known.items()}
+        content = {name: f"SHA-256 {content_hash({'read': value})[:12]}…" for name, value in objects.items()}
         tasks = {
             f"file of the task {task}": f"SHA-256 {file_sha256(Path(file))[:12]}…"
             for task, file in self.config.zero_tp.evaluation.task_data.items()
@@ -101,7 +105,7 @@ class RunInputs:
         return keys | tokenizer | content | tasks
 
     def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
-        """Return what this rank trains on up to the step `last`, as lists of a batch for each micro-batch."""
+        """Return this rank's batches up to the step `last`: a list for each step, with one batch a micro-batch."""
         sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
         def read(step: int) -> list[Any]:
@@ -110,7 +114,7 @@ class RunInputs:
         return ReadAhead(read, last)
 
     def pretrained(self) -> PretrainedSource | None:
-        """Return the source of the first weights, None for the seed. It reads no tensor, but checks them all."""
+        """Return the source of the initial weights, None for the seed. It checks all tensors and reads none."""
         if self.config.pretrained is None:
             return None
         return PretrainedSource(
@@ -121,20 +125,20 @@ class RunInputs:
         )
 
     def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Check that what a run reads besides its file has not changed since it was started.
+        """Check that the corpora and the model of `from_pretrained` are those of a checkpoint.
 
         Raises:
-            UserError: a corpus is another one than the checkpoint's, or the model of `from_pretrained` is.
+            UserError: a corpus or the model has changed since the run was started.
         """
         if self.config.pretrained is not None:
             check_unchanged(self.config.pretrained, self.model_config, manifest.model)
-        for (prefix, found), before in zip(self.corpora.items(), manifest.corpora.values(), strict=False):
-            compared = before.keys() & found.keys()  # `content` is not in what was saved before there was one
-            found, before = ({key: each[key] for key in compared} for each in (found, before))
-            if found != before:
+        for (prefix, identity), before in zip(self.corpora.items(), manifest.corpora.values(), strict=False):
+            compared = before.keys() & identity.keys()  # one rank of a node alone knows `content`
+            if any(identity[key] != before[key] for key in compared):
                 raise UserError(
-                    f"zero_tp.data.train: {prefix} holds {_described(found)}, but the run of {checkpoint} was started "
-                    f"with {_described(before)}; prepare it as it was, or give another --output-dir"
+                    f"zero_tp.data.train: {prefix} holds {_describe_corpus(identity, compared)}, but the run of "
+                    f"{checkpoint} was started with {_describe_corpus(before, compared)}; prepare it as it was, or "
+                    "give another --output-dir"
                 )
 
     def _samples(self) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
@@ -161,11 +165,10 @@ class RunInputs:
         return None if self.tokenizer is None else load_tokenizer(self.tokenizer)
 
     def _model_config(self) -> PretrainedConfig:
-        """Return the Hugging Face config, its missing special tokens taken from the tokenizer.
+        """Return the Hugging Face config, with missing special tokens taken from the tokenizer.
 
-        Those that the file or `from_pretrained` gives stay. An id that training depends on is only what the config
-        says: the padding token's row of a Llama gets no gradient from the look-up, and tokenizers often pad with the
-        token that ends a text.
+        Ids from the run's file or `from_pretrained` stay. Ids that training depends on come from the config alone: a
+        Llama's padding row gets no gradient from the look-up, and tokenizers often pad with the token that ends a text.
         """
         hf_config: PretrainedConfig = self.config.hf_config()
         tokenizer = self._tokenizer
@@ -183,17 +186,19 @@ class RunInputs:
             )
         trained = fields_of(hf_config.model_type).read
         for name, token in tokens.items():
-            given = name in self.config.zero_tp.model or (
+            is_set = name in self.config.zero_tp.model or (
                 self.config.pretrained and getattr(hf_config, name) is not None
             )
-            if not given and name not in trained:
+            if not is_set and name not in trained:
                 setattr(hf_config, name, token)
         return hf_config
 
 
-def _described(corpus: dict[str, Any]) -> str:
+def _describe_corpus(identity: dict[str, Any], keys: Set[str]) -> str:
+    """Describe a corpus by these keys of its identity."""
+    sha256 = identity["content" if "content" in keys else "sha256"]
+    vocabulary = f", special tokens and words {identity['vocabulary'][:12]}…" if "vocabulary" in keys else ""
     return (
-        f"{corpus['documents']:,} documents of {corpus['tokens']:,} tokens ({corpus['type']}, "
-        f"SHA-256 {corpus.get('content', corpus['sha256'])[:12]}…"
-        + (f", special tokens and words {corpus['vocabulary'][:12]}…)" if "vocabulary" in corpus else ")")
+        f"{identity['documents']:,} documents of {identity['tokens']:,} tokens ({identity['type']}, "
+        f"SHA-256 {sha256[:12]}…{vocabulary})"
     )

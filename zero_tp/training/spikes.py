@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,45 +14,52 @@ from zero_tp.config.schema import Spike
 
 
 class SpikeBound:
-    """A bound on loss and gradient norm follows the last steps, as OLMo-core's skip-step optimizer has it.
+    """A bound on loss and gradient norm that follows the last steps, as in OLMo-core's skip-step optimizer.
 
-    A step is a spike when its loss or norm is more than so many standard deviations above the mean of the steps in the
-    window. The window takes spikes in too, so that a new level is soon no spike; it judges when it is half full.
+    A step is a spike if its loss or norm is more than so many standard deviations above the mean of the steps in the
+    window. Spikes enter the window too, so that a new level soon stops being one. It judges once the window is half
+    full.
 
     Attributes:
-        told: what the last spike was, in words.
+        reason: why the last step was a spike; else empty.
     """
 
     def __init__(self, settings: Spike, recent: list[list[float]]):
-        """Take `recent`, [loss, norm] of the last steps, which is kept up to date: it goes with a checkpoint."""
-        self.settings, self.recent, self.told = settings, recent, ""
+        """Take `recent`, [loss, norm] of the last steps, and keep it up to date: it is saved in checkpoints."""
+        self.settings, self.recent, self.reason = settings, recent, ""
 
     def exceeded_on_rank_zero(self, loss: Tensor, norm: Tensor) -> bool:
         """Judge a step by rank 0's numbers, on all ranks alike. Broadcast of two numbers, which are read at once.
 
-        DeepSpeed skips a step whose numbers are not finite; it says -1 for some norms that are not.
+        DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
         """
         numbers = torch.stack([loss, norm.to(loss)])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast(numbers, 0)
-        judged, of_norm = numbers.tolist()
-        return math.isfinite(judged) and math.isfinite(of_norm) and of_norm >= 0 and self.exceeded(judged, of_norm)
+        loss_value, norm_value = numbers.tolist()
+        if not math.isfinite(loss_value) or not math.isfinite(norm_value) or norm_value < 0:
+            return False
+        return self.exceeded(loss_value, norm_value)
 
     def exceeded(self, loss: float, norm: float) -> bool:
-        """Tell whether a step of this finite loss and norm is a spike, and remember it."""
-        limits = (self.settings.loss, self.settings.grad_norm)
-        self.told = ""
+        """Return whether a step of this finite loss and norm is a spike; add it to the window."""
+        self.reason = ""
         if len(self.recent) >= max(2, self.settings.window // 2):
-            for name, value, limit, before in zip(
-                ("loss", "gradient norm"), (loss, norm), limits, zip(*self.recent, strict=True), strict=True
-            ):
-                mean, deviation = statistics.fmean(before), statistics.stdev(before)
-                if limit is not None and value - mean > limit * deviation:
-                    self.told = (
-                        f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, "
-                        f"{limit:g} standard deviations over the mean of the {len(before)} steps before"
-                    )
-                    break
+            losses, norms = zip(*self.recent, strict=True)
+            self.reason = _describe_spike("loss", loss, self.settings.loss, losses) or _describe_spike(
+                "gradient norm", norm, self.settings.grad_norm, norms
+            )
         self.recent.append([loss, norm])
         del self.recent[: -self.settings.window]
-        return bool(self.told)
+        return bool(self.reason)
+
+
+def _describe_spike(name: str, value: float, limit: float | None, before: Sequence[float]) -> str:
+    """Return why a value is more than `limit` standard deviations above those before; "" if it is not."""
+    mean, deviation = statistics.fmean(before), statistics.stdev(before)
+    if limit is None or value - mean <= limit * deviation:
+        return ""
+    return (
+        f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} standard deviations over the mean "
+        f"of the {len(before)} steps before"
+    )

@@ -10,23 +10,16 @@ from pathlib import Path
 import torch
 
 from zero_tp.checkpoint.directory import start_branch
-from zero_tp.checkpoint.manifest import Manifest, Parallelism, Parent, differences
-from zero_tp.checkpoint.owner import RunOwner, read_owner
-from zero_tp.checkpoint.parent import Origin
-from zero_tp.checkpoint.resume import check_all_there, resume
-from zero_tp.checkpoint.resume_point import (
-    ResumePoint,
-    broadcast_resume_point,
-    find_resume_point,
-    load_resume_point,
-)
-from zero_tp.checkpoint.run import run_directory, write_config
+from zero_tp.checkpoint.manifest import Parallelism, Parent, differences
+from zero_tp.checkpoint.parent import check_child, describe_parent, find_parent, init_from_parent
+from zero_tp.checkpoint.resume import resume
+from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
+from zero_tp.checkpoint.run import RunOwner, read_owner, run_directory, write_config
 from zero_tp.config.schema import Timeouts
 from zero_tp.devices import describe_devices, why_on_cpu
-from zero_tp.errors import UserError
 from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
-from zero_tp.parallel.agreement import all_gather_object, most_machines, on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.agreement import most_machines, on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.parameter import WeightSource, Zeros
 from zero_tp.process.connect import connect_deepspeed, launch_order_advice
 from zero_tp.process.environment import RankEnvironment
@@ -48,7 +41,7 @@ def start_training(
     *,
     verbose: bool = False,
     watch: Watch | None = None,
-    origin: Origin | None = None,
+    init_from: Path | None = None,
     model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
     trace_nonfinite: bool = False,
@@ -60,7 +53,7 @@ def start_training(
 
     Args:
         watch: ends this rank when it hangs.
-        origin: checkpoint of another run, which a new run starts from.
+        init_from: another run or its checkpoint, which a new run starts from.
         model: class of the model; by default that of the objective.
         resume_from: the checkpoint to resume from, instead of the newest.
         trace_nonfinite: report the layer and rank where a non-finite step began.
@@ -84,31 +77,30 @@ def start_training(
             on_directory(directory)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
-        found, start = _find_checkpoints(inputs, origin, resume_from, check_owner)
-        new = found.checkpoint is None and start.checkpoint is None
-        pretrained = inputs.pretrained() if new else None
+        point, parent = _find_checkpoints(inputs, init_from, resume_from, check_owner)
+        is_new = point.checkpoint is None and parent.checkpoint is None
+        pretrained = inputs.pretrained() if is_new else None
         with hushed(verbose):
-            source = pretrained if new else Zeros()
+            source = pretrained if is_new else Zeros()
             engine = _build_engine(inputs, topology, device, source, model, trace_nonfinite=trace_nonfinite)
-            if found.checkpoint is not None:
-                load = partial(resume, engine.zero, seed=config.zero_tp.training.seed)
-                found = load_resume_point(found, directory, config, load, resume_from, check_owner)
-            elif origin is not None and start.checkpoint is not None:
-                origin.take(engine.zero, start.checkpoint)
+            if point.checkpoint is not None:
+                resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
+            elif parent.checkpoint is not None:
+                init_from_parent(engine.zero, parent.checkpoint)
         machines = most_machines(topology)
         if first:
-            print(*_description(inputs, engine, found, pretrained), sep="\n")
-            if origin is not None and start.manifest is not None:
-                print(*origin.told(start, config, inputs.corpora, inputs.validation_corpora), sep="\n")
-            if found.step < config.zero_tp.training.steps:
+            print(*_description(inputs, engine, point, pretrained), sep="\n")
+            if parent.checkpoint is not None:
+                print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")
+            if point.step < config.zero_tp.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
-                _begin_branch(inputs, found.step)
+                _begin_branch(inputs, point.step)
             if machines > 1:
                 print(f"TP crosses machines, {machines} of them in a group")
-        parent = None if found.manifest is None else found.manifest.parent
-        if start.checkpoint is not None and start.manifest is not None:
-            parent = Parent.of(start.checkpoint, start.manifest)
-        yield TrainState(inputs, engine, found.step, parent, owner, machines, watch)
+        record = None if point.manifest is None else point.manifest.parent
+        if parent.checkpoint is not None and parent.manifest is not None:
+            record = Parent.of(parent.checkpoint, parent.manifest)
+        yield TrainState(inputs, engine, point.step, record, owner, machines, watch)
         if watch is not None:
             watch.leave()
 
@@ -173,49 +165,27 @@ def _check_shared(directory: Path, owner: RunOwner | None) -> None:
     require_same_on_all_ranks({f"{directory}: the ranks do not see the same directory": seen})
 
 
-def _check_resumed_on_all_ranks(inputs: RunInputs, checkpoint: Path, manifest: Manifest) -> None:
-    """Check each machine's own copies of the corpora. Collective.
-
-    Raises:
-        UserError: on every rank; the first rank's whose corpora are not those of the checkpoint.
-    """
-    problem = ""
-    try:
-        inputs.check_resumed(checkpoint, manifest)
-    except UserError as error:
-        problem = str(error)
-    for message in all_gather_object(problem):
-        if message:
-            raise UserError(message)
-
-
 def _find_checkpoints(
-    inputs: RunInputs, origin: Origin | None, resume_from: Path | None, check_owner: Callable[[], None]
+    inputs: RunInputs, init_from: Path | None, resume_from: Path | None, check_owner: Callable[[], None]
 ) -> tuple[ResumePoint, ResumePoint]:
-    """Return the checkpoint to resume, and that of another run to start from. Collective.
-
-    The files of both exist and have their recorded sizes.
-    """
-    config, directory = inputs.config, inputs.directory
-    found = broadcast_resume_point(partial(find_resume_point, directory, config, resume_from, inputs.check_resumed))
-    if found.checkpoint is not None and found.manifest is not None:
-        _check_resumed_on_all_ranks(inputs, found.checkpoint, found.manifest)
-        found = load_resume_point(found, directory, config, check_all_there, resume_from, check_owner)
-    parent = ResumePoint()
-    if origin is not None:
-        parent = broadcast_resume_point(partial(origin.find, found, directory, config, inputs.model_config))
-    if parent.checkpoint is not None:
-        check_all_there(parent.checkpoint)
-    return found, parent
+    """Return the checkpoint to resume, and that of another run to start from; both are verified. Collective."""
+    config, run = inputs.config, inputs.directory
+    point = find_intact_resume_point(run, config, resume_from, inputs.check_resumed, check_owner)
+    if init_from is None:
+        return point, ResumePoint()
+    if point.manifest is not None:
+        check_child(init_from, run, point.manifest)
+        return point, ResumePoint()
+    return point, broadcast_resume_point(partial(find_parent, init_from, config, inputs.model_config))
 
 
 def _description(
-    run: RunInputs, engine: TrainingEngine, found: ResumePoint, pretrained: PretrainedSource | None
+    run: RunInputs, engine: TrainingEngine, point: ResumePoint, pretrained: PretrainedSource | None
 ) -> Iterator[str]:
     """Yield lines on what will be trained, how, and from where."""
-    config, manifest, step = run.config, found.manifest, found.step
+    config, manifest, step = run.config, point.manifest, point.step
     steps = config.zero_tp.training.steps
-    yield from found.notes
+    yield from point.notes
     if pretrained is not None and pretrained.new_heads:
         yield pretrained.describe_new_heads()
     yield (

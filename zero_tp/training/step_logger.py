@@ -69,7 +69,7 @@ class StepLogger(Callback):
         if engine.spike:
             state.print(f"step {step} was skipped as a spike: {engine.spike}")
         if engine.skipped and engine.trace is not None:
-            state.print(f"step {step}: {engine.trace.told()}")
+            state.print(f"step {step}: {engine.trace.describe()}")
 
     def log(self, state: TrainState, record: StepRecord) -> None:
         """Print the step's line and add it to metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, compared with their hashes, of one step."""
+"""Checkpoints: complete or absent, verified, of one step."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ MUTANTS: dict[str, Mutant] = {
     "a-failed-write-is-saved": Mutant(
         "A checkpoint is complete without the file of a rank whose disk is full.",
         SAVE + "Saver._finish",
-        "raise OSError(0, f\"rank {rank}: {told['error']}\")",
+        "raise OSError(0, f\"rank {rank}: {written['error']}\")",
         "continue",
         (SAVES + "a_full_disk_costs_one_checkpoint[False-1]",),
     ),
     "a-background-save-is-of-later-steps": Mutant(
         "A save in the background writes masters that the next steps have changed already.",
-        SAVE + "_in_host_memory",
+        SAVE + "_copy_to_host",
         "data.clone()",
         "data",
         (SAVES + "a_save_in_the_background_holds_its_own_step[0]",),
     ),
     "damage-is-not-compared": Mutant(
         "A start reads a file of a checkpoint whatever its SHA-256 is.",
-        DIRECTORY + "check_file",
-        "found.sha256 != manifested.sha256",
+        DIRECTORY + "check_content",
+        "sha256 != listed.sha256",
         "False",
         ("tests/distributed/test_damage.py::test_damage_is_named_and_the_checkpoint_before_is_offered[flipped bit]",),
     ),
-    "exports-read-damaged-parts": Mutant(
-        "An export reads a part of a checkpoint's file whatever its hash is.",
-        "zero_tp/checkpoint/reader.py::StatesFile._compare",
-        "digest != self._parts[part]",
-        "False",
+    "exports-read-damaged-files": Mutant(
+        "An export reads a checkpoint's file whatever its hash is.",
+        "zero_tp/checkpoint/convert.py::to_huggingface",
+        "check_content(checkpoint, manifest.files)",
+        "pass",
         ("tests/unit/test_manifest.py::test_an_export_of_damaged_masters_is_no_export",),
     ),
     "half-removed-is-complete": Mutant(
@@ -49,8 +49,8 @@ MUTANTS: dict[str, Mutant] = {
     "the-saved-step-is-pruned": Mutant(
         "The step that was just saved is removed, because older branches have higher numbers.",
         DIRECTORY + "prune",
-        "step == saved",
-        "False",
+        "step != saved",
+        "True",
         (BRANCHES + "what_was_just_saved_is_never_pruned",),
     ),
     "left-branch-is-resumed": Mutant(
