@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.papers import PaperView
+from zero_tp.planning.memory import PaperView
 from zero_tp.planning.timing import StepTime, Timing
 
 

@@ -21,7 +21,7 @@ class Layer2019(LayerWork):
         """
         passes, e = super().passes(), self.at.element
         forward, backward = passes["core"]
-        passes["core"] = forward + 4 * e * self.scores, backward + 4 * e * self.scores
+        passes["core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
         return passes
 
@@ -47,7 +47,7 @@ class Layer2022(LayerWork):
     def passes(self) -> dict[str, Bytes]:
         passes = super().passes()
         forward, backward = passes["core"]
-        passes["core"] = forward - 2 * self.at.element * self.scores, backward
+        passes["core"] = forward - 2 * self.at.element * self.layer.scores, backward
         return passes
 
 

@@ -15,9 +15,8 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.memory import Model, model_in
-from zero_tp.planning.timing import Timing
-from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.timing import Timing, matrix_flops
 from zero_tp.shipped import CONFIGS, shipped
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
@@ -85,9 +84,7 @@ class Run:
     @property
     def peak(self) -> float:
         """Return the FLOP/s of one device, on paper."""
-        teraflops = self.device.tflops(self.config.dtype)
-        assert teraflops is not None
-        return 1e12 * teraflops
+        return matrix_flops(self.device, self.config.dtype)
 
     @property
     def view(self) -> StageView:

@@ -39,8 +39,8 @@ from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.elementwise import Elementwise, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
-from zero_tp.planning.moments import Moment, joined, measure
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.settings import Workload
+from zero_tp.planning.tracking import Moment, joined, measure
 from zero_tp.topology import Topology
 
 

@@ -26,6 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.models.transformer import LAYERS
+from zero_tp.planning.settings import Workload
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -56,6 +60,26 @@ class Layer:
     residual_dropout: bool = True
     attention_dropout: bool = True
     remade_norms: int = 2
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
+        """Return a layer of a model at a run's micro-batch."""
+        return cls(
+            workload.length,
+            workload.batch,
+            spec.hidden,
+            spec.heads,
+            workload.tensor,
+            workload.sequence,
+            element=workload.element,
+            head_size=spec.head_size,
+            kv_heads=spec.kv_heads,
+            mlp_size=spec.mlp_size,
+            gated=spec.mlp_matrices == 3,
+            residual_dropout=spec.dropouts.residual > 0,
+            attention_dropout=spec.dropouts.attention > 0,
+            remade_norms=len(LAYERS[spec.layer].remade_norms),
+        )
 
     @property
     def sbh(self) -> int:

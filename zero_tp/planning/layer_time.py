@@ -1,18 +1,96 @@
 """Estimate the time of one layer for one micro-batch: forward, backward and recomputation.
 
+Each product, pass over memory or collective is work over a reached rate: the device's peak times the share of it that
+others have measured (zero_tp/devices.py). What a piece of work loses beside that follows from its shape.
+
 s sequence, b batch, h hidden, a heads, t TP size. Passes are counted by the bytes that an operation reads and writes,
 for forward and for backward.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.devices import Device
 from zero_tp.models.flops import forward_flops
-from zero_tp.planning.rates import FLASH_SHARE, Rates
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.formulas import Layer
+from zero_tp.planning.settings import Workload
+
+TILE = (256, 128)
+"""Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix
+Multiplication Background User's Guide, section 2.3)."""
+FLASH_SHARE = 0.6
+"""Of the matrix peak in fused attention: 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691, abstract)."""
+START, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds of a ring before its first byte, for each hop over NVLink, and for each over a network (NCCL 2.18,
+src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of one device in one dtype.
+
+    Attributes:
+        element: bytes of an element.
+        peak: FLOP/s of the matrix units. rate: of them what the best products reach. memory: reached bytes/s.
+    """
+
+    device: Device
+    element: int
+    peak: float
+
+    @property
+    def rate(self) -> float:
+        return self.peak * self.device.matrix_share
+
+    @property
+    def memory(self) -> float:
+        return self.device.memory_gbps * 1e9 * self.device.memory_share
+
+    def product(self, rows: float, columns: float, depth: float) -> float:
+        """Return the seconds of [rows, depth] × [depth, columns].
+
+        The result's tiles go to the multiprocessors in waves, of which the last takes as long as a full one; writing
+        the result comes on top, since a multiprocessor holds one tile at a time and multiplies no other meanwhile.
+        """
+        units = self.device.units
+        most = math.inf
+        for high, wide in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
+            tiles = math.ceil(rows / high) * math.ceil(columns / wide)
+            most = min(most, math.ceil(tiles / units) * units * 2.0 * high * wide * depth)
+        return most / self.rate + self.element * rows * columns / self.memory
+
+    def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
+        """Return the seconds of a ring all-gather or reduce-scatter.
+
+        A ring over nodes enters and leaves each of them once, however many of its ranks are there, and has as many of
+        the node's links as fall to one ring: neighbours at a stride are as many rings side by side.
+
+        Args:
+            size: bytes of the whole tensor.
+            stride: between neighbours of the group, in ranks; a node has consecutive ranks.
+            pieces: collectives, one after another, in which it goes.
+        """
+        if ranks == 1:
+            return 0.0
+        device = self.device
+        rings = min(stride, device.per_node)
+        together = max(1, device.per_node // stride)  # ranks of the group in one node
+        nodes = -(-ranks // together)
+        speed = device.intra_gbps * device.link_share
+        if nodes > 1:
+            speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
+        far = nodes - 1
+        latency = START + far * FAR_HOP + (ranks - 1 - far) * NEAR_HOP
+        return pieces * latency + size * (ranks - 1) / ranks / (speed * 1e9)
+
+    def beside(self, seconds: float) -> float:
+        """Return what products lose while a collective runs beside them for so long: its channels' multiprocessors."""
+        return seconds * self.device.channels / self.device.units
 
 
 class Seconds(NamedTuple):
@@ -55,6 +133,10 @@ class LayerWork:
     at: Workload
     rates: Rates
 
+    @cached_property
+    def layer(self) -> Layer:
+        return Layer.of(self.spec, self.at)
+
     def time(self) -> LayerTime:
         products = [*self._columns(), *self._rows()]
         forward = sum(self.rates.product(self._tokens, outputs, inputs) for inputs, outputs in products)
@@ -69,13 +151,12 @@ class LayerWork:
 
     def _again(self, forward: Seconds, core: float, passes: dict[str, Bytes]) -> Seconds:
         policy, memory = self.at.policy, self.rates.memory
-        if policy.mode == "full":
-            return forward
+        if policy.mode != "selective":
+            return forward if policy.mode == "full" else Seconds()
         again = Seconds()
-        if policy.mode == "selective":
-            for module, name in (("attention_core", "core"), ("mlp_activation", "activation"), ("norm", "norms")):
-                if module in policy.chosen_modules:
-                    again = again.plus(Seconds(core if name == "core" else 0.0, passes[name][0] / memory))
+        for module, name in (("attention_core", "core"), ("mlp_activation", "activation"), ("norm", "norms")):
+            if module in policy.chosen_modules:
+                again = again.plus(Seconds(core if name == "core" else 0.0, passes[name][0] / memory))
         return again
 
     # ---- products ----------------------------------------------------------------------------------------------------
@@ -110,7 +191,7 @@ class LayerWork:
         spec, rates = self.spec, self.rates
         flops = forward_flops(spec, self.at.batch, self.at.length).core / self.at.tensor
         if spec.attention == "eager":
-            traffic = 2 * rates.element * (self.scores + self._heads + self._pairs)
+            traffic = 2 * rates.element * (self.layer.scores + self.layer.heads + self._pairs)
             return (
                 max(flops / rates.rate, traffic / rates.memory),
                 max(2 * flops / rates.rate, 2 * traffic / rates.memory),
@@ -122,52 +203,34 @@ class LayerWork:
     # ---- passes over memory ------------------------------------------------------------------------------------------
 
     @property
-    def _residual(self) -> float:
-        return self._tokens * self.spec.hidden / (self.at.tensor if self.at.sequence else 1)
-
-    @property
-    def scores(self) -> float:
-        """Return the attention scores on this rank: as²b/t."""
-        return self.spec.heads / self.at.tensor * self.at.length**2 * self.at.batch
-
-    @property
-    def _heads(self) -> float:
-        return self._tokens * self.spec.head_size * self.spec.heads / self.at.tensor
-
-    @property
     def _pairs(self) -> float:
         return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.at.tensor)
 
     def passes(self) -> dict[str, Bytes]:
         """Return the bytes by operation. Backward of a norm reads its input and gradient twice, for its weight too."""
-        spec, e, stream = self.spec, self.at.element, self._residual
-        wide = self._tokens * spec.mlp_size / self.at.tensor
+        spec, e, layer, stream = self.spec, self.at.element, self.layer, self.layer.residual
         biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
         alone = self.at.tensor == 1  # a row's product then adds its bias itself
-        heads, pairs = 2 * e * self._heads, 2 * e * self._pairs  # read and written
+        heads, pairs = 2 * e * layer.heads, 2 * e * self._pairs  # read and written
         turned = 0.0 if spec.rotary is None else 2 * (heads + pairs)
-        moved = heads + (heads + 2 * pairs if spec.attention == "eager" else 0.0)
+        eager = spec.attention == "eager"
+        moved = heads + (heads + 2 * pairs if eager else 0.0)
+        # Forward copies the mask into the product's result and reads it there, besides softmax and dropout.
+        scores = layer.scores if eager else 0.0
+        mask = 2 * e + 1 if spec.dropouts.attention else 0
         return {
             "norms": (4 * e * stream, 10 * e * stream),
             "dropout": (dropped, dropped),
             "sums": (6 * e * stream, 6 * e * stream),
             "row biases": (0.0 if alone else 2 * e * stream * row_biases, e * stream * row_biases),
             "column biases": (0.0, e * biased_columns),  # the product adds them
-            "activation": (e * wide * spec.mlp_matrices, e * wide * (2 * spec.mlp_matrices - 1)),
+            "activation": (e * layer.wide * spec.mlp_matrices, e * layer.wide * (2 * spec.mlp_matrices - 1)),
             "heads": (moved + turned, moved + turned),
-            "core": self._core_passes(),
+            "core": (scores * (4 * e + mask), scores * (3 * e + mask)),
         }
-
-    def _core_passes(self) -> Bytes:
-        spec, e = self.spec, self.at.element
-        if spec.attention != "eager":
-            return 0.0, 0.0
-        dropped = 2 * e + 1 if spec.dropouts.attention else 0
-        # Forward copies the mask into the product's result and reads it there, beside softmax and dropout.
-        return self.scores * (4 * e + dropped), self.scores * (3 * e + dropped)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 

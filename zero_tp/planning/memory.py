@@ -14,11 +14,11 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
 from zero_tp.models.model import model_class
 from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.moments import Moment
-from zero_tp.planning.workload import workload_of
+from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
+from zero_tp.planning.tracking import Moment
 from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory
-from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.topology import Topology
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
@@ -173,3 +173,62 @@ def rank_memory(
     zero = zero_memory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
     stored = workload.stored(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload, whole=whole), stored)
+
+
+# ---- what the papers count -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PaperView:
+    """The papers' account of one rank [bytes].
+
+    Attributes:
+        stage, data: ZeRO's stage and N_d.
+    """
+
+    model: Model
+    workload: Workload
+    stage: int
+    data: int
+
+    @property
+    def parameters(self) -> float:
+        """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
+        return self.model.whole / self.workload.tensor
+
+    @property
+    def layer(self) -> formulas.Layer:
+        return formulas.Layer.of(self.model.spec, self.workload)
+
+    def layer_bytes(self, *, recomputes: bool) -> float:
+        """Return what one layer keeps of one micro-batch, recomputed as the policy says or not at all."""
+        layer, policy = self.layer, self.workload.policy
+        core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
+        if not recomputes or policy.mode == "none":
+            return formulas.kept(layer, core)
+        if policy.mode == "full":
+            if self.workload.to_host:
+                return 0.0
+            return formulas.kept_full(layer, partitioned=self.workload.partitioned)
+        return formulas.kept_selective(layer, core, policy.chosen_modules)
+
+    def layers_bytes(self) -> float:
+        """Return what the layers keep of one micro-batch: of the one that keeps the most, if some keep everything."""
+        layers, policy = self.model.spec.layers, self.workload.policy
+        recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
+        kept = (layers - recomputed) * self.layer_bytes(recomputes=False)
+        return kept + recomputed * self.layer_bytes(recomputes=True)
+
+    def outside_bytes(self) -> float:
+        """Return what is kept outside the layers."""
+        spec = self.model.spec
+        vocabulary = self.workload.labelled * spec.vocabulary
+        return formulas.kept_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
+
+    def bytes(self) -> dict[str, float]:
+        """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
+        return {
+            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.element),
+            "activations": self.layers_bytes(),
+            "outside layers": self.outside_bytes(),
+        }

@@ -12,15 +12,30 @@ from functools import cached_property
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.devices import Device
+from zero_tp.errors import UserError
 from zero_tp.models.flops import head_products
-from zero_tp.planning.layer_time import LayerTime, LayerWork, Seconds
-from zero_tp.planning.rates import Rates
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.layer_time import LayerTime, LayerWork, Rates, Seconds
+from zero_tp.planning.settings import Workload, ZeroSettings
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
-from zero_tp.planning.zero_settings import ZeroSettings
 
 HOST_MEMORY_GBPS = 200.0
 """Of a whole node, for an optimizer on the host."""
+
+
+def matrix_flops(device: Device, dtype: str) -> float:
+    """Return the peak of a device's matrix units in a run's dtype [FLOP/s].
+
+    Raises:
+        UserError: the device can't compute in this dtype.
+    """
+    teraflops = device.tflops(dtype)
+    if teraflops is None:
+        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
+        raise UserError(
+            f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
+            f"(--set bf16.enabled=false), or another device"
+        )
+    return teraflops * 1e12
 
 
 @dataclass(frozen=True)
@@ -81,21 +96,13 @@ class Timing:
 
     @cached_property
     def rates(self) -> Rates:
-        """Return the device's rates.
-
-        Raises:
-            ValueError: the device has no rate in this dtype.
-        """
-        peak = self.device.tflops(self.at.dtype)
-        if peak is None:
-            raise ValueError(f"{self.device.name} has no matrix rate in {self.at.dtype}")
-        return Rates(self.device, self.at.element, peak * 1e12)
+        return Rates(self.device, self.at.element, matrix_flops(self.device, self.at.dtype))
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term.
 
         Raises:
-            ValueError: the device has no rate in this dtype.
+            UserError: the device can't compute in this dtype.
         """
         micro, share = self.zero.accumulation, self._recomputed()
         layers = self.spec.layers

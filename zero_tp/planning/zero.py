@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.planning.gathered import most_gathered
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed flattens at once where there are no buckets (constants.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
@@ -30,11 +30,6 @@ class StateBytes(NamedTuple):
     optimizer: float = 0.0
     buffers: float = 0.0
     host: float = 0.0
-
-
-def page_locked(size: int) -> int:
-    """Return the bytes that torch page-locks for a tensor of `size` bytes (ATen/core/CachingHostAllocator.h)."""
-    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
