@@ -99,8 +99,8 @@ def transfer_time(whole: Timing, p: int, m: int) -> float:
     """Return the seconds of one micro-batch's activations and gradients between stages; each TP rank sends its part."""
     if p == 1:
         return 0.0
-    at, device = whole.at, whole.device
-    near = at.tensor * whole.zero.data * p <= device.per_node
+    workload, device = whole.workload, whole.device
+    near = workload.tensor * whole.zero.data * p <= device.per_node
     speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
-    part = at.element * at.length * at.batch * whole.spec.hidden / at.tensor
+    part = workload.element * workload.length * workload.batch * whole.spec.hidden / workload.tensor
     return 2 * m * part / (speed * 1e9)

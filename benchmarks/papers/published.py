@@ -68,7 +68,7 @@ class Run:
             zero = replace(zero, accumulated=4, reduced=4)  # which DeepSpeed refuses at stage 0
         timing = self.program(
             spec=self.model.spec,
-            at=workload_of(config, cpu=False, varlen=self.device.varlen),
+            workload=workload_of(config, cpu=False, varlen=self.device.varlen),
             zero=zero,
             parameters=self.model.parameters.total,
             device=self.device,

@@ -130,12 +130,12 @@ class LayerWork:
     """One layer of one micro-batch on one rank."""
 
     spec: TransformerSpec
-    at: Workload
+    workload: Workload
     rates: Rates
 
     @cached_property
     def layer(self) -> Layer:
-        return Layer.of(self.spec, self.at)
+        return Layer.of(self.spec, self.workload)
 
     def time(self) -> LayerTime:
         products = [*self._columns(), *self._rows()]
@@ -150,7 +150,7 @@ class LayerWork:
         return LayerTime(before, after.plus(hides), self._again(before, core_forward, passes))
 
     def _again(self, forward: Seconds, core: float, passes: dict[str, Bytes]) -> Seconds:
-        policy, memory = self.at.policy, self.rates.memory
+        policy, memory = self.workload.policy, self.rates.memory
         if policy.mode != "selective":
             return forward if policy.mode == "full" else Seconds()
         again = Seconds()
@@ -163,18 +163,18 @@ class LayerWork:
 
     def _columns(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the column-parallel products."""
-        spec, t = self.spec, self.at.tensor
+        spec, t = self.spec, self.workload.tensor
         pairs = max(1.0, spec.kv_heads / t)
         mlp = (spec.mlp_matrices - 1) * spec.mlp_size / t
         return [(spec.hidden, (spec.heads / t + 2 * pairs) * spec.head_size), (spec.hidden, mlp)]
 
     def _rows(self) -> list[tuple[float, float]]:
-        spec, t = self.spec, self.at.tensor
+        spec, t = self.spec, self.workload.tensor
         return [(spec.heads * spec.head_size / t, spec.hidden), (spec.mlp_size / t, spec.hidden)]
 
     @property
     def _tokens(self) -> int:
-        return self.at.length * self.at.batch
+        return self.workload.length * self.workload.batch
 
     def _input_gradients(self, products: list[tuple[float, float]]) -> float:
         return sum(self.rates.product(self._tokens, inputs, outputs) for inputs, outputs in products)
@@ -189,7 +189,7 @@ class LayerWork:
         on the multiprocessor, leaves out the tiles that a causal mask hides, and computes them again in backward.
         """
         spec, rates = self.spec, self.rates
-        flops = forward_flops(spec, self.at.batch, self.at.length).core / self.at.tensor
+        flops = forward_flops(spec, self.workload.batch, self.workload.length).core / self.workload.tensor
         if spec.attention == "eager":
             traffic = 2 * rates.element * (self.layer.scores + self.layer.heads + self._pairs)
             return (
@@ -204,16 +204,16 @@ class LayerWork:
 
     @property
     def _pairs(self) -> float:
-        return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.at.tensor)
+        return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
 
     def passes(self) -> dict[str, Bytes]:
         """Return the bytes by operation. Backward of a norm reads its input and gradient twice, for its weight too."""
-        spec, e, layer, stream = self.spec, self.at.element, self.layer, self.layer.residual
+        spec, e, layer, stream = self.spec, self.workload.element, self.layer, self.layer.residual
         biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
-        alone = self.at.tensor == 1  # a row's product then adds its bias itself
+        alone = self.workload.tensor == 1  # a row's product then adds its bias itself
         heads, pairs = 2 * e * layer.heads, 2 * e * self._pairs  # read and written
         turned = 0.0 if spec.rotary is None else 2 * (heads + pairs)
         eager = spec.attention == "eager"
@@ -241,13 +241,13 @@ class LayerWork:
         without SP the weights' gradients, under SP the inputs' gradients too, while it gathers the saved shards again.
         Under SP backward also gathers the row layers' output gradients and waits for them.
         """
-        at, rates = self.at, self.rates
-        half = rates.collective(at.element * self._tokens * self.spec.hidden, at.tensor)
+        workload, rates = self.workload, self.rates
+        half = rates.collective(workload.element * self._tokens * self.spec.hidden, workload.tensor)
         hidden = min(4 * half, self.overlapped_products())
-        waits = (4 * half, (2 * half if at.sequence else 0.0) + 4 * half - hidden)
+        waits = (4 * half, (2 * half if workload.sequence else 0.0) + 4 * half - hidden)
         return waits, Seconds(products=rates.beside(hidden))
 
     def overlapped_products(self) -> float:
         """Return the seconds of products that run beside backward's collectives over TP."""
         columns = self._columns()
-        return self._weight_gradients(columns) + (self._input_gradients(columns) if self.at.sequence else 0.0)
+        return self._weight_gradients(columns) + (self._input_gradients(columns) if self.workload.sequence else 0.0)

@@ -104,35 +104,34 @@ class RankMemory:
     @cached_property
     def points(self) -> list[Point]:
         """Return the points of a step from its last micro-batch on, in order."""
-        return self._until_step(self.zero) + self._step(self.zero)
+        return self._points(self.zero)
 
     @cached_property
     def first_points(self) -> list[Point]:
         """Return the points of a run's first step, in which the optimizer allocates its moments."""
-        at = self.zero.at
-        new = replace(self.zero, at=replace(at, moments=0))
-        return self._until_step(new) + self._step(new)
+        return self._points(replace(self.zero, settings=replace(self.zero.settings, moments=0)))
 
-    def _step(self, before: ZeroMemory) -> list[Point]:
-        """Return the points of the update, of a run that has `before` when it begins."""
-        moments = (2.25, before.converting()), (2.5, self.zero.updating()), (3.0, self.zero.states)
-        return [self._point("step", position, held) for position, held in moments]
-
-    def _until_step(self, zero: ZeroMemory) -> list[Point]:
+    def _points(self, before: ZeroMemory) -> list[Point]:
+        """Return the points of a step that begins with the model states `before`."""
         forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward, last_micro = len(self.moments) - forward, zero.at.accumulation - 1
-        found = []
+        backward, last_micro = len(self.moments) - forward, before.settings.accumulation - 1
+        points = []
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            held = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
-            found.append(self._point(one.phase, position, held, one.activations, one.transients))
-        found.append(self._point("reduce", 2.0, zero.end_of_backward()))
-        return found
+            states = before.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
+            points.append(self._point(one.phase, position, states, one.activations, one.transients))
+        return [
+            *points,
+            self._point("reduce", 2.0, before.end_of_backward()),
+            self._point("step", 2.25, before.converting()),
+            self._point("step", 2.5, self.zero.updating()),
+            self._point("step", 3.0, self.zero.states),
+        ]
 
     @cached_property
     def peak(self) -> Point:
         """Return the point at which the device holds the most; a CPU rank's host memory is its device's."""
-        return max(self.points, key=lambda point: point.total + (point.host if self.zero.at.cpu else 0.0))
+        return max(self.points, key=lambda point: point.total + (point.host if self.zero.settings.cpu else 0.0))
 
     @cached_property
     def host(self) -> float:

@@ -198,5 +198,5 @@ def plan(config: RunConfig, device: Device) -> Plan:
         config=config,
         model=model,
         paper=PaperView(model, workload, config.zero_stage, config.data_parallel),
-        time=Timing(model.spec, workload, zero.at, zero.parameters.total, device).estimate(),
+        time=Timing(model.spec, workload, zero.settings, zero.parameters.total, device).estimate(),
     )

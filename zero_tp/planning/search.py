@@ -107,7 +107,7 @@ class Search:
         self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
         estimates = (self._estimate(choice, model) for choice, model in _choices(config, cpu=device.is_cpu))
-        self.ranked = [each for each in estimates if each.memory.zero.at.to_owners == each.choice.owners]
+        self.ranked = [each for each in estimates if each.memory.zero.settings.to_owners == each.choice.owners]
         if not self.ranked:
             raise UserError(
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
@@ -188,7 +188,7 @@ class Search:
             choice=choice,
             model=model,
             workload=workload,
-            time=Timing(model.spec, workload, zero.at, model.parameters.total, device).estimate(),
+            time=Timing(model.spec, workload, zero.settings, model.parameters.total, device).estimate(),
         )
 
     def _dry_run(self, estimate: Candidate) -> Candidate:
@@ -206,7 +206,7 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     Added to what the formulas count: all activations of a layer that is recomputed, the gradient of the output layer
     and a block of logits (as parallel/loss.py computes them), and the gradients of an eager core's scores.
     """
-    paper, layers = PaperView(model, workload, zero.at.stage, zero.at.data), model.spec.layers
+    paper, layers = PaperView(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
     kept = paper.layers_bytes() + paper.outside_bytes() - logits
     recomputed = paper.layer_bytes(recomputes=False)
@@ -216,7 +216,7 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     gradient = (4 if adds_up(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
-    most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
+    most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.settings.stage == 3 else 0
     total = float(zero.parameters.total)
     return [
         Moment("forward", layers, kept + gradient, block, 0.0),

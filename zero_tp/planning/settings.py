@@ -111,7 +111,7 @@ class ZeroSettings:
         copies: see `copies_gradients`.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
         accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
-        bf16: the run's dtype, which has an optimizer of its own at stage 1; see `sums_apart`.
+        bf16: the run's dtype, which has an optimizer of its own at stage 1; see `separate_fp32_grads`.
         clips: gradients are clipped.
         owners: the config asks for what `to_owners` says.
         pins: what the optimizer's offload copies is page-locked; what that of parameters copies always is.
@@ -191,24 +191,24 @@ class ZeroSettings:
         )
 
     @property
-    def alone(self) -> bool:
+    def single_replica(self) -> bool:
         """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_alone`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
 
     @property
-    def wide(self) -> bool:
+    def accumulates_wider(self) -> bool:
         """Tell whether gradients are added up in a wider dtype than that of the run."""
         return self.accumulated > self.element
 
     @property
-    def sums_apart(self) -> bool:
+    def separate_fp32_grads(self) -> bool:
         """Tell whether DeepSpeed's BF16_Optimizer runs: all gradients are added up in a tensor that is always there."""
-        return self.stage == 1 and self.bf16 and self.wide and not self.offload_optimizer
+        return self.stage == 1 and self.bf16 and self.accumulates_wider and not self.offload_optimizer
 
     @property
     def in_buckets(self) -> bool:
         """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may be beside backward."""
-        return self.stage > 0 and not self.sums_apart
+        return self.stage > 0 and not self.separate_fp32_grads
 
     @property
     def to_owners(self) -> bool:

@@ -89,14 +89,14 @@ class Timing:
     """
 
     spec: TransformerSpec
-    at: Workload
+    workload: Workload
     zero: ZeroSettings
     parameters: float
     device: Device
 
     @cached_property
     def rates(self) -> Rates:
-        return Rates(self.device, self.at.element, matrix_flops(self.device, self.at.dtype))
+        return Rates(self.device, self.workload.element, matrix_flops(self.device, self.workload.dtype))
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term.
@@ -125,20 +125,20 @@ class Timing:
 
     def layer_work(self) -> LayerWork:
         """Return the work of one layer."""
-        return LayerWork(self.spec, self.at, self.rates)
+        return LayerWork(self.spec, self.workload, self.rates)
 
     def _recomputed(self) -> float:
         """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
-        return self.at.policy.layers_again(self.spec.layers, self.zero.accumulation) / self.spec.layers
+        return self.workload.policy.layers_again(self.spec.layers, self.zero.accumulation) / self.spec.layers
 
     def head(self) -> Seconds:
         """Return forward and backward of the output layer and its loss, which goes over each logit six times."""
-        at, spec = self.at, self.spec
-        labels, width = at.labels, head_products(spec) / spec.hidden / at.tensor
+        workload, spec = self.workload, self.spec
+        labels, width = workload.labels, head_products(spec) / spec.hidden / workload.tensor
         product = self.rates.product
         products = product(labels, width, spec.hidden) + product(labels, spec.hidden, width)
         return Seconds(
-            products + product(spec.hidden, width, labels), 6 * at.element * labels * width / self.rates.memory
+            products + product(spec.hidden, width, labels), 6 * workload.element * labels * width / self.rates.memory
         )
 
     def accumulation_time(self) -> float:
@@ -147,7 +147,7 @@ class Timing:
         Where they are added up in another dtype there is a buffer for them, also for one micro-batch, which is zeroed
         once a step.
         """
-        zero, e = self.zero, self.at.element
+        zero, e = self.zero, self.workload.element
         buffer = zero.accumulated != e
         if zero.accumulation == 1 and not buffer:
             return 0.0
@@ -160,20 +160,20 @@ class Timing:
         DeepSpeed waits for the device before each reduction to an owner (stage_1_and_2.py, `allreduce_and_copy`), so
         `overlap_comm` hides none of them.
         """
-        zero, micro, e = self.zero, self.zero.accumulation, self.at.element
+        zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
         gathers, reductions = zero.volumes
         calls = self.spec.layers  # each layer's collectives begin somewhere
         if zero.stage == 3:
-            gather = self.rates.collective(e * self.parameters, zero.data, self.at.tensor, calls)
-            reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.at.tensor, calls)
+            gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor, calls)
+            reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.workload.tensor, calls)
             return self._beside(gathers * gather + reductions * reduce, micro * (forward + backward))
         bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
         pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
         if zero.to_owners:
             # Each ends at a bucket's or an owner's end. A chain's links carry all bytes (NCCL's tuning.cc: N steps).
             pieces, sent = pieces + zero.data - 1, sent * zero.data / (zero.data - 1)
-        gather = self.rates.collective(e * self.parameters, zero.data, self.at.tensor)
-        reduce = self.rates.collective(sent, zero.data, self.at.tensor, pieces)
+        gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor)
+        reduce = self.rates.collective(sent, zero.data, self.workload.tensor, pieces)
         beside = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
         return gathers * gather + self._beside(reductions * reduce, beside)
 
@@ -192,7 +192,7 @@ class Timing:
         Masters and moments are read and written, gradients read; 16-bit weights are copied from the masters; gradients
         become fp32, their norm is taken and they are clipped.
         """
-        zero, e, memory = self.zero, self.at.element, self.rates.memory
+        zero, e, memory = self.zero, self.workload.element, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
         wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
@@ -204,5 +204,5 @@ class Timing:
         if not zero.offload_optimizer:
             return traffic / memory, copies
         copies += (zero.accumulation * e * part + e * part) / to_host
-        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.at.tensor))
+        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
         return traffic / share, copies

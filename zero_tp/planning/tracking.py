@@ -233,16 +233,12 @@ def joined(parts: Sequence[Part], order: Sequence[int]) -> list[Moment]:
     found: list[Moment] = []
     activations = transients = gradients = 0.0
     for layer, part in [*stretches, (-1, parts[-1])]:
-        for one in part.moments:
-            found.append(
-                Moment(
-                    one.phase,
-                    layer,
-                    activations + one.activations,
-                    transients + one.transients,
-                    gradients + one.gradients,
-                )
+        found += [
+            Moment(
+                phase, layer, activations + more_activations, transients + more_transients, gradients + more_gradients
             )
+            for phase, _, more_activations, more_transients, more_gradients in part.moments
+        ]
         activations += part.activations
         transients += part.transients
         gradients += part.gradients
