@@ -81,10 +81,10 @@ def without_numbers(
         measured, order = every, list(range(len(every)))
         if not whole:
             measured = shortened(every, reach)
-            numbers = {each: number for number, each in enumerate(contexts(measured, reach))}
-            order = [numbers[each] for each in contexts(every, reach)]
+            numbers = {context: number for number, context in enumerate(contexts(measured, reach))}
+            order = [numbers[context] for context in contexts(every, reach)]
         rotary = spec.rotary
-        if rotary is not None and workload.documents:  # whose positions are given; fake ones have no greatest one
+        if rotary is not None and workload.documents:  # fake position numbers have no maximum
             rotary = replace(rotary, by_length=False)
         windows = tuple(kind.window for kind in measured)
         model_class: type[ParallelModel] = PlannedCausalLM if spec.causal else MaskedLM
@@ -190,55 +190,39 @@ def kinds(workload: Workload, windows: Sequence[int | None]) -> list[Kind]:
     return [Kind(window, number in again) for number, window in enumerate(windows)]
 
 
-class Context(NamedTuple):
-    """A context says what the bytes of a layer depend on.
+def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
+    """Return what the bytes of each layer depend on.
 
-    Attributes:
-        before, kind, after: its kind, between those of its neighbours.
-        window_begins: it is the first with its window, in backward the last to let go of that window's mask.
-        recomputing_before, recomputing_after: of one that recomputes, how many others there are, up to `reach`:
-            checkpoints that go to host memory are gone that many layers later, and come back one ahead.
+    That is its kind, between those of its neighbours; whether it is the first with its window, in backward the last to
+    let go of that window's mask; and, if it recomputes, how many other layers do before and after it, up to `reach`:
+    checkpoints that go to host memory are gone that many layers later, and come back one ahead.
     """
-
-    before: Kind | None
-    kind: Kind
-    after: Kind | None
-    window_begins: bool
-    recomputing_before: int
-    recomputing_after: int
-
-
-def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[Context]:
-    """Return the context of each layer."""
-    around: list[Kind | None] = [None, *kinds, None]
+    neighbours: list[Kind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]
-    again = [kind.recomputes for kind in kinds]
+    recomputes = [kind.recomputes for kind in kinds]
     return [
-        Context(
-            around[number],
-            kind,
-            around[number + 2],
+        (
+            tuple(neighbours[number : number + 3]),
             windows.index(kind.window) == number,
-            min(reach, sum(again[:number])) * kind.recomputes,
-            min(reach, sum(again[number + 1 :])) * kind.recomputes,
+            min(reach, sum(recomputes[:number])) * kind.recomputes,
+            min(reach, sum(recomputes[number + 1 :])) * kind.recomputes,
         )
         for number, kind in enumerate(kinds)
     ]
 
 
 def shortened(kinds: Sequence[Kind], reach: int = 1) -> list[Kind]:
-    """Return fewer layers that have every context of the given ones and no other: of equal layers, three, or two more
-    for each layer that `reach` is greater than 1."""
-    found, wanted = list(kinds), set(contexts(kinds, reach))
+    """Return fewer layers that have every context of the given ones and no other.
 
-    def cut() -> list[Kind] | None:
-        for length in range(len(found) - 1, 0, -1):
-            for start in range(len(found) - length + 1):
-                shorter = found[:start] + found[start + length :]
-                if set(contexts(shorter, reach)) == wanted:
-                    return shorter
-        return None
+    Of equal layers that is three, or two more for each layer that `reach` is greater than 1.
+    """
+    shortest, wanted = list(kinds), set(contexts(kinds, reach))
 
-    while (shorter := cut()) is not None:
-        found = shorter
-    return found
+    def cuts() -> Iterator[list[Kind]]:
+        for length in range(len(shortest) - 1, 0, -1):
+            for start in range(len(shortest) - length + 1):
+                yield shortest[:start] + shortest[start + length :]
+
+    while shorter := next((cut for cut in cuts() if set(contexts(cut, reach)) == wanted), None):
+        shortest = shorter
+    return shortest

@@ -78,7 +78,7 @@ class _Coordinator:
         names = [[(number, at) for at in range(len(sizes))] for number, sizes in enumerate(modules)]
         if count > 1 and len(modules[-1]) == 1 and modules[-1] == modules[0]:
             names[-1] = [(0, 0)]  # tied: the output layer has the embedding's parameter
-        self._partitioned = [[name for name in each if self._sizes[name] > threshold] for each in names]
+        self._partitioned = [[name for name in own if self._sizes[name] > threshold] for own in names]
         self._passed = list(accumulate((sum(modules[number]) for number in self.order), initial=0))
         self._queue = deque(
             (step, name) for step, number in enumerate(self.order) for name in self._partitioned[number]

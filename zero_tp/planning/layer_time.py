@@ -143,11 +143,11 @@ class LayerWork:
         backward = self._input_gradients(products) + self._weight_gradients(products)
         core_forward, core_backward = self._core()
         passes = self.passes()
-        waits, hides = self._tensor()
-        memory = self.rates.memory
-        before = Seconds(forward + core_forward, sum(each[0] for each in passes.values()) / memory, waits[0])
-        after = Seconds(backward + core_backward, sum(each[1] for each in passes.values()) / memory, waits[1])
-        return LayerTime(before, after.plus(hides), self._again(before, core_forward, passes))
+        read_forward, read_backward = (sum(sizes) / self.rates.memory for sizes in zip(*passes.values(), strict=True))
+        (waits_forward, waits_backward), slowdown = self._tensor()
+        whole_forward = Seconds(forward + core_forward, read_forward, waits_forward)
+        whole_backward = Seconds(backward + core_backward, read_backward, waits_backward).plus(slowdown)
+        return LayerTime(whole_forward, whole_backward, self._again(whole_forward, core_forward, passes))
 
     def _again(self, forward: Seconds, core: float, passes: dict[str, Bytes]) -> Seconds:
         policy, memory = self.workload.policy, self.rates.memory

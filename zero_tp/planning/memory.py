@@ -139,11 +139,11 @@ class RankMemory:
         return max(self.zero.states.host, self.zero.updating().host) + self.stored[1]
 
     def _point(
-        self, phase: str, position: float, held: StateBytes, activations: float = 0.0, transients: float = 0.0
+        self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
     ) -> Point:
-        states = {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
-        states |= {"activations": self.stored[0] + activations, "transients": transients}
-        return Point(phase, position, states, held.host + self.stored[1])
+        sizes = {name: float(getattr(states, name)) for name in CATEGORIES[:5]}
+        sizes |= {"activations": self.stored[0] + activations, "transients": transients}
+        return Point(phase, position, sizes, states.host + self.stored[1])
 
 
 def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:

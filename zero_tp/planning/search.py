@@ -107,14 +107,14 @@ class Search:
         self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
         estimates = (self._estimate(choice, model) for choice, model in _choices(config, cpu=device.is_cpu))
-        self.ranked = [each for each in estimates if each.memory.zero.settings.to_owners == each.choice.owners]
+        self.ranked = [one for one in estimates if one.memory.zero.settings.to_owners == one.choice.owners]
         if not self.ranked:
             raise UserError(
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
-        self.ranked.sort(key=lambda each: (max(0.0, each.short), each.time.total, each.needed))
-        self.fitting = sum(each.fits for each in self.ranked)
+        self.ranked.sort(key=lambda one: (max(0.0, one.short), one.time.total, one.needed))
+        self.fitting = sum(one.fits for one in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Candidate], dict[str, Any]]:
         """Return the fastest `top` candidates that fit in a dry run and load as a config, and the config of the first.
@@ -150,7 +150,7 @@ class Search:
         return shown, best
 
     def _describe_nearest(self, too_large: Sequence[Candidate]) -> str:
-        device, nearest = self.device, min(too_large, key=lambda each: each.short)
+        device, nearest = self.device, min(too_large, key=lambda one: one.short)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (

@@ -153,7 +153,7 @@ class ZeroSettings:
         block = config.get("optimizer", {})
         stage = int(zero.get("stage", 0))
         offload = zero.get("offload_optimizer") or {}
-        given = {
+        elements = {
             name: int(zero[key])
             for name, key in (
                 ("reduce_bucket", "reduce_bucket_size"),
@@ -187,7 +187,7 @@ class ZeroSettings:
             pins=bool(offload.get("pin_memory", True)) and offload.get("device") != "nvme",
             torch_optimizer=_makes_temporaries(block),
             copies=copies_gradients(dict(config)),
-            **given,
+            **elements,
         )
 
     @property

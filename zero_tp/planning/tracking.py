@@ -27,17 +27,17 @@ class Allocation:
 
     Attributes:
         bytes: its size.
-        made, gone: positions in the order of all makings and goings; `gone` is None while something holds it.
+        allocated, freed: positions in the order of all allocations and frees; `freed` is None while something holds it.
         operation, shape, dtype: what made it, and of the tensor that it was made for.
         category: set by `Allocations.mark`, else None.
     """
 
     bytes: int
-    made: int
+    allocated: int
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gone: int | None = None
+    freed: int | None = None
     category: str | None = None
 
 
@@ -85,20 +85,20 @@ class Allocations(TorchDispatchMode):
         if kind == "meta" or (self._device_type is not None and kind != self._device_type):
             return None
         storage = tensor.untyped_storage()
-        found = self._alive.get(storage._cdata)
-        if found is not None:
-            return found[0]
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            return known[0]
         self.clock += 1
         allocation = Allocation(storage.nbytes(), self.clock, operation, tuple(tensor.shape), tensor.dtype)
         self.all.append(allocation)
         address = storage._cdata
 
-        def gone(_: Any) -> None:
+        def free(_: Any) -> None:
             self.clock += 1
-            allocation.gone = self.clock
+            allocation.freed = self.clock
             self._alive.pop(address, None)
 
-        self._alive[address] = (allocation, weakref.ref(storage, gone))
+        self._alive[address] = (allocation, weakref.ref(storage, free))
         return allocation
 
     def note(self, name: str) -> None:
@@ -121,8 +121,8 @@ class Allocations(TorchDispatchMode):
 
     def timeline(self) -> list[tuple[int, Allocation, int]]:
         """Return (clock, allocation, +1 made or -1 gone) in order."""
-        events = [(allocation.made, allocation, 1) for allocation in self.all]
-        events += [(allocation.gone, allocation, -1) for allocation in self.all if allocation.gone is not None]
+        events = [(allocation.allocated, allocation, 1) for allocation in self.all]
+        events += [(allocation.freed, allocation, -1) for allocation in self.all if allocation.freed is not None]
         return sorted(events, key=lambda event: event[0])
 
 
@@ -200,7 +200,7 @@ def _cut(
     """Return the parts between the clocks `ends`. What is made before `turned` and gone after it is an activation."""
 
     def is_kept(one: Allocation) -> bool:
-        return one.made <= turned and (one.gone is None or one.gone > turned)
+        return one.allocated <= turned and (one.freed is None or one.freed > turned)
 
     sizes = [[0, 0, 0] for _ in ends[1:]]  # transients, activations, gradients
     moments: list[list[Moment]] = [[] for _ in ends[1:]]
@@ -217,7 +217,7 @@ def _cut(
         if sign > 0:
             phase = "forward" if clock <= turned else "backward"
             moments[number].append(Moment(phase, 0, size[1], size[0], size[2]))
-    return [Part(found, size[1], size[0], size[2]) for found, size in zip(moments, sizes, strict=True)]
+    return [Part(part, size[1], size[0], size[2]) for part, size in zip(moments, sizes, strict=True)]
 
 
 def joined(parts: Sequence[Part], order: Sequence[int]) -> list[Moment]:
@@ -230,10 +230,10 @@ def joined(parts: Sequence[Part], order: Sequence[int]) -> list[Moment]:
     stretches = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
     stretches += [(last, parts[len(parts) // 2])]
     stretches += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
-    found: list[Moment] = []
+    moments: list[Moment] = []
     activations = transients = gradients = 0.0
     for layer, part in [*stretches, (-1, parts[-1])]:
-        found += [
+        moments += [
             Moment(
                 phase, layer, activations + more_activations, transients + more_transients, gradients + more_gradients
             )
@@ -242,4 +242,4 @@ def joined(parts: Sequence[Part], order: Sequence[int]) -> list[Moment]:
         activations += part.activations
         transients += part.transients
         gradients += part.gradients
-    return found
+    return moments
