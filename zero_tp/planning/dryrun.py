@@ -1,10 +1,10 @@
-"""The dry run takes the project's own model forward and backward as one rank of the real run, without any data.
+"""Run the project's own model forward and backward as one rank of the real run, on fake tensors and without data.
 
-Tensors are fake ones, which have shapes but no memory, and the collectives' groups are fake too: they return at once.
-Every storage is followed from its making to its end, which gives the bytes of real tensors. Model states and ZeRO's
-buffers are not in it: DeepSpeed's engine does not run on fake tensors; they come from planning/zero.py.
+Fake tensors have shapes but no memory, and collectives of the fake groups return at once. Every storage is followed
+from its allocation to its end, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
+planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
 
-Layers that are alike in what they see and recompute, with neighbours that are alike, take the same bytes. So a model of
+Layers with the same window and recomputation, between neighbours that have the same, take the same bytes. So a model of
 few layers runs, and all L layers are their sum.
 
 What is planned for a CPU runs on fake "cpu" tensors, not on the meta device, which decomposes attention and counts its
@@ -45,9 +45,9 @@ from zero_tp.topology import Topology
 
 
 def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[Moment]:
-    """Return every moment of one micro-batch at which something is made, forward and backward, in order.
+    """Return every moment of one micro-batch at which something is allocated, forward and backward, in order.
 
-    Not in it is what outlives the micro-batch: M_D's buffer (`Workload.stored`).
+    M_D's buffer, which outlives the micro-batch, is not counted (`Workload.stored`).
 
     Args:
         config: of the model.
@@ -62,18 +62,17 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
 def without_numbers(
     config: PretrainedConfig, workload: Workload, *, whole: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
-    """Give a model and a micro-batch of fake tensors, as one rank has them, and of each layer the one that stands for
-    it.
+    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of the one that runs.
 
     Args:
-        whole: with all layers; then each stands for itself.
+        whole: run every layer itself.
     """
     with ExitStack() as stack:
         device = torch.device("cpu")
         if not workload.cpu:
             device = stack.enter_context(accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
-        # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
+        # Backward in this thread: a device registered after the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
@@ -121,7 +120,7 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
 class DifferingPieces(Elementwise):
     """Compute only the first, second and last piece.
 
-    Each later piece runs beside the tensors of another whole piece, as the second does, and takes the same bytes.
+    Every later piece takes the same bytes as the second: both run while another whole piece's tensors exist.
     """
 
     def starts(self, stop: int, step: int) -> Sequence[int]:

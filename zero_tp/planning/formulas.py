@@ -111,7 +111,7 @@ class Layer:
         return self.a * self.s**2 * self.b / self.t
 
 
-# ---- the attention core: what it keeps beside Q, K and V in 16 bits ------------------------------------------------
+# ---- the attention core: what it keeps besides Q, K and V in 16 bits -----------------------------------------------
 
 
 def eager_core(layer: Layer) -> float:
@@ -150,7 +150,7 @@ def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[st
     """Return, under `selective`, sbh(10 + 24/t), with SP 34sbh/t; table 2, the two "selective" rows (section 5).
 
     Args:
-        modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps beside its inputs,
+        modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps besides its inputs,
             Q, K and V in 16 bits; `mlp_activation` 8sbh/t, the activation's output; `norm` 4sbh, under SP 4sbh/t, the
             outputs of the two norms, or 2sbh, that of the first, where the residual stream itself is normed.
     """

@@ -40,7 +40,7 @@ def most_gathered(
     for step, module in enumerate(coordinator.order):
         coordinator.fetch(step)
         coordinator.prefetch(step)
-        if layers[module] != layers[-1] or module == count - 1:  # the loss, beside which the final norm is small
+        if layers[module] != layers[-1] or module == count - 1:  # the loss; the final norm is small compared with it
             key = "forward" if step < count else "backward", layers[module]
             most[key] = max(most.get(key, 0.0), float(coordinator.separate + coordinator.buffered))
         coordinator.release(step)

@@ -1,7 +1,7 @@
 """Estimate the time of one layer for one micro-batch: forward, backward and recomputation.
 
 Each product, pass over memory or collective is work over a reached rate: the device's peak times the share of it that
-others have measured (zero_tp/devices.py). What a piece of work loses beside that follows from its shape.
+others have measured (zero_tp/devices.py). What else a piece of work loses follows from its shape.
 
 s sequence, b batch, h hidden, a heads, t TP size. Passes are counted by the bytes that an operation reads and writes,
 for forward and for backward.
@@ -88,8 +88,8 @@ class Rates:
         latency = START + far * FAR_HOP + (ranks - 1 - far) * NEAR_HOP
         return pieces * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
-    def beside(self, seconds: float) -> float:
-        """Return what products lose while a collective runs beside them for so long: its channels' multiprocessors."""
+    def slowdown(self, seconds: float) -> float:
+        """Return what products lose to a collective that overlaps them: its channels' multiprocessors."""
         return seconds * self.device.channels / self.device.units
 
 
@@ -237,17 +237,17 @@ class LayerWork:
     def _tensor(self) -> tuple[Bytes, Seconds]:
         """Return (what forward waits for, and backward), and what else backward's collectives cost.
 
-        An all-reduce is two halves. Forward has four of them. So has backward beside products of the column layers:
-        without SP the weights' gradients, under SP the inputs' gradients too, while it gathers the saved shards again.
+        An all-reduce is two halves. Forward has four of them. So has backward, and they overlap with products of the
+        column layers: the weights' gradients, and under SP, which gathers the saved shards again, the inputs' too.
         Under SP backward also gathers the row layers' output gradients and waits for them.
         """
         workload, rates = self.workload, self.rates
         half = rates.collective(workload.element * self._tokens * self.spec.hidden, workload.tensor)
         hidden = min(4 * half, self.overlapped_products())
         waits = (4 * half, (2 * half if workload.sequence else 0.0) + 4 * half - hidden)
-        return waits, Seconds(products=rates.beside(hidden))
+        return waits, Seconds(products=rates.slowdown(hidden))
 
     def overlapped_products(self) -> float:
-        """Return the seconds of products that run beside backward's collectives over TP."""
+        """Return the seconds of products that overlap backward's collectives over TP."""
         columns = self._columns()
         return self._weight_gradients(columns) + (self._input_gradients(columns) if self.workload.sequence else 0.0)

@@ -93,7 +93,7 @@ def time(plan: Plan) -> list[str]:
 
 
 def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
-    """Return the table of the plan's peak beside that of a dry run of all layers."""
+    """Return the table that compares the plan's peak with a dry run of all layers."""
     lines = [
         "",
         f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula",

@@ -99,7 +99,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
 
 
 MOMENT_BYTES = {"adam": 8, "adamw": 8, "sgd": 4}
-"""Optimizer states a parameter beside the fp32 master."""
+"""Optimizer states of a parameter, without the fp32 master."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ZeroSettings:
 
     @property
     def in_buckets(self) -> bool:
-        """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may be beside backward."""
+        """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may overlap with backward."""
         return self.stage > 0 and not self.separate_fp32_grads
 
     @property

@@ -1,6 +1,6 @@
 """Estimate a step's time from a device's rates, by term.
 
-A layer's products, passes and collectives are in layer_time.py, the rates in rates.py. What overlaps is what the code
+A layer's products, passes and collectives are in layer_time.py, with the rates. What overlaps is what the code
 overlaps (parallel/linear.py, DeepSpeed's `overlap_comm`). Nothing of it was fitted to a run: the published times are
 its test.
 """
@@ -166,7 +166,7 @@ class Timing:
         if zero.stage == 3:
             gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor, calls)
             reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.workload.tensor, calls)
-            return self._beside(gathers * gather + reductions * reduce, micro * (forward + backward))
+            return self._exposed(gathers * gather + reductions * reduce, micro * (forward + backward))
         bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
         pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
         if zero.to_owners:
@@ -174,17 +174,18 @@ class Timing:
             pieces, sent = pieces + zero.data - 1, sent * zero.data / (zero.data - 1)
         gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor)
         reduce = self.rates.collective(sent, zero.data, self.workload.tensor, pieces)
-        beside = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
-        return gathers * gather + self._beside(reductions * reduce, beside)
+        overlapped = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        return gathers * gather + self._exposed(reductions * reduce, overlapped)
 
     @property
     def reduces_in_backward(self) -> bool:
         """Return whether stages 0 to 2 reduce gradients while backward runs."""
         return self.zero.overlap and self.zero.in_buckets and not self.zero.to_owners
 
-    def _beside(self, communicating: float, computing: float) -> float:
+    def _exposed(self, communicating: float, computing: float) -> float:
+        """Return what communication costs that overlaps with computing."""
         hidden = min(communicating, computing)
-        return communicating - hidden + self.rates.beside(hidden)
+        return communicating - hidden + self.rates.slowdown(hidden)
 
     def _optimizer(self) -> tuple[float, float]:
         """Return (update, host copies).
@@ -198,7 +199,7 @@ class Timing:
         wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
         traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self.parameters
         to_host = self.device.host_gbps * 1e9 * self.device.link_share
-        copies = 0.0  # those of checkpoints run beside the layers
+        copies = 0.0  # those of checkpoints overlap with the layers
         if zero.offload_param:
             copies += 3 * zero.accumulation * e * part / to_host
         if not zero.offload_optimizer:

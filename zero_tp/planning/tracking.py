@@ -28,7 +28,7 @@ class Allocation:
     Attributes:
         bytes: its size.
         allocated, freed: positions in the order of all allocations and frees; `freed` is None while something holds it.
-        operation, shape, dtype: what made it, and of the tensor that it was made for.
+        operation, shape, dtype: what allocated it, and of the tensor that it was allocated for.
         category: set by `Allocations.mark`, else None.
     """
 
@@ -42,11 +42,11 @@ class Allocation:
 
 
 class Allocations(TorchDispatchMode):
-    """`with Allocations() as allocations: …` notes every storage that is made inside.
+    """`with Allocations() as allocations: …` records every storage that is allocated inside.
 
     Attributes:
-        all: every storage in the order in which they were made.
-        clock: makings and goings so far.
+        all: every storage in the order of allocation.
+        clock: allocations and frees so far.
         marks: (name, clock) of `note`, in order.
     """
 
@@ -73,7 +73,7 @@ class Allocations(TorchDispatchMode):
         return results
 
     def _is_from_outside(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether an operation has been given this storage, which none has made inside."""
+        """Return whether this storage is an argument that was allocated before the block."""
         address = result.untyped_storage()._cdata
         return address not in self._alive and any(
             isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
@@ -106,7 +106,7 @@ class Allocations(TorchDispatchMode):
         self.marks.append((name, self.clock))
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give storages a category; those that nothing inside has made are taken in as if made now."""
+        """Give storages a category; those from before the block count as allocated now."""
         for tensor in tensors:
             allocation = self._see(tensor, "outside")
             if allocation is not None:
@@ -120,7 +120,7 @@ class Allocations(TorchDispatchMode):
         return [allocation for allocation, _ in self._alive.values()]
 
     def timeline(self) -> list[tuple[int, Allocation, int]]:
-        """Return (clock, allocation, +1 made or -1 gone) in order."""
+        """Return (clock, allocation, +1 allocated or -1 freed) in order."""
         events = [(allocation.allocated, allocation, 1) for allocation in self.all]
         events += [(allocation.freed, allocation, -1) for allocation in self.all if allocation.freed is not None]
         return sorted(events, key=lambda event: event[0])
@@ -197,7 +197,7 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[Part]:
 def _cut(
     allocations: Allocations, ends: Sequence[int], turned: int, done: Sequence[tuple[int, int, int]]
 ) -> list[Part]:
-    """Return the parts between the clocks `ends`. What is made before `turned` and gone after it is an activation."""
+    """Return the parts between the clocks `ends`. Activations are allocated before `turned` and freed after it."""
 
     def is_kept(one: Allocation) -> bool:
         return one.allocated <= turned and (one.freed is None or one.freed > turned)

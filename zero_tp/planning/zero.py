@@ -270,7 +270,7 @@ class ZeroMemory:
     def converting(self) -> StateBytes:
         """Return the most while gradients become those of the masters, before the optimizer steps.
 
-        Stages 1 to 3 flatten those of a group, and make fp32 of what is flat, beside the gradients as they were.
+        Stages 1 to 3 flatten those of a group, and make fp32 of what is flat, while the gradients still exist.
         """
         zero, states, e = self.settings, self.states, self.settings.element
         if zero.stage == 0:
