@@ -25,8 +25,8 @@ from zero_tp.data.batch import AnyBatch
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.planning import accelerator, dryrun
-from zero_tp.planning.moments import Part, measure
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.settings import Workload
+from zero_tp.planning.tracking import Part, measure
 from zero_tp.process.signals import Requests
 from zero_tp.topology import Topology
 from zero_tp.training import guards

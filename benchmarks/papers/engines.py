@@ -11,9 +11,8 @@ from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.memory import model_in
-from zero_tp.planning.papers import PaperView
-from zero_tp.planning.workload import workload_of
+from zero_tp.planning.memory import PaperView, model_in
+from zero_tp.planning.settings import workload_of
 from zero_tp.shipped import CONFIGS, shipped
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine

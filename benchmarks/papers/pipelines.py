@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.papers import PaperView
+from zero_tp.planning.memory import PaperView
 from zero_tp.planning.timing import StepTime, Timing
 
 
@@ -99,8 +99,8 @@ def transfer_time(whole: Timing, p: int, m: int) -> float:
     """Return the seconds of one micro-batch's activations and gradients between stages; each TP rank sends its part."""
     if p == 1:
         return 0.0
-    at, device = whole.at, whole.device
-    near = at.tensor * whole.zero.data * p <= device.per_node
+    workload, device = whole.workload, whole.device
+    near = workload.tensor * whole.zero.data * p <= device.per_node
     speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
-    part = at.element * at.length * at.batch * whole.spec.hidden / at.tensor
+    part = workload.element * workload.length * workload.batch * whole.spec.hidden / workload.tensor
     return 2 * m * part / (speed * 1e9)

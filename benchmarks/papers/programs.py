@@ -19,9 +19,9 @@ class Layer2019(LayerWork):
         The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear layer then added the
         bias of a tensor of three dimensions after the product.
         """
-        passes, e = super().passes(), self.at.element
+        passes, e = super().passes(), self.workload.element
         forward, backward = passes["core"]
-        passes["core"] = forward + 4 * e * self.scores, backward + 4 * e * self.scores
+        passes["core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
         return passes
 
@@ -30,7 +30,7 @@ class Megatron2019Synchronous(Timing):
     """Megatron-LM in 2019, with gradients reduced after backward."""
 
     def layer_work(self) -> LayerWork:
-        return Layer2019(self.spec, self.at, self.rates)
+        return Layer2019(self.spec, self.workload, self.rates)
 
 
 class Megatron2019(Megatron2019Synchronous):
@@ -47,7 +47,7 @@ class Layer2022(LayerWork):
     def passes(self) -> dict[str, Bytes]:
         passes = super().passes()
         forward, backward = passes["core"]
-        passes["core"] = forward - 2 * self.at.element * self.scores, backward
+        passes["core"] = forward - 2 * self.workload.element * self.layer.scores, backward
         return passes
 
 
@@ -55,11 +55,11 @@ class Megatron2022(Timing):
     """Megatron-LM in 2022. Gradients are all-reduced after backward."""
 
     def layer_work(self) -> LayerWork:
-        return Layer2022(self.spec, self.at, self.rates)
+        return Layer2022(self.spec, self.workload, self.rates)
 
     def accumulation_time(self) -> float:
         """Leave out reading and writing new gradients: the product of a weight's gradient adds it to those before.
 
         It does so in fp32, which bf16 needs there (megatron/arguments.py).
         """
-        return super().accumulation_time() - 2 * self.at.element * self.parameters / self.rates.memory
+        return super().accumulation_time() - 2 * self.workload.element * self.parameters / self.rates.memory

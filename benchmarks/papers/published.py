@@ -15,9 +15,8 @@ from zero_tp.config import RunConfig
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.memory import Model, model_in
-from zero_tp.planning.timing import Timing
-from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.timing import Timing, matrix_flops
 from zero_tp.shipped import CONFIGS, shipped
 
 # 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
@@ -69,7 +68,7 @@ class Run:
             zero = replace(zero, accumulated=4, reduced=4)  # which DeepSpeed refuses at stage 0
         timing = self.program(
             spec=self.model.spec,
-            at=workload_of(config, cpu=False, varlen=self.device.varlen),
+            workload=workload_of(config, cpu=False, varlen=self.device.varlen),
             zero=zero,
             parameters=self.model.parameters.total,
             device=self.device,
@@ -85,9 +84,7 @@ class Run:
     @property
     def peak(self) -> float:
         """Return the FLOP/s of one device, on paper."""
-        teraflops = self.device.tflops(self.config.dtype)
-        assert teraflops is not None
-        return 1e12 * teraflops
+        return matrix_flops(self.device, self.config.dtype)
 
     @property
     def view(self) -> StageView:

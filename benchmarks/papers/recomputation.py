@@ -17,7 +17,7 @@ from zero_tp.constants import GIB, MIB
 from zero_tp.planning import pictures as planning
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.workload import workload_of
+from zero_tp.planning.settings import workload_of
 
 RANKS = 2
 TIMED = Layer(s=512, b=2, h=768, a=12)

@@ -24,8 +24,7 @@ from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory, zero_memory
 from zero_tp.planning.plan import MemoryFit
-from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings, workload_of
 
 __all__ = ["largest_model", "model_states", "residual", "volume"]
 

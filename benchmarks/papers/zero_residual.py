@@ -16,9 +16,8 @@ from zero_tp.constants import MIB
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import without_numbers
 from zero_tp.planning.memory import Model, model_in, zero_memory
+from zero_tp.planning.settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import Allocations
-from zero_tp.planning.workload import workload_of
-from zero_tp.planning.zero_settings import ZeroSettings
 
 GB = 1e9
 # Of 1.5 B parameters, b 32, s 1024 (section 3) [GB].

@@ -15,8 +15,7 @@ from benchmarks.papers.engines import drawn, engine_of, model_in, small_config
 from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.planning.memory import zero_memory
-from zero_tp.planning.zero import page_locked
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings, page_locked
 
 RANKS = 2
 OPTIMIZER = 'zero_optimization.offload_optimizer={"device":"cpu"}'

@@ -22,14 +22,14 @@ from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
 from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
+from zero_tp.files import write_named
 from zero_tp.models import flops
 from zero_tp.planning import page, report
-from zero_tp.planning.forecast import MemoryForecast
-from zero_tp.planning.isolated import run_isolated
+from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.plan import device, plan
-from zero_tp.planning.search import NEAREST, Choice, Search, changed, write
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.search import NEAREST, Choice, Search, changed
+from zero_tp.planning.settings import ZeroSettings
 from zero_tp.strict_json import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +152,7 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert len(shown) == 5 and shown[0].time.total < made.time.total
     assert [one.time.total for one in shown] == sorted(one.time.total for one in shown)
     path = tmp_path / "best.json"
-    write(best, path)
+    path.write_text(json.dumps(best))
     again = plan(RunConfig.load(path, (), 64), made.device)
     assert again.config.global_batch == 1024 and again.fits
     # The written run is the candidate.
@@ -197,10 +197,10 @@ def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     path = tmp_path / "best.json"
-    write({"a": 1}, path)
+    write_named(path, '{"a": 1}')
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"best\.json: can't be written \(No space left on device\)"):
-        write({"a": 2}, path)
+        write_named(path, '{"a": 2}')
     assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == ["best.json"]
 
 
@@ -221,7 +221,7 @@ def test_what_fits_in_no_way_says_what_was_tried_and_what_is_short(tmp_path: Pat
     apply_overrides(raw, overrides)
     short: dict[str, float] = {}  # of the plan of a run with those settings, which knows of no search
     for one in search.ranked[:NEAREST]:
-        write(changed(raw, one.choice, 8), tmp_path / "one.json")
+        (tmp_path / "one.json").write_text(json.dumps(changed(raw, one.choice, 8)))
         memory = plan(RunConfig.load(tmp_path / "one.json", (), 8), chosen).memory
         groups = 1 if one.choice.tensor in (1, 8) else 3
         short[one.choice.describe()] = max(

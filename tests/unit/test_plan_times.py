@@ -13,9 +13,9 @@ from benchmarks.papers.programs import Megatron2019Synchronous
 from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
+from zero_tp.planning.layer_time import FAR_HOP, NEAR_HOP, START, TILE, Rates
 from zero_tp.planning.plan import plan
-from zero_tp.planning.rates import FAR_HOP, NEAR_HOP, START, TILE, Rates
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "ds_configs" / "gpt2_355m.json"
@@ -72,7 +72,7 @@ def test_what_runs_beside_products_takes_multiprocessors_from_them() -> None:
 
     assert 0 < exposed(True) < exposed(False)
     alone = replace(H100, device=H100.device.model_copy(update={"channels": 0}))
-    assert alone.beside(1.0) == 0 and H100.beside(1.0) == pytest.approx(24 / 132)
+    assert alone.slowdown(1.0) == 0 and H100.slowdown(1.0) == pytest.approx(24 / 132)
 
 
 def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:

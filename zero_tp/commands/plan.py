@@ -17,6 +17,7 @@ from typing import Any
 from zero_tp.commands.check import FILE, add_config
 from zero_tp.devices import NAMES
 from zero_tp.errors import UserError
+from zero_tp.files import write_named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def main(options: argparse.Namespace) -> None:
     chosen = device(options.device, options.world_size)
     made = plan(config, chosen)
     from zero_tp.planning import report
-    from zero_tp.planning.search import Search, write
+    from zero_tp.planning.search import Search
 
     result: dict[str, Any] = made.as_json()
     lines = [report.describe(made)]
@@ -72,7 +73,7 @@ def main(options: argparse.Namespace) -> None:
         advice = report.advice(search, shown, made)
         lines += advice
         if options.write:
-            write(best, options.write)
+            write_named(options.write, json.dumps(best, indent=2) + "\n")
             lines.append(f"wrote {options.write}")
     if options.html:
         from zero_tp.planning.page import write_page

@@ -1,10 +1,10 @@
-"""The dry run takes the project's own model forward and backward as one rank of the real run, without any data.
+"""Run the project's own model forward and backward as one rank of the real run, on fake tensors and without data.
 
-Tensors are fake ones, which have shapes but no memory, and the collectives' groups are fake too: they return at once.
-Every storage is followed from its making to its end, which gives the bytes of real tensors. Model states and ZeRO's
-buffers are not in it: DeepSpeed's engine does not run on fake tensors; they come from planning/zero.py.
+Fake tensors have shapes but no memory, and collectives of the fake groups return at once. Every storage is followed
+from its allocation to its end, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
+planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
 
-Layers that are alike in what they see and recompute, with neighbours that are alike, take the same bytes. So a model of
+Layers with the same window and recomputation, between neighbours that have the same, take the same bytes. So a model of
 few layers runs, and all L layers are their sum.
 
 What is planned for a CPU runs on fake "cpu" tensors, not on the meta device, which decomposes attention and counts its
@@ -39,15 +39,15 @@ from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
-from zero_tp.planning.moments import Moment, joined, measure
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.settings import Workload
+from zero_tp.planning.tracking import Moment, joined, measure
 from zero_tp.topology import Topology
 
 
 def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False) -> list[Moment]:
-    """Return every moment of one micro-batch at which something is made, forward and backward, in order.
+    """Return every moment of one micro-batch at which something is allocated, forward and backward, in order.
 
-    Not in it is what outlives the micro-batch: M_D's buffer (`Workload.stored`).
+    M_D's buffer, which outlives the micro-batch, is not counted (`Workload.stored`).
 
     Args:
         config: of the model.
@@ -62,18 +62,17 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, whole: bool = False
 def without_numbers(
     config: PretrainedConfig, workload: Workload, *, whole: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
-    """Give a model and a micro-batch of fake tensors, as one rank has them, and of each layer the one that stands for
-    it.
+    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of the one that runs.
 
     Args:
-        whole: with all layers; then each stands for itself.
+        whole: run every layer itself.
     """
     with ExitStack() as stack:
         device = torch.device("cpu")
         if not workload.cpu:
             device = stack.enter_context(accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
-        # Backward in this thread: a device that has come since the process's first backward has no thread of its own.
+        # Backward in this thread: a device registered after the process's first backward has no thread of its own.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
@@ -81,10 +80,10 @@ def without_numbers(
         measured, order = every, list(range(len(every)))
         if not whole:
             measured = shortened(every, reach)
-            numbers = {each: number for number, each in enumerate(contexts(measured, reach))}
-            order = [numbers[each] for each in contexts(every, reach)]
+            numbers = {context: number for number, context in enumerate(contexts(measured, reach))}
+            order = [numbers[context] for context in contexts(every, reach)]
         rotary = spec.rotary
-        if rotary is not None and workload.documents:  # whose positions are given; fake ones have no greatest one
+        if rotary is not None and workload.documents:  # fake position numbers have no maximum
             rotary = replace(rotary, by_length=False)
         windows = tuple(kind.window for kind in measured)
         model_class: type[ParallelModel] = PlannedCausalLM if spec.causal else MaskedLM
@@ -121,7 +120,7 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
 class DifferingPieces(ElementwiseOps):
     """Compute only the first, second and last piece.
 
-    Each later piece runs beside the tensors of another whole piece, as the second does, and takes the same bytes.
+    Every later piece takes the same bytes as the second: both run while another whole piece's tensors exist.
     """
 
     def starts(self, stop: int, step: int) -> Sequence[int]:
@@ -190,55 +189,39 @@ def kinds(workload: Workload, windows: Sequence[int | None]) -> list[Kind]:
     return [Kind(window, number in again) for number, window in enumerate(windows)]
 
 
-class Context(NamedTuple):
-    """A context says what the bytes of a layer depend on.
+def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
+    """Return what the bytes of each layer depend on.
 
-    Attributes:
-        before, kind, after: its kind, between those of its neighbours.
-        window_begins: it is the first with its window, in backward the last to let go of that window's mask.
-        recomputing_before, recomputing_after: of one that recomputes, how many others there are, up to `reach`:
-            checkpoints that go to host memory are gone that many layers later, and come back one ahead.
+    That is its kind, between those of its neighbours; whether it is the first with its window, in backward the last to
+    let go of that window's mask; and, if it recomputes, how many other layers do before and after it, up to `reach`:
+    checkpoints that go to host memory are gone that many layers later, and come back one ahead.
     """
-
-    before: Kind | None
-    kind: Kind
-    after: Kind | None
-    window_begins: bool
-    recomputing_before: int
-    recomputing_after: int
-
-
-def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[Context]:
-    """Return the context of each layer."""
-    around: list[Kind | None] = [None, *kinds, None]
+    neighbours: list[Kind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]
-    again = [kind.recomputes for kind in kinds]
+    recomputes = [kind.recomputes for kind in kinds]
     return [
-        Context(
-            around[number],
-            kind,
-            around[number + 2],
+        (
+            tuple(neighbours[number : number + 3]),
             windows.index(kind.window) == number,
-            min(reach, sum(again[:number])) * kind.recomputes,
-            min(reach, sum(again[number + 1 :])) * kind.recomputes,
+            min(reach, sum(recomputes[:number])) * kind.recomputes,
+            min(reach, sum(recomputes[number + 1 :])) * kind.recomputes,
         )
         for number, kind in enumerate(kinds)
     ]
 
 
 def shortened(kinds: Sequence[Kind], reach: int = 1) -> list[Kind]:
-    """Return fewer layers that have every context of the given ones and no other: of equal layers, three, or two more
-    for each layer that `reach` is greater than 1."""
-    found, wanted = list(kinds), set(contexts(kinds, reach))
+    """Return fewer layers that have every context of the given ones and no other.
 
-    def cut() -> list[Kind] | None:
-        for length in range(len(found) - 1, 0, -1):
-            for start in range(len(found) - length + 1):
-                shorter = found[:start] + found[start + length :]
-                if set(contexts(shorter, reach)) == wanted:
-                    return shorter
-        return None
+    Of equal layers that is three, or two more for each layer that `reach` is greater than 1.
+    """
+    shortest, wanted = list(kinds), set(contexts(kinds, reach))
 
-    while (shorter := cut()) is not None:
-        found = shorter
-    return found
+    def cuts() -> Iterator[list[Kind]]:
+        for length in range(len(shortest) - 1, 0, -1):
+            for start in range(len(shortest) - length + 1):
+                yield shortest[:start] + shortest[start + length :]
+
+    while shorter := next((cut for cut in cuts() if set(contexts(cut, reach)) == wanted), None):
+        shortest = shorter
+    return shortest

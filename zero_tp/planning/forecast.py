@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
-from zero_tp.devices import Device, find_device, named_device, runs_varlen
+from zero_tp.devices import runs_varlen
 from zero_tp.errors import first_line
-from zero_tp.planning.isolated import run_isolated
 from zero_tp.planning.memory import Point, rank_memory
-from zero_tp.planning.plan import plan
 from zero_tp.planning.report import PHASES
 from zero_tp.process.heap import can_keep_freed_memory
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.metrics import memory_gib, resident_gib
 
+T = TypeVar("T")
+
+SECONDS = 300.0
+WITHOUT_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
 
 class MemoryForecast(Callback):
-    """Print the planned peak memory of rank 0 before the first step, and beside it the measured one at the end.
+    """Print the planned peak memory of rank 0 before the first step, and the measured one at the end.
 
-    On the CPU a rank's process holds libraries beside its tensors. Where tensor parallel groups span machines, also
-    print what that costs.
+    On the CPU a rank's process also holds libraries.
     """
 
     def __init__(self) -> None:
@@ -30,11 +37,8 @@ class MemoryForecast(Callback):
     def on_start(self, state: TrainState) -> None:
         if not state.is_rank_zero:
             return
-        device_type = state.engine.device.type
         try:
-            state.print(self.announce(state.config, device_type))
-            if state.machines > 1 and (cost := _crossing(state.config, device_type)):
-                state.print(f"TP between machines: {cost}")
+            state.print(self.announce(state.config, state.engine.device.type))
         except Exception as error:  # the plan is for people; a run does not depend on it
             state.print(f"plan: none; the planner failed: {type(error).__name__}: {first_line(error)}")
 
@@ -67,12 +71,22 @@ class MemoryForecast(Callback):
         return f"memory: {self._planned:.2f} GiB planned, {measured:.2f} GiB measured"
 
 
-def _crossing(config: RunConfig, device_type: str) -> str:
-    """Return what TP between machines costs; "" where the planner does not know the links of this device."""
-    device = find_device(torch.cuda.get_device_name()) if device_type == "cuda" else None
-    if device is None or not device.plans:
-        return ""
-    return run_isolated(crossing_cost, config, named_device(next(iter(device.plans))))
+def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Return what a module's `function` returns in a new Python process that sees no devices.
+
+    A dry run for an accelerator registers a simulated device, which torch then takes for the process's accelerator
+    (`at::getAccelerator` prefers PrivateUse1), and replaces functions of torch meanwhile.
+
+    Raises:
+        Exception: what the function raised.
+        multiprocessing.TimeoutError: it took more than SECONDS.
+    """
+    with multiprocessing.get_context("spawn").Pool(1, initializer=_hide_devices) as pool:
+        return pool.apply_async(function, arguments, options).get(SECONDS)
+
+
+def _hide_devices() -> None:
+    os.environ.update(WITHOUT_DEVICES)
 
 
 def _peak_of_accelerator(config: RunConfig, varlen: bool) -> Point:
@@ -81,13 +95,3 @@ def _peak_of_accelerator(config: RunConfig, varlen: bool) -> Point:
 
 def _current(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
-
-
-def crossing_cost(config: RunConfig, device: Device) -> str:
-    """Return in words what a step takes when TP crosses machines, beside one where each machine has whole TP groups."""
-    tensor = config.zero_tp.parallel.tensor
-    inside, across = (plan(config, device.model_copy(update={"per_node": size})).time for size in (tensor, 1))
-    return (
-        f"on {device.name} the planner expects {across.tensor:.3g} s of TP communication a step instead of "
-        f"{inside.tensor:.3g}, {across.total / inside.total:.2f} times the step"
-    )

@@ -26,6 +26,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.models.transformer import LAYERS
+from zero_tp.planning.settings import Workload
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -57,6 +61,26 @@ class Layer:
     attention_dropout: bool = True
     remade_norms: int = 2
 
+    @classmethod
+    def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
+        """Return a layer of a model at a run's micro-batch."""
+        return cls(
+            workload.length,
+            workload.batch,
+            spec.hidden,
+            spec.heads,
+            workload.tensor,
+            workload.sequence,
+            element=workload.element,
+            head_size=spec.head_size,
+            kv_heads=spec.kv_heads,
+            mlp_size=spec.mlp_size,
+            gated=spec.mlp_matrices == 3,
+            residual_dropout=spec.dropouts.residual > 0,
+            attention_dropout=spec.dropouts.attention > 0,
+            remade_norms=len(LAYERS[spec.layer].recomputed_norms),
+        )
+
     @property
     def sbh(self) -> int:
         return self.s * self.b * self.h
@@ -87,7 +111,7 @@ class Layer:
         return self.a * self.s**2 * self.b / self.t
 
 
-# ---- the attention core: what it keeps beside Q, K and V in 16 bits ------------------------------------------------
+# ---- the attention core: what it keeps besides Q, K and V in 16 bits -----------------------------------------------
 
 
 def eager_core(layer: Layer) -> float:
@@ -126,7 +150,7 @@ def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[st
     """Return, under `selective`, sbh(10 + 24/t), with SP 34sbh/t; table 2, the two "selective" rows (section 5).
 
     Args:
-        modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps beside its inputs,
+        modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps besides its inputs,
             Q, K and V in 16 bits; `mlp_activation` 8sbh/t, the activation's output; `norm` 4sbh, under SP 4sbh/t, the
             outputs of the two norms, or 2sbh, that of the first, where the residual stream itself is normed.
     """

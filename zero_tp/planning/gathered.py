@@ -10,6 +10,7 @@ modules, up to the prefetch bucket, are gathered; after it, they go unless they 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -39,11 +40,23 @@ def most_gathered(
     for step, module in enumerate(coordinator.order):
         coordinator.fetch(step)
         coordinator.prefetch(step)
-        if layers[module] != layers[-1] or module == count - 1:  # the loss, beside which the final norm is small
+        if layers[module] != layers[-1] or module == count - 1:  # the loss; the final norm is small compared with it
             key = "forward" if step < count else "backward", layers[module]
             most[key] = max(most.get(key, 0.0), float(coordinator.separate + coordinator.buffered))
         coordinator.release(step)
     return most
+
+
+@dataclass
+class _Flight:
+    """Parameters prefetched together into one buffer.
+
+    The first use of one of them copies all out of the buffer, which is freed when all have been used.
+    """
+
+    size: int
+    uncopied: int
+    waiting: set[Name]
 
 
 class _Coordinator:
@@ -65,7 +78,7 @@ class _Coordinator:
         names = [[(number, at) for at in range(len(sizes))] for number, sizes in enumerate(modules)]
         if count > 1 and len(modules[-1]) == 1 and modules[-1] == modules[0]:
             names[-1] = [(0, 0)]  # tied: the output layer has the embedding's parameter
-        self._partitioned = [[name for name in each if self._sizes[name] > threshold] for each in names]
+        self._partitioned = [[name for name in own if self._sizes[name] > threshold] for own in names]
         self._passed = list(accumulate((sum(modules[number]) for number in self.order), initial=0))
         self._queue = deque(
             (step, name) for step, number in enumerate(self.order) for name in self._partitioned[number]
@@ -88,7 +101,8 @@ class _Coordinator:
                 self.separate += self._sizes[name]
             elif name in self._flights:
                 flight = self._flights.pop(name)
-                self.separate += flight.land()
+                self.separate += flight.uncopied
+                flight.uncopied = 0
                 flight.waiting.discard(name)
                 self.buffered -= 0 if flight.waiting else flight.size
 
@@ -110,7 +124,7 @@ class _Coordinator:
             self.separate += size  # gathered without a buffer
         elif ahead:
             self.buffered += size
-            self._flights |= dict.fromkeys(ahead, _Flight(size, set(ahead)))
+            self._flights |= dict.fromkeys(ahead, _Flight(size, size, set(ahead)))
 
     def release(self, step: int) -> None:
         """Free the parameters of the step's module that no module needs soon."""
@@ -122,18 +136,3 @@ class _Coordinator:
                 self._available.remove(name)
                 self._live -= self._sizes[name]
                 self.separate -= self._sizes[name]
-
-
-class _Flight:
-    """Parameters prefetched together into one buffer; the first use of one of them copies each out of it.
-
-    The buffer is freed when all have been used.
-    """
-
-    def __init__(self, size: int, waiting: set[Name]):
-        self.size, self.waiting, self._landed = size, waiting, False
-
-    def land(self) -> int:
-        """Return the elements that the copies take: all at the first call, none after it."""
-        copied, self._landed = 0 if self._landed else self.size, True
-        return copied

@@ -1,18 +1,96 @@
 """Estimate the time of one layer for one micro-batch: forward, backward and recomputation.
 
+Each product, pass over memory or collective is work over a reached rate: the device's peak times the share of it that
+others have measured (zero_tp/devices.py). What else a piece of work loses follows from its shape.
+
 s sequence, b batch, h hidden, a heads, t TP size. Passes are counted by the bytes that an operation reads and writes,
 for forward and for backward.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.devices import Device
 from zero_tp.models.flops import forward_flops
-from zero_tp.planning.rates import FLASH_SHARE, Rates
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.formulas import Layer
+from zero_tp.planning.settings import Workload
+
+TILE = (256, 128)
+"""Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix
+Multiplication Background User's Guide, section 2.3)."""
+FLASH_SHARE = 0.6
+"""Of the matrix peak in fused attention: 50 to 73 % on an A100 (FlashAttention-2, arXiv 2307.08691, abstract)."""
+START, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds of a ring before its first byte, for each hop over NVLink, and for each over a network (NCCL 2.18,
+src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of one device in one dtype.
+
+    Attributes:
+        element: bytes of an element.
+        peak: FLOP/s of the matrix units. rate: of them what the best products reach. memory: reached bytes/s.
+    """
+
+    device: Device
+    element: int
+    peak: float
+
+    @property
+    def rate(self) -> float:
+        return self.peak * self.device.matrix_share
+
+    @property
+    def memory(self) -> float:
+        return self.device.memory_gbps * 1e9 * self.device.memory_share
+
+    def product(self, rows: float, columns: float, depth: float) -> float:
+        """Return the seconds of [rows, depth] × [depth, columns].
+
+        The result's tiles go to the multiprocessors in waves, of which the last takes as long as a full one; writing
+        the result comes on top, since a multiprocessor holds one tile at a time and multiplies no other meanwhile.
+        """
+        units = self.device.units
+        most = math.inf
+        for high, wide in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
+            tiles = math.ceil(rows / high) * math.ceil(columns / wide)
+            most = min(most, math.ceil(tiles / units) * units * 2.0 * high * wide * depth)
+        return most / self.rate + self.element * rows * columns / self.memory
+
+    def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
+        """Return the seconds of a ring all-gather or reduce-scatter.
+
+        A ring over nodes enters and leaves each of them once, however many of its ranks are there, and has as many of
+        the node's links as fall to one ring: neighbours at a stride are as many rings side by side.
+
+        Args:
+            size: bytes of the whole tensor.
+            stride: between neighbours of the group, in ranks; a node has consecutive ranks.
+            pieces: collectives, one after another, in which it goes.
+        """
+        if ranks == 1:
+            return 0.0
+        device = self.device
+        rings = min(stride, device.per_node)
+        together = max(1, device.per_node // stride)  # ranks of the group in one node
+        nodes = -(-ranks // together)
+        speed = device.intra_gbps * device.link_share
+        if nodes > 1:
+            speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
+        far = nodes - 1
+        latency = START + far * FAR_HOP + (ranks - 1 - far) * NEAR_HOP
+        return pieces * latency + size * (ranks - 1) / ranks / (speed * 1e9)
+
+    def slowdown(self, seconds: float) -> float:
+        """Return what products lose to a collective that overlaps them: its channels' multiprocessors."""
+        return seconds * self.device.channels / self.device.units
 
 
 class Seconds(NamedTuple):
@@ -52,8 +130,12 @@ class LayerWork:
     """One layer of one micro-batch on one rank."""
 
     spec: TransformerSpec
-    at: Workload
+    workload: Workload
     rates: Rates
+
+    @cached_property
+    def layer(self) -> Layer:
+        return Layer.of(self.spec, self.workload)
 
     def time(self) -> LayerTime:
         products = [*self._columns(), *self._rows()]
@@ -61,39 +143,38 @@ class LayerWork:
         backward = self._input_gradients(products) + self._weight_gradients(products)
         core_forward, core_backward = self._core()
         passes = self.passes()
-        waits, hides = self._tensor()
-        memory = self.rates.memory
-        before = Seconds(forward + core_forward, sum(each[0] for each in passes.values()) / memory, waits[0])
-        after = Seconds(backward + core_backward, sum(each[1] for each in passes.values()) / memory, waits[1])
-        return LayerTime(before, after.plus(hides), self._again(before, core_forward, passes))
+        read_forward, read_backward = (sum(sizes) / self.rates.memory for sizes in zip(*passes.values(), strict=True))
+        (waits_forward, waits_backward), slowdown = self._tensor()
+        whole_forward = Seconds(forward + core_forward, read_forward, waits_forward)
+        whole_backward = Seconds(backward + core_backward, read_backward, waits_backward).plus(slowdown)
+        return LayerTime(whole_forward, whole_backward, self._again(whole_forward, core_forward, passes))
 
     def _again(self, forward: Seconds, core: float, passes: dict[str, Bytes]) -> Seconds:
-        policy, memory = self.at.policy, self.rates.memory
-        if policy.mode == "full":
-            return forward
+        policy, memory = self.workload.policy, self.rates.memory
+        if policy.mode != "selective":
+            return forward if policy.mode == "full" else Seconds()
         again = Seconds()
-        if policy.mode == "selective":
-            for module, name in (("attention_core", "core"), ("mlp_activation", "activation"), ("norm", "norms")):
-                if module in policy.chosen_modules:
-                    again = again.plus(Seconds(core if name == "core" else 0.0, passes[name][0] / memory))
+        for module, name in (("attention_core", "core"), ("mlp_activation", "activation"), ("norm", "norms")):
+            if module in policy.chosen_modules:
+                again = again.plus(Seconds(core if name == "core" else 0.0, passes[name][0] / memory))
         return again
 
     # ---- products ----------------------------------------------------------------------------------------------------
 
     def _columns(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the column-parallel products."""
-        spec, t = self.spec, self.at.tensor
+        spec, t = self.spec, self.workload.tensor
         pairs = max(1.0, spec.kv_heads / t)
         mlp = (spec.mlp_matrices - 1) * spec.mlp_size / t
         return [(spec.hidden, (spec.heads / t + 2 * pairs) * spec.head_size), (spec.hidden, mlp)]
 
     def _rows(self) -> list[tuple[float, float]]:
-        spec, t = self.spec, self.at.tensor
+        spec, t = self.spec, self.workload.tensor
         return [(spec.heads * spec.head_size / t, spec.hidden), (spec.mlp_size / t, spec.hidden)]
 
     @property
     def _tokens(self) -> int:
-        return self.at.length * self.at.batch
+        return self.workload.length * self.workload.batch
 
     def _input_gradients(self, products: list[tuple[float, float]]) -> float:
         return sum(self.rates.product(self._tokens, inputs, outputs) for inputs, outputs in products)
@@ -108,9 +189,9 @@ class LayerWork:
         on the multiprocessor, leaves out the tiles that a causal mask hides, and computes them again in backward.
         """
         spec, rates = self.spec, self.rates
-        flops = forward_flops(spec, self.at.batch, self.at.length).core / self.at.tensor
+        flops = forward_flops(spec, self.workload.batch, self.workload.length).core / self.workload.tensor
         if spec.attention == "eager":
-            traffic = 2 * rates.element * (self.scores + self._heads + self._pairs)
+            traffic = 2 * rates.element * (self.layer.scores + self.layer.heads + self._pairs)
             return (
                 max(flops / rates.rate, traffic / rates.memory),
                 max(2 * flops / rates.rate, 2 * traffic / rates.memory),
@@ -122,69 +203,51 @@ class LayerWork:
     # ---- passes over memory ------------------------------------------------------------------------------------------
 
     @property
-    def _residual(self) -> float:
-        return self._tokens * self.spec.hidden / (self.at.tensor if self.at.sequence else 1)
-
-    @property
-    def scores(self) -> float:
-        """Return the attention scores on this rank: as²b/t."""
-        return self.spec.heads / self.at.tensor * self.at.length**2 * self.at.batch
-
-    @property
-    def _heads(self) -> float:
-        return self._tokens * self.spec.head_size * self.spec.heads / self.at.tensor
-
-    @property
     def _pairs(self) -> float:
-        return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.at.tensor)
+        return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
 
     def passes(self) -> dict[str, Bytes]:
         """Return the bytes by operation. Backward of a norm reads its input and gradient twice, for its weight too."""
-        spec, e, stream = self.spec, self.at.element, self._residual
-        wide = self._tokens * spec.mlp_size / self.at.tensor
+        spec, e, layer, stream = self.spec, self.workload.element, self.layer, self.layer.residual
         biased = zip(self._columns(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
-        alone = self.at.tensor == 1  # a row's product then adds its bias itself
-        heads, pairs = 2 * e * self._heads, 2 * e * self._pairs  # read and written
+        alone = self.workload.tensor == 1  # a row's product then adds its bias itself
+        heads, pairs = 2 * e * layer.heads, 2 * e * self._pairs  # read and written
         turned = 0.0 if spec.rotary is None else 2 * (heads + pairs)
-        moved = heads + (heads + 2 * pairs if spec.attention == "eager" else 0.0)
+        eager = spec.attention == "eager"
+        moved = heads + (heads + 2 * pairs if eager else 0.0)
+        # Forward copies the mask into the product's result and reads it there, besides softmax and dropout.
+        scores = layer.scores if eager else 0.0
+        mask = 2 * e + 1 if spec.dropouts.attention else 0
         return {
             "norms": (4 * e * stream, 10 * e * stream),
             "dropout": (dropped, dropped),
             "sums": (6 * e * stream, 6 * e * stream),
             "row biases": (0.0 if alone else 2 * e * stream * row_biases, e * stream * row_biases),
             "column biases": (0.0, e * biased_columns),  # the product adds them
-            "activation": (e * wide * spec.mlp_matrices, e * wide * (2 * spec.mlp_matrices - 1)),
+            "activation": (e * layer.wide * spec.mlp_matrices, e * layer.wide * (2 * spec.mlp_matrices - 1)),
             "heads": (moved + turned, moved + turned),
-            "core": self._core_passes(),
+            "core": (scores * (4 * e + mask), scores * (3 * e + mask)),
         }
-
-    def _core_passes(self) -> Bytes:
-        spec, e = self.spec, self.at.element
-        if spec.attention != "eager":
-            return 0.0, 0.0
-        dropped = 2 * e + 1 if spec.dropouts.attention else 0
-        # Forward copies the mask into the product's result and reads it there, beside softmax and dropout.
-        return self.scores * (4 * e + dropped), self.scores * (3 * e + dropped)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def _tensor(self) -> tuple[Bytes, Seconds]:
         """Return (what forward waits for, and backward), and what else backward's collectives cost.
 
-        An all-reduce is two halves. Forward has four of them. So has backward beside products of the column layers:
-        without SP the weights' gradients, under SP the inputs' gradients too, while it gathers the saved shards again.
+        An all-reduce is two halves. Forward has four of them. So has backward, and they overlap with products of the
+        column layers: the weights' gradients, and under SP, which gathers the saved shards again, the inputs' too.
         Under SP backward also gathers the row layers' output gradients and waits for them.
         """
-        at, rates = self.at, self.rates
-        half = rates.collective(at.element * self._tokens * self.spec.hidden, at.tensor)
+        workload, rates = self.workload, self.rates
+        half = rates.collective(workload.element * self._tokens * self.spec.hidden, workload.tensor)
         hidden = min(4 * half, self.overlapped_products())
-        waits = (4 * half, (2 * half if at.sequence else 0.0) + 4 * half - hidden)
-        return waits, Seconds(products=rates.beside(hidden))
+        waits = (4 * half, (2 * half if workload.sequence else 0.0) + 4 * half - hidden)
+        return waits, Seconds(products=rates.slowdown(hidden))
 
     def overlapped_products(self) -> float:
-        """Return the seconds of products that run beside backward's collectives over TP."""
+        """Return the seconds of products that overlap backward's collectives over TP."""
         columns = self._columns()
-        return self._weight_gradients(columns) + (self._input_gradients(columns) if self.at.sequence else 0.0)
+        return self._weight_gradients(columns) + (self._input_gradients(columns) if self.workload.sequence else 0.0)

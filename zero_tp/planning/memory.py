@@ -14,11 +14,11 @@ from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.config import RunConfig
 from zero_tp.models.model import model_class
 from zero_tp.parallel.layout import whole_shape
+from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.moments import Moment
-from zero_tp.planning.workload import workload_of
+from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
+from zero_tp.planning.tracking import Moment
 from zero_tp.planning.zero import Parameters, StateBytes, ZeroMemory
-from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.topology import Topology
 
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", "activations", "transients")
@@ -104,35 +104,34 @@ class RankMemory:
     @cached_property
     def points(self) -> list[Point]:
         """Return the points of a step from its last micro-batch on, in order."""
-        return self._until_step(self.zero) + self._step(self.zero)
+        return self._points(self.zero)
 
     @cached_property
     def first_points(self) -> list[Point]:
         """Return the points of a run's first step, in which the optimizer allocates its moments."""
-        at = self.zero.at
-        new = replace(self.zero, at=replace(at, moments=0))
-        return self._until_step(new) + self._step(new)
+        return self._points(replace(self.zero, settings=replace(self.zero.settings, moments=0)))
 
-    def _step(self, before: ZeroMemory) -> list[Point]:
-        """Return the points of the update, of a run that has `before` when it begins."""
-        moments = (2.25, before.converting()), (2.5, self.zero.updating()), (3.0, self.zero.states)
-        return [self._point("step", position, held) for position, held in moments]
-
-    def _until_step(self, zero: ZeroMemory) -> list[Point]:
+    def _points(self, before: ZeroMemory) -> list[Point]:
+        """Return the points of a step that begins with the model states `before`."""
         forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward, last_micro = len(self.moments) - forward, zero.at.accumulation - 1
-        found = []
+        backward, last_micro = len(self.moments) - forward, before.settings.accumulation - 1
+        points = []
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            held = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
-            found.append(self._point(one.phase, position, held, one.activations, one.transients))
-        found.append(self._point("reduce", 2.0, zero.end_of_backward()))
-        return found
+            states = before.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
+            points.append(self._point(one.phase, position, states, one.activations, one.transients))
+        return [
+            *points,
+            self._point("reduce", 2.0, before.end_of_backward()),
+            self._point("step", 2.25, before.converting()),
+            self._point("step", 2.5, self.zero.updating()),
+            self._point("step", 3.0, self.zero.states),
+        ]
 
     @cached_property
     def peak(self) -> Point:
         """Return the point at which the device holds the most; a CPU rank's host memory is its device's."""
-        return max(self.points, key=lambda point: point.total + (point.host if self.zero.at.cpu else 0.0))
+        return max(self.points, key=lambda point: point.total + (point.host if self.zero.settings.cpu else 0.0))
 
     @cached_property
     def host(self) -> float:
@@ -140,11 +139,11 @@ class RankMemory:
         return max(self.zero.states.host, self.zero.updating().host) + self.stored[1]
 
     def _point(
-        self, phase: str, position: float, held: StateBytes, activations: float = 0.0, transients: float = 0.0
+        self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
     ) -> Point:
-        states = {name: float(getattr(held, name)) for name in CATEGORIES[:5]}
-        states |= {"activations": self.stored[0] + activations, "transients": transients}
-        return Point(phase, position, states, held.host + self.stored[1])
+        sizes = {name: float(getattr(states, name)) for name in CATEGORIES[:5]}
+        sizes |= {"activations": self.stored[0] + activations, "transients": transients}
+        return Point(phase, position, sizes, states.host + self.stored[1])
 
 
 def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:
@@ -173,3 +172,62 @@ def rank_memory(
     zero = zero_memory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
     stored = workload.stored(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload, whole=whole), stored)
+
+
+# ---- what the papers count -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PaperView:
+    """The papers' account of one rank [bytes].
+
+    Attributes:
+        stage, data: ZeRO's stage and N_d.
+    """
+
+    model: Model
+    workload: Workload
+    stage: int
+    data: int
+
+    @property
+    def parameters(self) -> float:
+        """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
+        return self.model.whole / self.workload.tensor
+
+    @property
+    def layer(self) -> formulas.Layer:
+        return formulas.Layer.of(self.model.spec, self.workload)
+
+    def layer_bytes(self, *, recomputes: bool) -> float:
+        """Return what one layer keeps of one micro-batch, recomputed as the policy says or not at all."""
+        layer, policy = self.layer, self.workload.policy
+        core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
+        if not recomputes or policy.mode == "none":
+            return formulas.kept(layer, core)
+        if policy.mode == "full":
+            if self.workload.to_host:
+                return 0.0
+            return formulas.kept_full(layer, partitioned=self.workload.partitioned)
+        return formulas.kept_selective(layer, core, policy.chosen_modules)
+
+    def layers_bytes(self) -> float:
+        """Return what the layers keep of one micro-batch: of the one that keeps the most, if some keep everything."""
+        layers, policy = self.model.spec.layers, self.workload.policy
+        recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
+        kept = (layers - recomputed) * self.layer_bytes(recomputes=False)
+        return kept + recomputed * self.layer_bytes(recomputes=True)
+
+    def outside_bytes(self) -> float:
+        """Return what is kept outside the layers."""
+        spec = self.model.spec
+        vocabulary = self.workload.labelled * spec.vocabulary
+        return formulas.kept_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
+
+    def bytes(self) -> dict[str, float]:
+        """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
+        return {
+            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.element),
+            "activations": self.layers_bytes(),
+            "outside layers": self.outside_bytes(),
+        }

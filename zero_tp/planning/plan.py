@@ -10,13 +10,11 @@ from typing import Any
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import Device, named_device
-from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
-from zero_tp.planning.memory import Model, Point, RankMemory, model_in, rank_memory
-from zero_tp.planning.papers import PaperView
-from zero_tp.planning.timing import StepTime, Timing
-from zero_tp.planning.workload import workload_of
+from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
+from zero_tp.planning.settings import workload_of
+from zero_tp.planning.timing import StepTime, Timing, matrix_flops
 from zero_tp.strict_json import read_json
 from zero_tp.validation import validate
 
@@ -119,9 +117,8 @@ class Plan(MemoryFit):
 
     @property
     def mfu(self) -> float | None:
-        peak = self.device.tflops(self.config.dtype)
-        assert peak is not None, "checked by check_device"
-        return utilisation(self.model_flops, self.time.total, self.ranks, peak * 1e12)
+        peak = matrix_flops(self.device, self.config.dtype)
+        return utilisation(self.model_flops, self.time.total, self.ranks, peak)
 
     def elements_sent(self) -> dict[str, float]:
         """Return the elements that one rank sends in a step over TP and over DP, as the papers count."""
@@ -180,20 +177,6 @@ class Plan(MemoryFit):
         }
 
 
-def check_device(device: Device, config: RunConfig) -> None:
-    """Check that the device can compute in the run's dtype.
-
-    Raises:
-        UserError: the device has no matrix rate in the run's dtype.
-    """
-    if device.tflops(config.dtype) is None:
-        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
-        raise UserError(
-            f"--device: {device.name} has no {config.dtype} matrix units; plan for {' or '.join(others)} "
-            f"(--set bf16.enabled=false), or another device"
-        )
-
-
 def plan(config: RunConfig, device: Device) -> Plan:
     """Plan a run on a device.
 
@@ -203,18 +186,17 @@ def plan(config: RunConfig, device: Device) -> Plan:
     Raises:
         UserError: the device can't compute in the run's dtype.
     """
-    check_device(device, config)
-    assert config.world_size is not None
+    matrix_flops(device, config.dtype)  # refuses before the dry run
     model = model_in(config)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
     workload, zero = workload_of(config, cpu=device.is_cpu, varlen=device.varlen), memory.zero
     return Plan(
         memory=memory,
         device=device,
-        ranks=config.world_size,
+        ranks=config.data_parallel * workload.tensor,
         tensor=workload.tensor,
         config=config,
         model=model,
         paper=PaperView(model, workload, config.zero_stage, config.data_parallel),
-        time=Timing(model.spec, workload, zero.at, zero.parameters.total, device).estimate(),
+        time=Timing(model.spec, workload, zero.settings, zero.parameters.total, device).estimate(),
     )

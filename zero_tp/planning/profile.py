@@ -37,8 +37,8 @@ def step_range(text: str, steps: int) -> tuple[int, int]:
     Raises:
         UserError: not two positive numbers in order, or the run has fewer steps.
     """
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = (int(found[1][:20]), int(found[2][:20])) if found else (0, 0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = (int(match[1][:20]), int(match[2][:20])) if match else (0, 0)
     if not 1 <= first <= last:
         raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
     if last > steps:
@@ -190,7 +190,7 @@ def _take_in(allocations: Allocations, engine: TrainingEngine) -> None:
     states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
     masters = [fragment.flat for fragment in engine.zero.fragments()]
     partitions = getattr(engine.zero.optimizer, "grad_partitions_flat_buffer", None)  # ZeRO-3's
-    parameters = [partition_of(each) for each in engine.model.parameters()]
+    parameters = [partition_of(parameter) for parameter in engine.model.parameters()]
     allocations.mark(parameters, "parameters")
     allocations.mark(states, "optimizer")
     allocations.mark(masters, "optimizer")
@@ -226,14 +226,14 @@ def points(allocations: Allocations, begin: int) -> list[Point]:
     def category(one: Allocation) -> str:
         if one.category is not None:
             return one.category
-        gone = one.gone if one.gone is not None else end + 1
-        if one.made > step:
-            return "optimizer" if gone > end else "buffers"
+        freed = one.freed if one.freed is not None else end + 1
+        if one.allocated > step:
+            return "optimizer" if freed > end else "buffers"
         for name, clock in reversed(marks):
-            if one.made <= clock:
+            if one.allocated <= clock:
                 continue
             following = min((c for _, c in marks if c > clock), default=step)
-            if gone <= following:
+            if freed <= following:
                 # DeepSpeed's buckets are flat and empty at first; no operation of a layer makes such a tensor.
                 bucket = name == "backward" and "empty" in one.operation and len(one.shape) == 1
                 return "buffers" if bucket else "transients"
@@ -242,7 +242,7 @@ def points(allocations: Allocations, begin: int) -> list[Point]:
 
     kinds = {id(one): category(one) for one in allocations.all}
     sizes = dict.fromkeys(CATEGORIES, 0.0)
-    found: list[Point] = []
+    points: list[Point] = []
     for clock, one, sign in allocations.timeline():
         sizes[kinds[id(one)]] += sign * one.bytes
         if clock < max(begin, forward):
@@ -253,5 +253,5 @@ def points(allocations: Allocations, begin: int) -> list[Point]:
             phase, position = "backward", 1 + (clock - backward) / max(1, step - backward)
         else:
             phase, position = "step", 2 + (clock - step) / max(1, end - step)
-        found.append(Point(phase, position, dict(sizes), 0.0))
-    return found
+        points.append(Point(phase, position, dict(sizes), 0.0))
+    return points

@@ -93,7 +93,7 @@ def time(plan: Plan) -> list[str]:
 
 
 def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
-    """Return the table of the plan's peak beside that of a dry run of all layers."""
+    """Return the table that compares the plan's peak with a dry run of all layers."""
     lines = [
         "",
         f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula",
@@ -113,9 +113,10 @@ def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:
         f"by formulas {search.fitting} of {len(search.ranked)} settings fit; the fastest (an estimate), run dry:",
         f"{'':4}{'s a step':>10}{'tokens/s':>12}{'GiB':>8}  settings",
     ]
-    for number, each in enumerate(shown, start=1):
-        seconds, settings = each.time.total, each.choice.describe()
-        lines.append(f"{number:3}.{seconds:10.3f}{plan.tokens / seconds:12,.0f}{each.needed / GIB:8.1f}  {settings}")
+    for number, candidate in enumerate(shown, start=1):
+        seconds, settings = candidate.time.total, candidate.choice.describe()
+        speed, needed = plan.tokens / seconds, candidate.needed / GIB
+        lines.append(f"{number:3}.{seconds:10.3f}{speed:12,.0f}{needed:8.1f}  {settings}")
     slower = plan.time.total / shown[0].time.total - 1 if shown else 0.0
     compared = f"take {slower:.0%} longer than the first" if slower > 0.005 else "are as fast as the first"
     present = f" fit, {plan.spare / GIB:.2f} GiB left, and {compared}" if plan.fits else f": {verdict(plan)}"

@@ -22,17 +22,14 @@ from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
-from zero_tp.files import write_named
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, RankMemory, model_of, zero_memory
-from zero_tp.planning.moments import Moment
-from zero_tp.planning.papers import PaperView
-from zero_tp.planning.plan import MemoryFit, check_device
-from zero_tp.planning.timing import StepTime, Timing
-from zero_tp.planning.workload import Workload, workload_of
+from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of, zero_memory
+from zero_tp.planning.plan import MemoryFit
+from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
+from zero_tp.planning.timing import StepTime, Timing, matrix_flops
+from zero_tp.planning.tracking import Moment
 from zero_tp.planning.zero import ZeroMemory
-from zero_tp.planning.zero_settings import ZeroSettings
 from zero_tp.strict_json import read_json
 
 NEAREST = 8
@@ -103,21 +100,21 @@ class Search:
         Raises:
             UserError: the device can't compute in the run's dtype; no setting splits this world size.
         """
-        check_device(device, config)
+        matrix_flops(device, config.dtype)  # refuses before anything is ranked
         assert config.world_size is not None
         self.config, self.device, self.ranks = config, device, config.world_size
         self._deepspeed = config.deepspeed_config()
         self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
         estimates = (self._estimate(choice, model) for choice, model in _choices(config, cpu=device.is_cpu))
-        self.ranked = [each for each in estimates if each.memory.zero.at.to_owners == each.choice.owners]
+        self.ranked = [one for one in estimates if one.memory.zero.settings.to_owners == one.choice.owners]
         if not self.ranked:
             raise UserError(
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
                 f"{config.global_batch}; change one of them"
             )
-        self.ranked.sort(key=lambda each: (max(0.0, each.short), each.time.total, each.needed))
-        self.fitting = sum(each.fits for each in self.ranked)
+        self.ranked.sort(key=lambda one: (max(0.0, one.short), one.time.total, one.needed))
+        self.fitting = sum(one.fits for one in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Candidate], dict[str, Any]]:
         """Return the fastest `top` candidates that fit in a dry run and load as a config, and the config of the first.
@@ -153,7 +150,7 @@ class Search:
         return shown, best
 
     def _describe_nearest(self, too_large: Sequence[Candidate]) -> str:
-        device, nearest = self.device, min(too_large, key=lambda each: each.short)
+        device, nearest = self.device, min(too_large, key=lambda one: one.short)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (
@@ -191,7 +188,7 @@ class Search:
             choice=choice,
             model=model,
             workload=workload,
-            time=Timing(model.spec, workload, zero.at, model.parameters.total, device).estimate(),
+            time=Timing(model.spec, workload, zero.settings, model.parameters.total, device).estimate(),
         )
 
     def _dry_run(self, estimate: Candidate) -> Candidate:
@@ -209,7 +206,7 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     Added to what the formulas count: all activations of a layer that is recomputed, the gradient of the output layer
     and a block of logits (as parallel/loss.py computes them), and the gradients of an eager core's scores.
     """
-    paper, layers = PaperView(model, workload, zero.at.stage, zero.at.data), model.spec.layers
+    paper, layers = PaperView(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
     kept = paper.layers_bytes() + paper.outside_bytes() - logits
     recomputed = paper.layer_bytes(recomputes=False)
@@ -219,7 +216,7 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
-    most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0
+    most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.settings.stage == 3 else 0
     total = float(zero.parameters.total)
     return [
         Moment("forward", layers, kept + gradient, block, 0.0),
@@ -230,33 +227,37 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
 
 
 def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
-    for tensor, sequence, model in _splits(config):
-        assert config.world_size is not None
-        data = config.world_size // tensor
-        samples = config.global_batch // data
-        # A fused attention keeps nothing that selective recomputation would save.
-        fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
-        modes = [mode for mode in MODES if not (fused and mode == "selective")]
-        for micro, stage, recompute in itertools.product(_divisors(samples), range(4), modes):
-            offloads = [(False, False)] + [(True, False)] * (stage > 0) + [(True, True)] * (stage == 3)
-            reductions = (False, True) if stage in (1, 2) and data > 1 else (False,)
-            for offload, owners in itertools.product(offloads, reductions):
-                yield Choice(tensor, sequence, stage, recompute, micro, samples // micro, *offload, owners), model
-
-
-def _splits(config: RunConfig) -> Iterator[tuple[int, bool, Model]]:
-    """Yield (TP size, SP, the model) of every way to split the ranks."""
     assert config.world_size is not None
     length, hf_config = config.zero_tp.data.sequence_length, config.hf_config()
     for tensor in _divisors(config.world_size):
-        if config.global_batch % (config.world_size // tensor):
+        data = config.world_size // tensor
+        samples, left_over = divmod(config.global_batch, data)
+        if left_over:
             continue
-        try:
-            yield tensor, False, model_of(hf_config, tensor, False)
-        except UserError:  # heads or MLP do not divide
-            continue
-        if tensor > 1 and length % tensor == 0:
-            yield tensor, True, model_of(hf_config, tensor, True)
+        for sequence in (False, True) if tensor > 1 and length % tensor == 0 else (False,):
+            try:
+                model = model_of(hf_config, tensor, sequence)
+            except UserError:  # heads or MLP do not divide
+                break
+            yield from ((choice, model) for choice in _choices_of_split(tensor, sequence, data, samples, model, cpu))
+
+
+def _choices_of_split(
+    tensor: int, sequence: bool, data: int, samples: int, model: Model, cpu: bool
+) -> Iterator[Choice]:
+    """Yield every choice at one TP size, with or without SP.
+
+    Args:
+        data: number of replicas. samples: of a step, on each replica.
+    """
+    # A fused attention keeps nothing that selective recomputation would save.
+    fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
+    modes = [mode for mode in MODES if not (fused and mode == "selective")]
+    for micro, stage, recompute in itertools.product(_divisors(samples), range(4), modes):
+        offloads = [(False, False)] + [(True, False)] * (stage > 0) + [(True, True)] * (stage == 3)
+        reductions = (False, True) if stage in (1, 2) and data > 1 else (False,)
+        for offload, owners in itertools.product(offloads, reductions):
+            yield Choice(tensor, sequence, stage, recompute, micro, samples // micro, *offload, owners)
 
 
 def _divisors(number: int) -> list[int]:
@@ -310,12 +311,3 @@ def load_error(config: Mapping[str, Any], ranks: int) -> ConfigError | None:
         except ConfigError as error:
             return error
     return None
-
-
-def write(config: Mapping[str, Any], path: Path) -> None:
-    """Write a config as a JSON file, whole or not at all.
-
-    Raises:
-        UserError: the file can't be written.
-    """
-    write_named(path, json.dumps(config, indent=2) + "\n")

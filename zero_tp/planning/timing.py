@@ -1,6 +1,6 @@
 """Estimate a step's time from a device's rates, by term.
 
-A layer's products, passes and collectives are in layer_time.py, the rates in rates.py. What overlaps is what the code
+A layer's products, passes and collectives are in layer_time.py, with the rates. What overlaps is what the code
 overlaps (parallel/linear.py, DeepSpeed's `overlap_comm`). Nothing of it was fitted to a run: the published times are
 its test.
 """
@@ -12,15 +12,30 @@ from functools import cached_property
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.devices import Device
+from zero_tp.errors import UserError
 from zero_tp.models.flops import head_products
-from zero_tp.planning.layer_time import LayerTime, LayerWork, Seconds
-from zero_tp.planning.rates import Rates
-from zero_tp.planning.workload import Workload
+from zero_tp.planning.layer_time import LayerTime, LayerWork, Rates, Seconds
+from zero_tp.planning.settings import Workload, ZeroSettings
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
-from zero_tp.planning.zero_settings import ZeroSettings
 
 HOST_MEMORY_GBPS = 200.0
 """Of a whole node, for an optimizer on the host."""
+
+
+def matrix_flops(device: Device, dtype: str) -> float:
+    """Return the peak of a device's matrix units in a run's dtype [FLOP/s].
+
+    Raises:
+        UserError: the device can't compute in this dtype.
+    """
+    teraflops = device.tflops(dtype)
+    if teraflops is None:
+        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
+        raise UserError(
+            f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
+            f"(--set bf16.enabled=false), or another device"
+        )
+    return teraflops * 1e12
 
 
 @dataclass(frozen=True)
@@ -74,28 +89,20 @@ class Timing:
     """
 
     spec: TransformerSpec
-    at: Workload
+    workload: Workload
     zero: ZeroSettings
     parameters: float
     device: Device
 
     @cached_property
     def rates(self) -> Rates:
-        """Return the device's rates.
-
-        Raises:
-            ValueError: the device has no rate in this dtype.
-        """
-        peak = self.device.tflops(self.at.dtype)
-        if peak is None:
-            raise ValueError(f"{self.device.name} has no matrix rate in {self.at.dtype}")
-        return Rates(self.device, self.at.element, peak * 1e12)
+        return Rates(self.device, self.workload.element, matrix_flops(self.device, self.workload.dtype))
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term.
 
         Raises:
-            ValueError: the device has no rate in this dtype.
+            UserError: the device can't compute in this dtype.
         """
         micro, share = self.zero.accumulation, self._recomputed()
         layers = self.spec.layers
@@ -118,20 +125,21 @@ class Timing:
 
     def layer_work(self) -> LayerWork:
         """Return the work of one layer."""
-        return LayerWork(self.spec, self.at, self.rates)
+        return LayerWork(self.spec, self.workload, self.rates)
 
     def _recomputed(self) -> float:
         """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
-        return self.at.policy.mean_recomputed_layers(self.spec.layers, self.zero.accumulation) / self.spec.layers
+        layers = self.workload.policy.mean_recomputed_layers(self.spec.layers, self.zero.accumulation)
+        return layers / self.spec.layers
 
     def head(self) -> Seconds:
         """Return forward and backward of the output layer and its loss, which goes over each logit six times."""
-        at, spec = self.at, self.spec
-        labels, width = at.labels, head_products(spec) / spec.hidden / at.tensor
+        workload, spec = self.workload, self.spec
+        labels, width = workload.labels, head_products(spec) / spec.hidden / workload.tensor
         product = self.rates.product
         products = product(labels, width, spec.hidden) + product(labels, spec.hidden, width)
         return Seconds(
-            products + product(spec.hidden, width, labels), 6 * at.element * labels * width / self.rates.memory
+            products + product(spec.hidden, width, labels), 6 * workload.element * labels * width / self.rates.memory
         )
 
     def accumulation_time(self) -> float:
@@ -140,7 +148,7 @@ class Timing:
         Where they are added up in another dtype there is a buffer for them, also for one micro-batch, which is zeroed
         once a step.
         """
-        zero, e = self.zero, self.at.element
+        zero, e = self.zero, self.workload.element
         buffer = zero.accumulated != e
         if zero.accumulation == 1 and not buffer:
             return 0.0
@@ -153,31 +161,32 @@ class Timing:
         DeepSpeed waits for the device before each reduction to an owner (stage_1_and_2.py, `allreduce_and_copy`), so
         `overlap_comm` hides none of them.
         """
-        zero, micro, e = self.zero, self.zero.accumulation, self.at.element
+        zero, micro, e = self.zero, self.zero.accumulation, self.workload.element
         gathers, reductions = zero.volumes
         calls = self.spec.layers  # each layer's collectives begin somewhere
         if zero.stage == 3:
-            gather = self.rates.collective(e * self.parameters, zero.data, self.at.tensor, calls)
-            reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.at.tensor, calls)
-            return self._beside(gathers * gather + reductions * reduce, micro * (forward + backward))
+            gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor, calls)
+            reduce = self.rates.collective(zero.reduced * self.parameters, zero.data, self.workload.tensor, calls)
+            return self._exposed(gathers * gather + reductions * reduce, micro * (forward + backward))
         bucket = zero.reduce_bucket if zero.in_buckets else ALLREDUCE_BUCKET
         pieces, sent = max(1, -(-self.parameters // bucket)), zero.reduced * self.parameters
         if zero.to_owners:
             # Each ends at a bucket's or an owner's end. A chain's links carry all bytes (NCCL's tuning.cc: N steps).
             pieces, sent = pieces + zero.data - 1, sent * zero.data / (zero.data - 1)
-        gather = self.rates.collective(e * self.parameters, zero.data, self.at.tensor)
-        reduce = self.rates.collective(sent, zero.data, self.at.tensor, pieces)
-        beside = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
-        return gathers * gather + self._beside(reductions * reduce, beside)
+        gather = self.rates.collective(e * self.parameters, zero.data, self.workload.tensor)
+        reduce = self.rates.collective(sent, zero.data, self.workload.tensor, pieces)
+        overlapped = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        return gathers * gather + self._exposed(reductions * reduce, overlapped)
 
     @property
     def reduces_in_backward(self) -> bool:
         """Return whether stages 0 to 2 reduce gradients while backward runs."""
         return self.zero.overlap and self.zero.in_buckets and not self.zero.to_owners
 
-    def _beside(self, communicating: float, computing: float) -> float:
+    def _exposed(self, communicating: float, computing: float) -> float:
+        """Return what communication costs that overlaps with computing."""
         hidden = min(communicating, computing)
-        return communicating - hidden + self.rates.beside(hidden)
+        return communicating - hidden + self.rates.slowdown(hidden)
 
     def _optimizer(self) -> tuple[float, float]:
         """Return (update, host copies).
@@ -185,17 +194,17 @@ class Timing:
         Masters and moments are read and written, gradients read; 16-bit weights are copied from the masters; gradients
         become fp32, their norm is taken and they are clipped.
         """
-        zero, e, memory = self.zero, self.at.element, self.rates.memory
+        zero, e, memory = self.zero, self.workload.element, self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
         wider = zero.accumulated + 4 if zero.accumulated < 4 else 0
         traffic = part * (update + wider + (8 if zero.clips else 0)) + 4 * self.parameters
         to_host = self.device.host_gbps * 1e9 * self.device.link_share
-        copies = 0.0  # those of checkpoints run beside the layers
+        copies = 0.0  # those of checkpoints overlap with the layers
         if zero.offload_param:
             copies += 3 * zero.accumulation * e * part / to_host
         if not zero.offload_optimizer:
             return traffic / memory, copies
         copies += (zero.accumulation * e * part + e * part) / to_host
-        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.at.tensor))
+        share = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
         return traffic / share, copies

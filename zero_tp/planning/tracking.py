@@ -1,20 +1,24 @@
-"""Follow memory over time: when each storage comes into being and goes, of real tensors and of fake ones.
+"""Follow memory over time: when each storage is allocated and freed, for real tensors and fake ones.
 
-A storage is noted when the first operation that makes it returns, with its size, and again when nothing holds it any
-more. What operations use inside themselves (workspaces of kernels) is not seen, nor are allocators' gaps.
+A storage is recorded when the first operation that makes it returns, with its size, and again when nothing holds it any
+more. Workspaces inside kernels and the gaps of allocators are not seen.
 """
 
 from __future__ import annotations
 
+import bisect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from zero_tp.data.batch import AnyBatch
+from zero_tp.models.model import ParallelModel
 
 
 @dataclass
@@ -23,26 +27,26 @@ class Allocation:
 
     Attributes:
         bytes: its size.
-        made, gone: positions in the order of all makings and goings; `gone` is None while something holds it.
-        operation, shape, dtype: what made it, and of the tensor that it was made for.
+        allocated, freed: positions in the order of all allocations and frees; `freed` is None while something holds it.
+        operation, shape, dtype: what allocated it, and of the tensor that it was allocated for.
         category: set by `Allocations.mark`, else None.
     """
 
     bytes: int
-    made: int
+    allocated: int
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gone: int | None = None
+    freed: int | None = None
     category: str | None = None
 
 
 class Allocations(TorchDispatchMode):
-    """`with Allocations() as allocations: …` notes every storage that is made inside.
+    """`with Allocations() as allocations: …` records every storage that is allocated inside.
 
     Attributes:
-        all: every storage in the order in which they were made.
-        clock: makings and goings so far.
+        all: every storage in the order of allocation.
+        clock: allocations and frees so far.
         marks: (name, clock) of `note`, in order.
     """
 
@@ -69,7 +73,7 @@ class Allocations(TorchDispatchMode):
         return results
 
     def _is_from_outside(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether an operation has been given this storage, which none has made inside."""
+        """Return whether this storage is an argument that was allocated before the block."""
         address = result.untyped_storage()._cdata
         return address not in self._alive and any(
             isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
@@ -81,20 +85,20 @@ class Allocations(TorchDispatchMode):
         if kind == "meta" or (self._device_type is not None and kind != self._device_type):
             return None
         storage = tensor.untyped_storage()
-        found = self._alive.get(storage._cdata)
-        if found is not None:
-            return found[0]
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            return known[0]
         self.clock += 1
         allocation = Allocation(storage.nbytes(), self.clock, operation, tuple(tensor.shape), tensor.dtype)
         self.all.append(allocation)
         address = storage._cdata
 
-        def gone(_: Any) -> None:
+        def free(_: Any) -> None:
             self.clock += 1
-            allocation.gone = self.clock
+            allocation.freed = self.clock
             self._alive.pop(address, None)
 
-        self._alive[address] = (allocation, weakref.ref(storage, gone))
+        self._alive[address] = (allocation, weakref.ref(storage, free))
         return allocation
 
     def note(self, name: str) -> None:
@@ -102,7 +106,7 @@ class Allocations(TorchDispatchMode):
         self.marks.append((name, self.clock))
 
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Give storages a category; those that nothing inside has made are taken in as if made now."""
+        """Give storages a category; those from before the block count as allocated now."""
         for tensor in tensors:
             allocation = self._see(tensor, "outside")
             if allocation is not None:
@@ -116,7 +120,126 @@ class Allocations(TorchDispatchMode):
         return [allocation for allocation, _ in self._alive.values()]
 
     def timeline(self) -> list[tuple[int, Allocation, int]]:
-        """Return (clock, allocation, +1 made or -1 gone) in order."""
-        events = [(allocation.made, allocation, 1) for allocation in self.all]
-        events += [(allocation.gone, allocation, -1) for allocation in self.all if allocation.gone is not None]
+        """Return (clock, allocation, +1 allocated or -1 freed) in order."""
+        events = [(allocation.allocated, allocation, 1) for allocation in self.all]
+        events += [(allocation.freed, allocation, -1) for allocation in self.all if allocation.freed is not None]
         return sorted(events, key=lambda event: event[0])
+
+
+# ---- one micro-batch -------------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """Bytes at one point of a forward or backward, without parameters, finished gradients and model states.
+
+    Attributes:
+        phase: "forward" or "backward". layer: the layer's number, -1 before the first and L after the last.
+        activations: bytes that backward will want. transients: all others.
+        gradients: elements of parameters whose gradients are done.
+    """
+
+    phase: str
+    layer: int
+    activations: float
+    transients: float
+    gradients: float
+
+
+class Part(NamedTuple):
+    """A stretch of a pass: its moments, and the changes over all of it, relative to its start."""
+
+    moments: list[Moment]
+    activations: int
+    transients: int
+    gradients: int
+
+
+def measure(model: ParallelModel, batch: AnyBatch) -> list[Part]:
+    """Run one micro-batch forward and backward; each gradient goes as soon as it is done.
+
+    Args:
+        model: is good for nothing else afterwards.
+
+    Returns:
+        What is before the layers, the forward of each, the loss, the backward of each from the last on, what is after.
+    """
+    ends: list[int] = []
+    done: list[tuple[int, int, int]] = []
+    with Allocations(next(model.parameters()).device.type) as allocations:
+        allocations.mark(model.parameters(), "parameters")
+        allocations.mark(model.buffers(), "parameters")
+
+        def let_go(parameter: nn.Parameter) -> None:
+            parameter.grad = None
+            done.append((allocations.clock, 2, parameter.numel()))
+
+        def begins(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            # Recomputation calls a layer's forward and not its hooks. Its backward ends with its input's gradient.
+            ends.append(allocations.clock)
+            inputs[0].register_hook(lambda _: ends.append(allocations.clock))
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(let_go)
+        layers = [*model.transformer.layers, model.transformer.final_norm]
+        for layer in layers:
+            layer.register_forward_pre_hook(begins)
+        begin = allocations.clock
+        loss = model(batch.input_ids, **batch.arguments()).loss
+        turned = allocations.clock
+        loss.backward()
+        del loss
+        for one in allocations.alive():
+            one.category = one.category or "outlives the micro-batch"
+    assert len(ends) == 2 * len(layers), "each begins once"
+    return _cut(allocations, [begin, *ends, allocations.clock], turned, done)
+
+
+def _cut(
+    allocations: Allocations, ends: Sequence[int], turned: int, done: Sequence[tuple[int, int, int]]
+) -> list[Part]:
+    """Return the parts between the clocks `ends`. Activations are allocated before `turned` and freed after it."""
+
+    def is_kept(one: Allocation) -> bool:
+        return one.allocated <= turned and (one.freed is None or one.freed > turned)
+
+    sizes = [[0, 0, 0] for _ in ends[1:]]  # transients, activations, gradients
+    moments: list[list[Moment]] = [[] for _ in ends[1:]]
+    events: list[tuple[int, int, Allocation | int]] = [
+        (clock, sign, one) for clock, one, sign in allocations.timeline() if one.category is None and clock > ends[0]
+    ]
+    for clock, sign, one in sorted([*events, *done], key=lambda event: event[:2]):
+        number = min(len(sizes), bisect.bisect_left(ends, clock)) - 1
+        size = sizes[number]
+        if isinstance(one, int):
+            size[2] += one
+            continue
+        size[is_kept(one)] += sign * one.bytes
+        if sign > 0:
+            phase = "forward" if clock <= turned else "backward"
+            moments[number].append(Moment(phase, 0, size[1], size[0], size[2]))
+    return [Part(part, size[1], size[0], size[2]) for part, size in zip(moments, sizes, strict=True)]
+
+
+def joined(parts: Sequence[Part], order: Sequence[int]) -> list[Moment]:
+    """Return the moments of a model whose layers are like those that have these numbers.
+
+    Args:
+        parts: what `measure` returns.
+    """
+    last = len(order)
+    stretches = [(-1, parts[0]), *((layer, parts[1 + number]) for layer, number in enumerate(order))]
+    stretches += [(last, parts[len(parts) // 2])]
+    stretches += [(layer, parts[-2 - order[layer]]) for layer in reversed(range(last))]
+    moments: list[Moment] = []
+    activations = transients = gradients = 0.0
+    for layer, part in [*stretches, (-1, parts[-1])]:
+        moments += [
+            Moment(
+                phase, layer, activations + more_activations, transients + more_transients, gradients + more_gradients
+            )
+            for phase, _, more_activations, more_transients, more_gradients in part.moments
+        ]
+        activations += part.activations
+        transients += part.transients
+        gradients += part.gradients
+    return moments

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.planning.gathered import most_gathered
-from zero_tp.planning.zero_settings import ZeroSettings
+from zero_tp.planning.settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed flattens at once where there are no buckets (constants.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
@@ -30,11 +30,6 @@ class StateBytes(NamedTuple):
     optimizer: float = 0.0
     buffers: float = 0.0
     host: float = 0.0
-
-
-def page_locked(size: int) -> int:
-    """Return the bytes that torch page-locks for a tensor of `size` bytes (ATen/core/CachingHostAllocator.h)."""
-    return 1 << (size - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -76,15 +71,15 @@ class ZeroMemory:
     """The account of one rank of one run."""
 
     parameters: Parameters
-    at: ZeroSettings
+    settings: ZeroSettings
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def partitions(self) -> list[int]:
         """Return rank 0's elements of each group; stages 1 and 2 pad the group, stage 3 each parameter."""
-        data = self.at.data
-        if self.at.stage == 3:
+        data = self.settings.data
+        if self.settings.stage == 3:
             return [sum(-(-size // data) for size in group) for group in self.parameters.groups]
         return [-(-sum(group) // (2 * data)) * 2 for group in self.parameters.groups]
 
@@ -102,30 +97,30 @@ class ZeroMemory:
         return sizes
 
     @cached_property
-    def straddling(self) -> int:
+    def grad_buffer_numel(self) -> int:
         """Return the elements of rank 0's gradient buffer: whole parameters."""
         return sum(self.partition_parameters)
 
     @cached_property
     def states(self) -> StateBytes:
         """Return what stays all the time once the first step has made the moments."""
-        at, total, part = self.at, self.parameters.total, self.partition
-        e, largest = at.element, self.parameters.largest
-        if at.stage == 0:
+        zero, total, part = self.settings, self.parameters.total, self.partition
+        e, largest = zero.element, self.parameters.largest
+        if zero.stage == 0:
             master = 4 * total if e < 4 else 0
-            return StateBytes(parameters=e * total, optimizer=at.moments * total + master)
-        master_moments = (4 + at.moments) * part
-        if at.stage < 3:
-            whole = e * sum(length * at.data for length in self.partitions)
-            if not at.offload_optimizer:
-                sums = at.accumulated / e * whole if at.sums_apart else 0.0
+            return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
+        master_moments = (4 + zero.moments) * part
+        if zero.stage < 3:
+            whole = e * sum(length * zero.data for length in self.partitions)
+            if not zero.offload_optimizer:
+                sums = zero.accumulated / e * whole if zero.separate_fp32_grads else 0.0
                 return StateBytes(parameters=whole, optimizer=master_moments, buffers=sums)
             copies = (4 + e) * part + e * largest  # of gradients, of weights on their way back, and between
             return StateBytes(whole, buffers=e * largest, host=master_moments + copies + self._waiting + self._rounding)
-        persistent = e * sum(size for size in self.parameters.sizes if size <= at.persistence_threshold)
-        device, host = (0.0, e * part + self._rounding) if at.offload_param else (e * part, self._rounding)
-        states = StateBytes(device, gathered=persistent, buffers=e * at.reduce_bucket, host=host)
-        if at.offload_optimizer:
+        persistent = e * sum(size for size in self.parameters.sizes if size <= zero.persistence_threshold)
+        device, host = (0.0, e * part + self._rounding) if zero.offload_param else (e * part, self._rounding)
+        states = StateBytes(device, gathered=persistent, buffers=e * zero.reduce_bucket, host=host)
+        if zero.offload_optimizer:
             return states._replace(
                 host=host + master_moments + (4 + self._sum) * part
             )  # of gradients, in fp32 and added up
@@ -134,18 +129,20 @@ class ZeroMemory:
     @property
     def _waiting(self) -> float:
         """Return the bytes in which an offloaded ZeRO-2 adds up gradients on the host, a tensor for each parameter."""
-        at = self.at
-        return at.element * self.straddling if at.stage == 2 and at.accumulation > 1 and not at.wide else 0.0
+        zero = self.settings
+        if zero.stage != 2 or zero.accumulation == 1 or zero.accumulates_wider:
+            return 0.0
+        return zero.element * self.grad_buffer_numel
 
     @cached_property
     def pinned(self) -> list[int]:
         """Return the bytes of each tensor that DeepSpeed page-locks: neither moments nor ZeRO-3's masters."""
-        at, e, pinned = self.at, self.at.element, list[int]()
-        if at.offload_param:
+        zero, e, pinned = self.settings, self.settings.element, list[int]()
+        if zero.offload_param:
             pinned += [e * length for length in self.partitions]
-        if at.offload_optimizer and at.pins and at.stage == 3:
+        if zero.offload_optimizer and zero.pins and zero.stage == 3:
             pinned += [self._sum * self.partition, *(4 * size for size in self._sub_groups)]
-        elif at.offload_optimizer and at.pins:
+        elif zero.offload_optimizer and zero.pins:
             pinned += [size * length for length in self.partitions for size in (4, 4, e)]
             pinned += [e * self.parameters.largest, *(e * size for size in self.partition_parameters if self._waiting)]
         return pinned
@@ -153,7 +150,7 @@ class ZeroMemory:
     @cached_property
     def _rounding(self) -> float:
         """Return the bytes of page-locked blocks that no tensor fills; a CPU rank page-locks nothing."""
-        return 0.0 if self.at.cpu else float(sum(page_locked(size) - size for size in self.pinned))
+        return 0.0 if self.settings.cpu else float(sum(page_locked(size) - size for size in self.pinned))
 
     @property
     def _sub_groups(self) -> list[int]:
@@ -162,8 +159,8 @@ class ZeroMemory:
         for group in self.parameters.groups:
             filled = 0
             for size in group:
-                filled += -(-size // self.at.data)
-                if filled >= self.at.sub_group:
+                filled += -(-size // self.settings.data)
+                if filled >= self.settings.sub_group:
                     sub_groups.append(filled)
                     filled = 0
             sub_groups += [filled] if filled else []
@@ -172,28 +169,28 @@ class ZeroMemory:
     @property
     def _sum(self) -> int:
         """Return the bytes of an element of added gradients."""
-        return max(self.at.accumulated, self.at.element)
+        return max(self.settings.accumulated, self.settings.element)
 
     @property
     def _own(self) -> float:
         """Return the bytes of the buffer in which stages 1 and 2 keep this rank's reduced gradients until the step."""
-        if self.at.wide:
-            return float(self.at.accumulated * self.partition)
-        return 0.0 if self.at.offload_optimizer else self.at.element * self.straddling
+        if self.settings.accumulates_wider:
+            return float(self.settings.accumulated * self.partition)
+        return 0.0 if self.settings.offload_optimizer else self.settings.element * self.grad_buffer_numel
 
     @cached_property
     def gathered_at(self) -> dict[tuple[str, int], float]:
         """Return the most bytes gathered, by ("forward" or "backward", the layer's number)."""
-        at = self.at
+        zero = self.settings
         most = most_gathered(
             self.parameters.modules,
             self.parameters.layers,
-            threshold=at.persistence_threshold,
-            prefetch=at.prefetch_bucket,
-            max_live=at.max_live,
-            max_reuse=at.max_reuse,
+            threshold=zero.persistence_threshold,
+            prefetch=zero.prefetch_bucket,
+            max_live=zero.max_live,
+            max_reuse=zero.max_reuse,
         )
-        return {where: at.element * elements for where, elements in most.items()}
+        return {where: zero.element * elements for where, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
 
@@ -207,114 +204,116 @@ class ZeroMemory:
             micro: the micro-batch's number in the step.
             transients: of the activations at that moment.
         """
-        at, states, e = self.at, self.states, self.at.element
-        buckets = e * at.reduce_bucket * (2 if at.overlap else 1)
+        zero, states, e = self.settings, self.states, self.settings.element
+        buckets = e * zero.reduce_bucket * (2 if zero.overlap else 1)
         total = self.parameters.total
-        if at.stage == 3:
+        if zero.stage == 3:
             return states._replace(gathered=states.gathered + self.gathered_at[phase, layer])
         with_gradients = total if micro else min(done, total)
-        if at.stage == 0 or at.alone or at.sums_apart:
+        if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)
-        if at.stage == 1 and not (at.overlap and micro == at.accumulation - 1):
+        if zero.stage == 1 and not (zero.overlap and micro == zero.accumulation - 1):
             there = phase == "backward" or micro > 0
             wider = self._sum / e
             return states._replace(
                 gradients=self._sum * with_gradients, buffers=states.buffers + (wider * buckets if there else 0)
             )
         before = 0.0
-        if micro and (at.wide or not at.offload_optimizer):
-            before = self._sum * total if at.stage == 1 else self._own
+        if micro and (zero.accumulates_wider or not zero.offload_optimizer):
+            before = self._sum * total if zero.stage == 1 else self._own
         if phase == "forward":
             return states._replace(gradients=before)
         gradients, flattened = before, 0.0
-        if done > at.reduce_bucket:  # one bucket at least has been reduced
+        if done > zero.reduce_bucket:  # one bucket at least has been reduced
             gradients = self._with_own(before)
-            flattened = 0 if at.overlap else e * at.reduce_bucket
-        norm = NORM_BYTES * self.parameters.largest if at.offload_optimizer and at.stage == 2 else 0
+            flattened = 0 if zero.overlap else e * zero.reduce_bucket
+        norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
         # Flattening and norms happen in hooks, when the layer's own transients are gone.
         excess = max(0.0, max(flattened, norm) - transients)
         return states._replace(gradients=gradients, buffers=states.buffers + buckets + excess)
 
     def _with_own(self, before: float) -> float:
         """Return the bytes of the gradients once a bucket has been reduced: added up in a wider dtype they stay one."""
-        return max(before, self._own) if self.at.wide else before + self._own
+        return max(before, self._own) if self.settings.accumulates_wider else before + self._own
 
     @cached_property
     def _first_fill(self) -> int:
         """Return the elements of the parameters that fit the first bucket."""
         filled = 0
         for size in self.parameters.matrices:
-            if filled + size > self.at.reduce_bucket:
+            if filled + size > self.settings.reduce_bucket:
                 break
             filled += size
         return filled
 
     def end_of_backward(self) -> StateBytes:
         """Return the bytes when the last buckets are reduced, without activations."""
-        at, states, e = self.at, self.states, self.at.element
-        total, bucket = self.parameters.total, e * at.reduce_bucket
-        if at.stage in (0, 3) or at.alone or at.sums_apart:
-            states = self.during("backward", total, -1, at.accumulation - 1)
-            flat = e if at.stage == 0 else self._sum + at.reduced if at.sums_apart else 0  # as it is, and as it is sent
-            flattened = flat * min(total, ALLREDUCE_BUCKET) if at.data > 1 else 0
+        zero, states, e = self.settings, self.states, self.settings.element
+        total, bucket = self.parameters.total, e * zero.reduce_bucket
+        if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
+            states = self.during("backward", total, -1, zero.accumulation - 1)
+            flat = e if zero.stage == 0 else 0
+            if zero.separate_fp32_grads:
+                flat = self._sum + zero.reduced  # as they are added up, and as they are sent
+            flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
-        fill = e * min(at.reduce_bucket, total)
-        if at.stage == 1 and not at.overlap:
+        fill = e * min(zero.reduce_bucket, total)
+        if zero.stage == 1 and not zero.overlap:
             # Each gradient moves into the bucket; when the first is full, this rank's buffer is made.
             gradients = max(self._sum * total, self._sum * (total - self._first_fill) + self._own)
             return states._replace(gradients=gradients, buffers=states.buffers + bucket * self._sum / e)
-        before = self._own if at.accumulation > 1 else 0
-        flattened = 0 if at.overlap else fill
-        buckets = bucket * (2 if at.overlap else 1)
+        before = self._own if zero.accumulation > 1 else 0
+        flattened = 0 if zero.overlap else fill
+        buckets = bucket * (2 if zero.overlap else 1)
         return states._replace(gradients=self._with_own(before), buffers=states.buffers + buckets + flattened)
 
     def converting(self) -> StateBytes:
         """Return the most while gradients become those of the masters, before the optimizer steps.
 
-        Stages 1 to 3 flatten those of a group, and make fp32 of what is flat, beside the gradients as they were.
+        Stages 1 to 3 flatten those of a group, and make fp32 of what is flat, while the gradients still exist.
         """
-        at, states, e = self.at, self.states, self.at.element
-        if at.stage == 0:
+        zero, states, e = self.settings, self.states, self.settings.element
+        if zero.stage == 0:
             total = self.parameters.total
             return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
-        if at.offload_optimizer:
-            return states._replace(gathered=0.0) if at.stage == 3 else states
-        if at.sums_apart:
+        if zero.offload_optimizer:
+            return states._replace(gathered=0.0) if zero.stage == 3 else states
+        if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
         group = self._group
-        if at.stage == 3:
+        if zero.stage == 3:
             # The persistent parameters are partitioned for the step, and gathered again after it.
-            flat = at.accumulated * group if at.accumulated < 4 else 0
+            flat = zero.accumulated * group if zero.accumulated < 4 else 0
             return states._replace(gathered=0.0, gradients=states.gradients + 4 * group, buffers=states.buffers + flat)
-        if at.wide:
+        if zero.accumulates_wider:
             return states._replace(gradients=self._own)
         return states._replace(gradients=self._own + 4 * group, buffers=(e if e < 4 else 0) * group)
 
     def updating(self) -> StateBytes:
         """Return the most while the optimizer computes, which makes its moments there in a run's first step."""
-        at, states = self.at, self.converting()
-        if at.stage == 0:
+        zero, states = self.settings, self.converting()
+        if zero.stage == 0:
             total, largest = self.parameters.total, self.parameters.largest
             return states._replace(buffers=self._temporaries(largest, 3, total))
         group = self._group
         temporaries = self._temporaries(group, 2, group)
-        if at.offload_optimizer:
+        if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
-        if at.alone:  # nobody else's: a group's gradients go as soon as they are fp32
-            states = states._replace(gradients=states.gradients - at.element * group)
+        if zero.single_replica:  # nobody else's: a group's gradients go as soon as they are fp32
+            states = states._replace(gradients=states.gradients - zero.element * group)
         return states._replace(buffers=self.states.buffers + temporaries)
 
     @property
     def _group(self) -> int:
         """Return the elements that the optimizer updates at once: the largest group's, at stage 3 a part of it."""
         most = max(self.partitions)
-        if self.at.stage < 3:
+        if self.settings.stage < 3:
             return most
-        return min(most, max(self.at.sub_group, -(-self.parameters.largest // self.at.data)))
+        return min(most, max(self.settings.sub_group, -(-self.parameters.largest // self.settings.data)))
 
     def _temporaries(self, largest: int, loops: int, together: int) -> float:
         """Return the bytes of torch's temporaries: on the CPU a few of the largest tensor, else one of all tensors."""
-        if not self.at.torch_optimizer:
+        if not self.settings.torch_optimizer:
             return 0.0
-        host = self.at.cpu or self.at.offload_optimizer
+        host = self.settings.cpu or self.settings.offload_optimizer
         return 4.0 * (loops * largest if host else together)

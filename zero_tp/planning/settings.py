@@ -1,15 +1,105 @@
-"""Read from a DeepSpeed config what decides about a rank's memory and what it sends."""
+"""Read from a run's config what its memory and time depend on, apart from the model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.config import RunConfig
 from zero_tp.config.resolve import copies_gradients
+from zero_tp.constants import DTYPES
+
+
+def page_locked(size: int) -> int:
+    """Return the bytes that torch page-locks for a tensor of `size` bytes (ATen/core/CachingHostAllocator.h)."""
+    return 1 << (size - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch on one rank.
+
+    Attributes:
+        length, batch: s and b.
+        dtype: "fp32", "bf16" or "fp16".
+        cpu: the ranks are CPU processes; else they have accelerators.
+        checkpointing: DeepSpeed's `activation_checkpointing` block.
+        documents: attention stays inside a document (`data.document_attention` "reset").
+        labelled: share of the tokens that have labels.
+        varlen: the accelerators run `varlen_attn`, so that documents and windows need no mask.
+    """
+
+    length: int
+    batch: int
+    tensor: int = 1
+    sequence: bool = False
+    dtype: str = "bf16"
+    cpu: bool = False
+    policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
+    checkpointing: Mapping[str, Any] = field(default_factory=dict)
+    documents: bool = False
+    labelled: float = 1.0
+    varlen: bool = True
+
+    @property
+    def labels(self) -> int:
+        """Return the most labels of a micro-batch."""
+        return math.ceil(self.labelled * self.length) * self.batch
+
+    @property
+    def element(self) -> int:
+        """Return the bytes of an element."""
+        return int(getattr(torch, DTYPES[self.dtype]).itemsize)
+
+    @property
+    def partitioned(self) -> bool:
+        """Return whether checkpoints are split over TP (P_a); under SP they are split already."""
+        return bool(self.checkpointing.get("partition_activations")) and self.tensor > 1 and not self.sequence
+
+    @property
+    def to_host(self) -> bool:
+        """Return whether an accelerator's checkpoints wait in host memory (P_a+cpu)."""
+        return bool(self.checkpointing.get("cpu_checkpointing")) and not self.cpu
+
+    def stored(self, hidden: int, layers: int) -> tuple[float, float]:
+        """Return the bytes that checkpoints take all the time: M_D's buffer on the device, and those on the host."""
+        again = len(self.policy.recomputed_layers(layers))
+        slots = self.checkpointing.get("number_checkpoints") or again
+        parts = self.tensor if self.sequence or self.partitioned else 1
+        one = self.element * math.ceil(self.length * self.batch * hidden / parts)
+        if not self.checkpointing.get("contiguous_memory_optimization"):
+            return 0.0, float(again * page_locked(one)) if self.to_host else 0.0
+        return (0.0, float(page_locked(slots * one))) if self.to_host else (float(slots * one), 0.0)
+
+
+def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:
+    """Return the workload of a run's micro-batch on one rank."""
+    block, parallel = config.zero_tp, config.zero_tp.parallel
+    return Workload(
+        length=block.data.sequence_length,
+        batch=config.micro_batch,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence and parallel.tensor > 1,
+        dtype=config.dtype,
+        cpu=cpu,
+        policy=block.recompute_policy,
+        checkpointing=config.deepspeed_config().get("activation_checkpointing", {}),
+        documents=block.data.document_attention == "reset" and block.masked is None,
+        labelled=config.labelled,
+        varlen=varlen,
+    )
+
+
+# ---- ZeRO ------------------------------------------------------------------------------------------------------------
+
 
 MOMENT_BYTES = {"adam": 8, "adamw": 8, "sgd": 4}
-"""Optimizer states a parameter beside the fp32 master."""
+"""Optimizer states of a parameter, without the fp32 master."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +111,7 @@ class ZeroSettings:
         copies: see `copies_gradients`.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
         accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
-        bf16: the run's dtype, which has an optimizer of its own at stage 1; see `sums_apart`.
+        bf16: the run's dtype, which has an optimizer of its own at stage 1; see `separate_fp32_grads`.
         clips: gradients are clipped.
         owners: the config asks for what `to_owners` says.
         pins: what the optimizer's offload copies is page-locked; what that of parameters copies always is.
@@ -63,7 +153,7 @@ class ZeroSettings:
         block = config.get("optimizer", {})
         stage = int(zero.get("stage", 0))
         offload = zero.get("offload_optimizer") or {}
-        given = {
+        elements = {
             name: int(zero[key])
             for name, key in (
                 ("reduce_bucket", "reduce_bucket_size"),
@@ -97,28 +187,28 @@ class ZeroSettings:
             pins=bool(offload.get("pin_memory", True)) and offload.get("device") != "nvme",
             torch_optimizer=_makes_temporaries(block),
             copies=copies_gradients(dict(config)),
-            **given,
+            **elements,
         )
 
     @property
-    def alone(self) -> bool:
+    def single_replica(self) -> bool:
         """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_single_replica`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
 
     @property
-    def wide(self) -> bool:
+    def accumulates_wider(self) -> bool:
         """Tell whether gradients are added up in a wider dtype than that of the run."""
         return self.accumulated > self.element
 
     @property
-    def sums_apart(self) -> bool:
+    def separate_fp32_grads(self) -> bool:
         """Tell whether DeepSpeed's BF16_Optimizer runs: all gradients are added up in a tensor that is always there."""
-        return self.stage == 1 and self.bf16 and self.wide and not self.offload_optimizer
+        return self.stage == 1 and self.bf16 and self.accumulates_wider and not self.offload_optimizer
 
     @property
     def in_buckets(self) -> bool:
-        """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may be beside backward."""
-        return self.stage > 0 and not self.sums_apart
+        """Tell whether gradients are reduced in buckets of `reduce_bucket_size`, which may overlap with backward."""
+        return self.stage > 0 and not self.separate_fp32_grads
 
     @property
     def to_owners(self) -> bool:
