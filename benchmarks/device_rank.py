@@ -18,7 +18,6 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import device_peak_flops, find_device, named_device
 from zero_tp.errors import UserError
-from zero_tp.models.attention import described
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.plan import plan
 from zero_tp.process.environment import RankEnvironment
@@ -79,7 +78,7 @@ def measured(config: RunConfig, steps: int) -> dict[str, Any]:
         meter.tick()
         speeds.append(meter.read(number))
     return found | {
-        "attention": described(spec, topology.tensor, rows, length, engine.dtype, device),
+        "attention": spec.attention,
         "tokens_per_second": [speed.tokens_per_second for speed in speeds[WARM_UP:]],
         "mfu": None if peak is None else [speed.mfu for speed in speeds[WARM_UP:]],
         "peak_flops": peak,

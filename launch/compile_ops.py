@@ -14,9 +14,6 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # the builders print
         from deepspeed.ops.op_builder import cpu
 
-        from zero_tp.zero.ops import clear_abandoned_locks
-
-        clear_abandoned_locks(0.0)
         # One after another: each has two source files, and ninja compiles those side by side.
         modules = [getattr(cpu, name)().load() for name in sys.argv[1:]]
     for module in modules:

@@ -71,7 +71,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
 
     from zero_tp.config import RunConfig
     from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
-    from zero_tp.parallel.parameter import Drawn
+    from zero_tp.parallel.parameter import SeededInit
     from zero_tp.planning.memory import rank_memory
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
@@ -88,7 +88,7 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
         topology,
         deepspeed,
         seed=1,
-        source=Drawn(1),  # nobody else draws
+        source=SeededInit(1),  # nobody else draws
         recompute=block.recompute_policy,
     )
     made._hooks_checked = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from unittest import mock
 
@@ -17,7 +16,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.data.batch import Batch, separated
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.models.attention import AttentionCore, SDPACore, allowed_kernels, described
+from zero_tp.models.attention import AttentionCore, SDPACore, allowed_kernels, runs_without_mask
 from zero_tp.models.context import AttentionMask, Packed, Pieces
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
@@ -173,18 +172,11 @@ def test_no_mask_is_made(batch: Batch) -> None:
         assert peak() > without
 
 
-def test_torch_chooses_and_no_mask_reaches_cudnn() -> None:
-    """torch prefers cuDNN's kernel from cuDNN 9.15.1 on, on compute capability 9 and 10 (`sdp_utils.cpp`)."""
-    spec = spec_of(128, 2)
-    preferred = torch.cuda.get_device_capability(DEVICE)[0] in (9, 10) and torch.backends.cudnn.version() > 91500
-    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
-        preferred = False
-    said = described(spec, 1, 2, 1024, torch.bfloat16, DEVICE, documents=False)
-    assert said == ("SDPA, cuDNN's kernel" if preferred else "SDPA, the flash kernel")
+def test_no_mask_reaches_cudnn() -> None:
     query = torch.empty(2, 8, 1024, 128, dtype=torch.bfloat16, device=DEVICE)
     mask = query.new_zeros(1024, 1024)
     with allowed_kernels(mask):
         masked = torch._fused_sdp_choice(query, query, query, mask, 0.0, False)
     assert SDPBackend(masked) == SDPBackend.EFFICIENT_ATTENTION
-    documents = described(spec, 1, 2, 1024, torch.bfloat16, DEVICE, documents=True)
-    assert documents == "varlen_attn, the flash kernel for documents, without a mask"
+    mask_of_documents = AttentionMask(1024, 1024, pieces=Pieces.of_rows(2, 1024, DEVICE))
+    assert runs_without_mask(mask_of_documents, spec_of(128, 2), torch.bfloat16, DEVICE)

@@ -132,7 +132,7 @@ def counted_and_run(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[f
         windows = torch.randint(0, config.vocab_size, (BATCH // topology.data, SEQUENCE + 1))
         with FlopCounterMode(display=False) as ran:
             engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows.chunk(ACCUMULATION)])
-        again = policy.run_again(config.n_layer, ACCUMULATION)
+        again = policy.recomputed_layers_and_cores(config.n_layer, ACCUMULATION)
         said = hardware_flops(engine.model.spec, BATCH, SEQUENCE, recomputed=again)
         found[name] = (said, float(ran.get_total_flops()))
     return found

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
@@ -60,12 +57,11 @@ def test_every_changed_byte_is_another_hash(tmp_path: Path, monkeypatch: pytest.
         content[at] ^= 4
 
 
-@pytest.mark.parametrize(("part", "vector"), [(8192, 1024), (1000, 1), (64, 2), (2**20, 3)])
+@pytest.mark.parametrize("part", [8192, 1000, 64, 2**20])
 def test_a_file_is_brought_to_its_places_while_it_is_hashed(
-    tmp_path: Path, seed: int, part: int, vector: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "PART", part)
-    monkeypatch.setattr(files, "VECTOR", vector)
     generator = torch.Generator().manual_seed(seed)
     sizes = [1, *torch.randint(1, 9000, (8,), generator=generator).tolist()]
     tensors = {f"tensor {index}": torch.randn(size, generator=generator) for index, size in enumerate(sizes)}
@@ -83,36 +79,6 @@ def test_a_file_is_brought_to_its_places_while_it_is_hashed(
     assert len(targets) == 5
     for name, target in targets.items():
         assert torch.equal(target, tensors[name]), name
-
-
-def test_a_file_system_without_o_direct_gets_the_same_file(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused when it is asked for, or when the file is written to."""
-    tensors = {"a": torch.randn(50_000, generator=torch.Generator().manual_seed(seed))}
-    control, wrote = fcntl.fcntl, os.pwrite
-    refused = OSError(errno.EINVAL, "Invalid argument")
-
-    written = write_tensors(tmp_path / "direct", entries_of(tensors))
-
-    def control_refused(file: object, command: int, argument: int = 0) -> int:
-        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
-            raise refused
-        return control(file, command, argument)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(fcntl, "fcntl", control_refused)
-    assert write_tensors(tmp_path / "cached", entries_of(tensors)) == written
-    monkeypatch.setattr(fcntl, "fcntl", control)
-
-    def write_refused(descriptor: int, data: memoryview, start: int) -> int:
-        if control(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            raise refused
-        return wrote(descriptor, data, start)
-
-    monkeypatch.setattr(os, "pwrite", write_refused)
-    assert write_tensors(tmp_path / "refused", entries_of(tensors)) == written
-    contents = {path.read_bytes() for path in tmp_path.iterdir()}
-    assert len(contents) == 1 and len(contents.pop()) == written.size
 
 
 def test_a_tensor_that_is_not_as_it_said_is_no_file(tmp_path: Path) -> None:

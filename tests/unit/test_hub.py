@@ -18,7 +18,7 @@ import torch
 
 from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
-from zero_tp.weights.files import as_begun, is_name, pinned
+from zero_tp.weights.files import is_name, pin_to_first_start, pinned
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -66,9 +66,9 @@ def test_a_path_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_run_that_goes_on_keeps_its_commit() -> None:
     """Without asking anybody."""
     before = f"{NAME}@{COMMIT}"
-    assert as_begun(NAME, before) == as_begun(before, None) == pinned(before, "key") == before
+    assert pin_to_first_start(NAME, before) == pin_to_first_start(before, None) == pinned(before, "key") == before
     for other in ("a/directory/of/mine", "somebody/else", f"{NAME}@v2", 7):
-        assert as_begun(other, before) == other
+        assert pin_to_first_start(other, before) == other
     assert pinned("a/directory/of/mine", "key") == "a/directory/of/mine"
 
 

@@ -197,7 +197,7 @@ def copy_marks(old: Tensor, new: nn.Parameter) -> nn.Parameter:
         (Tampered.shape, r"transformer\.layers\.1\.mlp\.up\.weight: shape \(7, 72\).*gives \(144, 72\)"),
         (Tampered.unmarked, r"transformer\.layers\.1\.mlp\.up\.weight: .*tensor_model_parallel=False"),
         (Tampered.half_marked, r"transformer\.layers\.1\.mlp\.up\.weight: .*model_parallel=False"),
-        (Tampered.swapped, r"layers\.1\.attention_norm\.weight: its values are those of .*layers\.1\.mlp_norm\.weight"),
+        (Tampered.swapped, r"layers\.1\.attention_norm\.weight: it was initialised as .*layers\.1\.mlp_norm\.weight"),
         (Tampered.marked, r"transformer\.layers\.1\.mlp_norm\.weight: .*model_parallel=True"),
     ],
 )

@@ -1,5 +1,4 @@
-"""What ranks do before they connect: lock files of torch's extension builds that nobody holds go, devices
-are taken, freed memory is kept, and what has to be compiled is said."""
+"""What ranks do before they connect: devices are taken, freed memory is kept, and what has to be compiled is said."""
 
 from __future__ import annotations
 
@@ -20,41 +19,6 @@ from zero_tp.errors import UserError
 from zero_tp.process import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.zero import ops
-
-
-def lock_in(root: Path, op: str) -> Path:
-    lock = root / "py311_cpu" / op / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    return lock
-
-
-def test_only_a_lock_that_no_process_holds_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    left, held = lock_in(tmp_path, "cpu_adam"), lock_in(tmp_path, "fused_adam")
-    with held.open():
-        ops.clear_abandoned_locks(0.0)
-        assert not left.exists() and held.exists()
-    ops.clear_abandoned_locks(0.0)
-    assert not held.exists()
-
-
-def test_a_lock_of_another_container_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes can't be seen here, and neither can what they have open."""
-    monkeypatch.setattr(ops, "_open_files", lambda: set())
-    lock = lock_in(tmp_path, "cpu_adam")
-    with lock.open():
-        assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == []
-    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
-    lock.unlink()
-    lock.symlink_to(tmp_path / "another")
-    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == []
-
-
-def test_another_machine_may_hold_a_young_one(tmp_path: Path) -> None:
-    lock = lock_in(tmp_path, "cpu_adam")
-    assert list(ops.abandoned_locks(tmp_path)) == []
-    assert list(ops.abandoned_locks(tmp_path, seconds=-1.0)) == [lock]
 
 
 def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +92,6 @@ def test_a_runs_first_lines_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run, engine, found = mock.MagicMock(), mock.MagicMock(device=torch.device("cpu")), mock.MagicMock(step=3)
     engine.model.num_parameters.return_value, engine.topology.tensor = 1, 4
     run.config.zero_tp.training.steps, run.config.zero_stage = 3, 2  # nothing is left to do
-    monkeypatch.setattr(start, "described", lambda *_, **__: "some kernel")
     monkeypatch.setattr(start, "launch_order_advice", lambda *sizes: f"advice for {sizes}")
     lines = list(start._description(run, engine, found, None))
     assert "advice for (4, 2, device(type='cpu'))" in lines

@@ -13,7 +13,7 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.mlp import GatedActivation
 from zero_tp.models.norm import _RMSNorm
 from zero_tp.parallel import elementwise, loss
-from zero_tp.parallel.elementwise import IN_PIECES
+from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.gradients import sum_of_squares
 
 PIECES = [1, 64, 10**6]
@@ -32,7 +32,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_pieces_are_all_rows_once(pieces: int) -> None:
     matrix = torch.arange(7 * 24).view(7, 24)
-    found = [matrix[piece] for piece in IN_PIECES.pieces(matrix)]
+    found = [matrix[piece] for piece in CHUNKED.pieces(matrix)]
     assert torch.equal(torch.cat(found), matrix)
     assert max(each.numel() for each in found) <= max(24, pieces * torch.get_num_threads())
 
@@ -58,7 +58,7 @@ def test_an_rms_norm_is_torch_s(pieces: int, dtype: torch.dtype) -> None:
     gradient = torch.randn(5, 3, 24).to(dtype)
     exact = [each.detach().double().requires_grad_() for each in (tensor, weight)]
     expected = F.rms_norm(exact[0], (24,), exact[1], 1e-5)
-    found = _RMSNorm.apply(tensor, weight, 1e-5, None, IN_PIECES)
+    found = _RMSNorm.apply(tensor, weight, 1e-5, None, CHUNKED)
     limit = 1e-6 if dtype == torch.float32 else 8e-3
     assert (found - expected).abs().max() <= limit * expected.abs().max()
     ours = torch.autograd.grad(found, (tensor, weight), gradient)

@@ -35,7 +35,7 @@ from zero_tp.data.batch import Batch
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import layer_products
 from zero_tp.parallel import loss
-from zero_tp.parallel.elementwise import Elementwise
+from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.planning import dryrun, pictures
 from zero_tp.planning.dryrun import Kind, contexts, dry_run, shortened
 from zero_tp.planning.formulas import (
@@ -110,7 +110,7 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
     workload = workload_of(config, cpu=cpu)
     monkeypatch.setattr(loss, "BLOCK_ELEMENTS", rows * workload.batch * 1000 // workload.tensor)
     found = dry_run(config.hf_config(), workload)
-    monkeypatch.setattr(dryrun.DifferingPieces, "starts", Elementwise.starts)
+    monkeypatch.setattr(dryrun.DifferingPieces, "starts", ElementwiseOps.starts)
     every = dry_run(config.hf_config(), workload)
     assert list(dict.fromkeys(found)) == list(dict.fromkeys(every))
     assert len(found) < len(every) or rows == 100

@@ -130,7 +130,7 @@ def test_part_of_a_head_turns(seed: int) -> None:
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
-            r"\.type: 'yarn' is another than",
+            r"\.type: 'yarn' and rope_type '\w+' disagree",
         ),
         ({"rope_parameters": {**YARN, "attention_factor": "big"}}, r"\.attention_factor: 'big' is not a positive"),
         ({"rope_parameters": {**YARN, "truncate": 3}}, r"\.truncate: 3 is neither true nor false"),

@@ -31,7 +31,6 @@ from zero_tp.files import partial_directory
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import write_native
-from zero_tp.zero.ops import abandoned_locks
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]
@@ -236,17 +235,6 @@ def test_a_tokenizer_from_a_model_directory_brings_no_weights(tmp_path: Path) ->
     assert found == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("other", "export")]
     assert weights[0] != weights[1], "random weights, its own"
-
-
-def test_a_lock_that_another_rank_removes_is_no_error(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").touch()
-    found = abandoned_locks(tmp_path, -1.0)
-    first = next(found)
-    for lock in tmp_path.glob("*/lock"):
-        lock.unlink()
-    assert list(found) == [] and first.name == "lock"
 
 
 def test_a_process_alone_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

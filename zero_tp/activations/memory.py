@@ -1,4 +1,4 @@
-"""A run's activation-memory settings are applied to its model: what is recomputed, and where the checkpoints wait."""
+"""Apply a run's activation-memory settings to its model: what is recomputed, and where checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -9,43 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.activations.recompute import Forward, Remade, recomputed
+from zero_tp.activations.recompute import Forward, RecomputedOutput, recomputed
 from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
 from zero_tp.models.model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
 
-RECOMPUTED = {"layer": "", "attention_core": "attention.core"}
-"""Which module of a layer is run again from its inputs, by what the policy names."""
-
-
-def remade(layer: TransformerLayer, name: str) -> tuple[tuple[str, str], ...]:
-    """Return which modules' outputs are made again, each with the module after it whose backward wants it."""
-    return layer.remade_norms if name == "norm" else (("mlp.activation", "mlp.down"),)
+RERUN_MODULES = {"layer": "", "attention_core": "attention.core"}
+"""Parts of a layer that are run again from their inputs → their module."""
 
 
 class ActivationMemory:
-    """This decides what backward of a model keeps and recomputes: it wraps the forward of modules by policy.
+    """Wrap the forward of a model's modules, so that backward recomputes what the policy chooses.
+
+    Args:
+        policy: `zero_tp.recompute`.
+        settings: DeepSpeed's `activation_checkpointing` block.
+        device: where the model computes.
 
     Attributes:
-        layers: numbers of the layers that the policy recomputes.
-        notes: what a setting turned out to mean here, a line each, for the log.
+        layers: indices of the recomputed layers.
+        notes: lines for the log.
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        policy: RecomputePolicy,
-        settings: Mapping[str, Any],
-        device: torch.device,
+        self, model: ParallelModel, policy: RecomputePolicy, settings: Mapping[str, Any], device: torch.device
     ):
-        """Wrap the modules that the policy chooses.
-
-        Args:
-            policy: `zero_tp.recompute`.
-            settings: DeepSpeed's `activation_checkpointing` block.
-            device: where the model computes.
-        """
         self.policy = policy
         self.notes: list[str] = []
         self.layers = policy.recomputed_layers(model.spec.layers)
@@ -62,7 +51,7 @@ class ActivationMemory:
         self.begin_micro_batch(policy.keep_micro_batches)
 
     def begin_micro_batch(self, index: int) -> None:
-        """Say which micro-batch of a step comes next: the first `keep_micro_batches` keep all their activations."""
+        """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their activations."""
         self._recomputes = index >= self.policy.keep_micro_batches
 
     def remove(self) -> None:
@@ -72,21 +61,18 @@ class ActivationMemory:
         self._wrapped.clear()
 
     def _wrap_part(self, layer: TransformerLayer, name: str) -> None:
-        if name in RECOMPUTED:
-            module = layer.get_submodule(RECOMPUTED[name])
+        if name in RERUN_MODULES:
+            module = layer.get_submodule(RERUN_MODULES[name])
             self._wrap(module, recomputed(module.forward, self._streams, self._store))
             return
-        for producer, consumer in remade(layer, name):
-            pair = layer.get_submodule(producer), layer.get_submodule(consumer)
-            both = Remade(*pair)
-            for module, forward in zip(pair, (both.produce, both.consume), strict=True):
-                self._wrap(module, forward)
+        for producer, consumer in layer.recomputed_norms if name == "norm" else (("mlp.activation", "mlp.down"),):
+            first, second = layer.get_submodule(producer), layer.get_submodule(consumer)
+            output = RecomputedOutput(first, second)
+            self._wrap(first, output.produce)
+            self._wrap(second, output.consume)
 
     def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
-        """Let a module run `recomputing` in micro-batches that recompute.
-
-        The wrapper is an attribute of the module itself, so that no name of a module or parameter changes.
-        """
+        """Let a module run `recomputing` in micro-batches that recompute; module and parameter names don't change."""
         plain: Forward = module.forward
 
         def forward(*inputs: Any, **options: Any) -> Tensor:

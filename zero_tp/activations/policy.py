@@ -1,4 +1,4 @@
-"""A run asks for recomputation by `zero_tp.recompute` of the config file."""
+"""`zero_tp.recompute` of the config file: what backward recomputes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]
 
 
 class RecomputePolicy(Block):
-    """The policy says which layers, or parts of a layer, backward computes again (arXiv 2205.05198, section 5)."""
+    """Which layers, or parts of a layer, backward recomputes (arXiv 2205.05198, section 5)."""
 
     mode: RecomputeMode = Field(description="What backward computes again.")
     modules: list[RecomputeModule] | None = Field(
@@ -55,21 +55,20 @@ class RecomputePolicy(Block):
         return tuple(self.modules or ("attention_core",))
 
     def recomputed_layers(self, layers: int) -> range:
-        """Return the numbers of the layers that this recomputes, of `layers` in all."""
+        """Return the indices of the recomputed layers of a model of `layers` layers."""
         if self.mode == "none":
             return range(0)
         if self.every is not None:
             return range(0, layers, self.every)
         return range(layers if self.layers is None else self.layers)
 
-    def layers_again(self, layers: int, micro_batches: int) -> float:
-        """Return how many layers backward runs again, all or parts of them: a mean over the micro-batches of a step, of
-        which the first may keep everything."""
-        kept = min(self.keep_micro_batches, micro_batches)
-        return len(self.recomputed_layers(layers)) * (micro_batches - kept) / micro_batches
+    def mean_recomputed_layers(self, layers: int, micro_batches: int) -> float:
+        """Return the layers that backward recomputes, whole or in parts, as a mean over a step's micro-batches."""
+        keeping = min(self.keep_micro_batches, micro_batches)
+        return len(self.recomputed_layers(layers)) * (micro_batches - keeping) / micro_batches
 
-    def run_again(self, layers: int, micro_batches: int) -> tuple[float, float]:
-        """Return (whole layers, attention cores alone) whose products backward runs again (see `layers_again`)."""
-        again = self.layers_again(layers, micro_batches)
+    def recomputed_layers_and_cores(self, layers: int, micro_batches: int) -> tuple[float, float]:
+        """Return (whole layers, attention cores alone) whose matrix products backward runs again, as such a mean."""
+        recomputed = self.mean_recomputed_layers(layers, micro_batches)
         cores = self.mode == "selective" and "attention_core" in self.chosen_modules
-        return again * (self.mode == "full"), again * cores
+        return recomputed * (self.mode == "full"), recomputed * cores

@@ -1,4 +1,4 @@
-"""Hugging Face configs, written in a run's JSON or held by a directory's config.json, are held to their table."""
+"""Check Hugging Face configs, of a run's JSON or a directory's config.json, against their architecture's table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp import architectures
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_A_HEAD, OF_EVERY_CONFIG, Fields
-from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
+from zero_tp.architectures.rotary import ROPE, check_rope_names
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
 from zero_tp.strict_json import read_json
@@ -27,8 +27,6 @@ CONFIG = "config.json"
 _GIVE = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
-LARGEST_MATRIX = 2**40
-"""Elements of one matrix: 4 TiB in fp32."""
 
 
 def fields_of(model_type: str) -> Fields:
@@ -72,11 +70,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         ) from None
     with _named_as_written(fields, aliases):
         check_rope_names(config, fields)
-        spec = architectures.architecture_of(config).spec(config)
-        rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size)
-        if rows * spec.hidden > LARGEST_MATRIX:
-            problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
-            raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
+        architectures.architecture_of(config).spec(config)
     return config
 
 
@@ -166,25 +160,6 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     if raw.get("quantization_config") is not None:
         raise ConfigError(f"{directory / CONFIG}: quantization_config", "quantized weights", "give whole ones")
     return raw
-
-
-def check_numbers(config: PretrainedConfig, path: Path) -> None:
-    """Check the numbers of a config.json that transformers' own class computes with, of any model_type.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        ConfigError: a number that no model has; transformers would compute NaN with many of them.
-    """
-    table = architectures.ARCHITECTURES.get(config.model_type)
-    try:
-        if table is not None:
-            table.fields.check_numbers(vars(config))
-        check_rope_values(getattr(config.get_text_config(), "rope_parameters", None) or {})
-    except ConfigError as error:
-        name = error.key.removeprefix(f"{MODEL_KEY}.")
-        raise ConfigError(f"{path}: {name}", error.problem, "give another model, or mend the file") from None
 
 
 def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, Any]) -> None:

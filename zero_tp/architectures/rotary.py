@@ -1,4 +1,4 @@
-"""Rotary positions are made from a Hugging Face config, with transformers' own frequencies."""
+"""Make rotary positions from a Hugging Face config, with transformers' own frequencies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ ROPE_KEYS = {
     ),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""Each rope_type that is computed and the keys of `rope_parameters` that it reads."""
+"""The supported values of rope_type → the keys of `rope_parameters` that each reads."""
 
-POSITIVE = ("rope_theta", "attention_factor", *ROPE_KEYS["llama3"])
-"""Those that no model has at 0 or below."""
+REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Keys that a type which reads them needs."""
 
 ROPE_UNDECLARED: dict[str, Any] = {
     "rope_theta": float,
@@ -57,48 +57,21 @@ _OLD_ROPE_NAMES = {
 def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) -> Rotary:
     """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own functions.
 
+    Dynamic scaling depends on the length of this forward alone; transformers' module keeps the frequencies of the
+    longest sequence so far, until one below `max_position_embeddings` comes.
+
     Args:
         partly: the architecture may turn a part of each head (`partial_rotary_factor`).
-
-    Dynamic scaling looks at the length of this forward alone; transformers' module keeps the frequencies of the longest
-    sequence that it has seen, until one below `max_position_embeddings` comes.
 
     Raises:
         ConfigError: a type, a key or a value of it that is not computed.
     """
     parameters = dict(config.rope_parameters)
-    kind = parameters.get("rope_type", "default")
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise _refused("rope_type", f"{kind!r} is not supported", f"one of {', '.join(ROPE_KEYS)}")
-    if parameters.get("type", kind) != kind:
-        raise _refused("type", f"{parameters['type']!r} is another than rope_type, {kind!r}", "keep one of them")
-    share = parameters.get("partial_rotary_factor", 1.0)
-    if not _positive(share) or share > 1:
-        raise _refused("partial_rotary_factor", f"{share!r} is not a share above 0 and up to 1")
-    if share != 1.0 and not partly:
-        raise _refused("partial_rotary_factor", f"{share} is refused: {config.model_type} turns whole heads")
-    read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
-    for name in parameters:
-        if name not in read:
-            raise _refused(name, f"rope_type {kind!r} does not read it", "remove it")
-    for name in ROPE_KEYS[kind]:
-        value = parameters.get(name)
-        needed = name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if needed and not _positive(value):
-            raise _refused(name, f"{value!r} is not a positive number, which {kind!r} needs")
-        if name == "truncate" and not isinstance(value, bool | None):
-            raise _refused(name, f"{value!r} is neither true nor false")
-        if not needed and name != "truncate" and value is not None and not _positive(value):
-            raise _refused(name, f"{value!r} is not a positive number", "leave it out for the usual one")
-    if not _positive(parameters.get("rope_theta")):
-        raise _refused("rope_theta", f"{parameters.get('rope_theta')!r} is not a positive number")
-    turning = int(head_size * share)
-    if not 0 < turning <= head_size:
-        raise _refused("partial_rotary_factor", f"{share} of a head of {head_size} features turns {turning}")
+    kind = _rope_type(parameters)
+    _check_values(parameters, kind)
+    turning = _turning_features(config, parameters, head_size, partly)
     if kind == "dynamic" and turning <= 2:
         raise _refused("rope_type", f"'dynamic' is not defined for heads of which {turning} features turn")
-    if turning % 2 and turning == head_size:
-        raise _refused("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
 
     @functools.lru_cache(8)
     def computed(longer: int | None, device: torch.device) -> tuple[Tensor, float]:
@@ -122,19 +95,48 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
     return Rotary(frequencies, 2 * ((turning + 1) // 2), by_length=kind == "dynamic")
 
 
-def check_rope_values(parameters: Mapping[str, Any]) -> None:
-    """Check what is wrong in `rope_parameters` of any model; a kind of layers may have a mapping of its own in them.
+def _rope_type(parameters: Mapping[str, Any]) -> str:
+    kind = parameters.get("rope_type", "default")
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise _refused("rope_type", f"{kind!r} is not supported", f"one of {', '.join(ROPE_KEYS)}")
+    if parameters.get("type", kind) != kind:
+        raise _refused("type", f"{parameters['type']!r} and rope_type {kind!r} disagree", "keep one of them")
+    return kind
 
-    Raises:
-        ConfigError: a type that is no name, a number that is not positive.
-    """
-    if not isinstance(parameters.get("rope_type", ""), str):
-        raise _refused("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
-    for name, value in parameters.items():
-        if isinstance(value, Mapping):
-            check_rope_values(value)
-        elif name in POSITIVE and value is not None and not _positive(value):
-            raise _refused(name, f"{value!r} is not a positive number")
+
+def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
+    """Check that `rope_parameters` has what its type reads, and nothing else."""
+    read = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind]}
+    for name in parameters:
+        if name not in read:
+            raise _refused(name, f"rope_type {kind!r} does not read it", "remove it")
+    for name in ROPE_KEYS[kind]:
+        value = parameters.get(name)
+        if name in REQUIRED:
+            if not _positive(value):
+                raise _refused(name, f"{value!r} is not a positive number, which {kind!r} needs")
+        elif name == "truncate":
+            if not isinstance(value, bool | None):
+                raise _refused(name, f"{value!r} is neither true nor false")
+        elif value is not None and not _positive(value):
+            raise _refused(name, f"{value!r} is not a positive number", "leave it out for the usual one")
+    if not _positive(parameters.get("rope_theta")):
+        raise _refused("rope_theta", f"{parameters.get('rope_theta')!r} is not a positive number")
+
+
+def _turning_features(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partly: bool) -> int:
+    """Return the features of a head that turn."""
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if not _positive(share) or share > 1:
+        raise _refused("partial_rotary_factor", f"{share!r} is not a share above 0 and up to 1")
+    if share != 1.0 and not partly:
+        raise _refused("partial_rotary_factor", f"{share} is refused: {config.model_type} turns whole heads")
+    turning = int(head_size * share)
+    if not 0 < turning <= head_size:
+        raise _refused("partial_rotary_factor", f"{share} of a head of {head_size} features turns {turning}")
+    if turning % 2 and turning == head_size:
+        raise _refused("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
+    return turning
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
@@ -144,13 +146,14 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
         ConfigError: transformers took another one, or none.
     """
     for name, value in written.items():
-        given = {_OLD_ROPE_NAMES[name]: value} if name in _OLD_ROPE_NAMES else value if name in ROPE else None
-        for part, wanted in (given or {}).items():
-            found = config.rope_parameters.get(part)
-            if found != wanted:
-                shown = name if name in _OLD_ROPE_NAMES else f"{name}.{part}"
-                problem = f"{wanted!r}, but {type(config).__name__} takes {part} {found!r}"
-                raise ConfigError(f"{MODEL_KEY}.{shown}", problem, f"give it as rope_parameters.{part} alone")
+        is_old = name in _OLD_ROPE_NAMES
+        values = {_OLD_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None
+        for part, expected in (values or {}).items():
+            actual = config.rope_parameters.get(part)
+            if actual != expected:
+                key = name if is_old else f"{name}.{part}"
+                problem = f"{expected!r}, but {type(config).__name__} takes {part} {actual!r}"
+                raise ConfigError(f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone")
 
 
 def _refused(name: str, problem: str, remedy: str = "") -> ConfigError:

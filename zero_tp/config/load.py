@@ -26,7 +26,7 @@ from zero_tp.errors import ConfigError
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import refuse_nul, validate
-from zero_tp.weights.files import as_begun, pinned
+from zero_tp.weights.files import pin_to_first_start, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -73,12 +73,12 @@ def load(
     data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
     key = f"{MODEL_KEY}.{FROM}"
     if FROM in zero_tp.model:
-        zero_tp.model[FROM] = as_begun(zero_tp.model[FROM], look_up(frozen, key))
+        zero_tp.model[FROM] = pin_to_first_start(zero_tp.model[FROM], look_up(frozen, key))
     hf_config = check_model(zero_tp, saved_model)
     if FROM in zero_tp.model:
         zero_tp.model[FROM] = pinned(zero_tp.model[FROM], key)
     if zero_tp.tokenizer is not None:
-        begun = {"tokenizer": as_begun(zero_tp.tokenizer, look_up(frozen, TOKENIZER_KEY))}
+        begun = {"tokenizer": pin_to_first_start(zero_tp.tokenizer, look_up(frozen, TOKENIZER_KEY))}
         zero_tp = zero_tp.model_copy(update=begun)
     resolve_auto(raw, zero_tp.training.steps, hf_config.hidden_size, frozen)
     choose_implementation(raw)

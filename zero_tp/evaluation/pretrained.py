@@ -108,8 +108,9 @@ class ModelDirectory:
         if not self.causal:
             config = without_sentences(pretrained_config(self.path))
             encoder = PretrainedSource(self.path, config, allow_pickle=self.allow_pickle)
-            if encoder.drawn:
-                raise UserError(f"{self.path}: it has no weights of {', '.join(encoder.drawn)}, which predicts tokens")
+            if encoder.new_heads:
+                heads = ", ".join(encoder.new_heads)
+                raise UserError(f"{self.path}: it has no weights of {heads}, which predicts tokens")
             return ZeroTPForPreTraining(config, topology, source=encoder, dtype=dtype, device=device)
         if topology.tensor > 1:
             return ZeroTPForCausalLM.from_pretrained(

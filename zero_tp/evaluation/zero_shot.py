@@ -19,7 +19,7 @@ from zero_tp.evaluation.pretrained import open_directory
 from zero_tp.evaluation.registry import check_kind, make_tasks
 from zero_tp.evaluation.subject import Subject
 from zero_tp.evaluation.task import Task, TaskOptions, as_json
-from zero_tp.parallel.agreement import all_gather_object, octets
+from zero_tp.parallel.agreement import all_gather_object, tensor_bytes
 from zero_tp.process.connect import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology
@@ -131,7 +131,7 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
     """
     hashed = hashlib.sha256()
     for parameter in model.parameters():
-        hashed.update(octets(parameter.flatten()[:COMPARED]))
+        hashed.update(tensor_bytes(parameter.flatten()[:COMPARED]))
     other = f"--model {path}: holds other weights on other machines; put it on storage that all share"
     if len(set(all_gather_object((topology.tensor_rank, hashed.digest())))) > topology.tensor:
         raise UserError(other)

@@ -1,4 +1,4 @@
-"""ZeroTPForCausalLM: causal decoders as transformers knows models, with its `generate`."""
+"""ZeroTPForCausalLM: causal decoders as PreTrainedModels, with transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
 
 from zero_tp.errors import UserError
-from zero_tp.huggingface.arguments import forward_options
+from zero_tp.huggingface.arguments import forward_options, trainer_signature
 from zero_tp.huggingface.backbone import Backbone
 from zero_tp.huggingface.model import HuggingFaceModel
 from zero_tp.models.causal_lm import CausalLM
@@ -18,10 +17,7 @@ from zero_tp.parallel.agreement import agree_on_tokens, random_numbers_of_first
 
 
 class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
-    """This model is a `CausalLM`, which says its arguments, as transformers knows models.
-
-    In an evaluation its forward gives logits beside the loss, as transformers' models do.
-    """
+    """A `CausalLM` as a PreTrainedModel; in an evaluation its forward returns logits too, as transformers' do."""
 
     _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
 
@@ -31,49 +27,25 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        *arguments: Any,
         return_logits: bool | None = None,
-        return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        num_items_in_batch: Tensor | float | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Any:
         """Run `CausalLM.forward`, with logits in an evaluation.
 
-        Trainer reads this signature: an argument with "label" in its name is a label that each batch of an evaluation
-        must have. So `shift_labels` is one of `kwargs`.
-
         Args:
-            kwargs: other arguments of `CausalLM.forward`; those of transformers that it lacks may be None or False.
+            options: those of `CausalLM.forward`; arguments of transformers that it lacks may be None or False.
 
         Raises:
             UserError: another argument has a value; see `CausalLM.forward`.
         """
-        if self._scores(return_logits, reduction):
+        if self._returns_evaluation_logits(return_logits, reduction):
             return_logits = True
-        return super().forward(
-            input_ids,
-            attention_mask,
-            labels,
-            position_ids=position_ids,
-            document_ids=document_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            return_logits=return_logits,
-            return_dict=return_dict,
-            reduction=reduction,
-            num_items_in_batch=num_items_in_batch,
-            **forward_options(self, CausalLM.forward, kwargs),
-        )
+        known = forward_options(self, CausalLM.forward, options)
+        return super().forward(*arguments, return_logits=return_logits, reduction=reduction, **known)
+
+    forward.__signature__ = trainer_signature(CausalLM.forward, "shift_labels")  # type: ignore[attr-defined]
 
     def create_masks_for_generate(self, *, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """Return the mask [b, tokens so far] as it is: the forward makes those of its layers, and for their caches."""

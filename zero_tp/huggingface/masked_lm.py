@@ -1,66 +1,46 @@
-"""ZeroTPForPreTraining: encoders as transformers knows models."""
+"""ZeroTPForPreTraining: encoders as PreTrainedModels."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import Tensor
-
-from zero_tp.huggingface.arguments import forward_options
+from zero_tp.huggingface.arguments import forward_options, trainer_signature
 from zero_tp.huggingface.model import HuggingFaceModel
 from zero_tp.models.masked_lm import FIGURES, MaskedLM
 
 
 class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
-    """This model is a `MaskedLM`, which says its arguments, as transformers knows models.
+    """A `MaskedLM` as a PreTrainedModel. In an evaluation its forward returns the loss and the logits.
 
-    A config whose `architectures` names the class without a sentence head (`BertForMaskedLM`) has none. In an
-    evaluation its forward gives what transformers' models do: the loss and the logits.
+    A config whose `architectures` names the class without a sentence head (`BertForMaskedLM`) has no sentence head.
     """
 
     _tied_weights_keys = {"head.decoder.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        next_sentence_label: Tensor | None = None,
-        *,
+        *arguments: Any,
         return_logits: bool | None = None,
-        return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        num_items_in_batch: Tensor | float | None = None,
-        num_rows_in_batch: Tensor | float | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Any:
-        """Run `MaskedLM.forward`; an evaluation gives logits, and no figures.
-
-        As `label_places` is no label of Trainer's, it is one of `kwargs`; see `ZeroTPForCausalLM.forward`.
+        """Run `MaskedLM.forward`; an evaluation returns logits, and no figures.
 
         Args:
-            kwargs: other arguments of `MaskedLM.forward`; those of transformers that it lacks may be None or False.
+            options: those of `MaskedLM.forward`; arguments of transformers that it lacks may be None or False.
 
         Raises:
             UserError: another argument has a value; see `MaskedLM.forward`.
         """
-        scores = self._scores(return_logits, reduction)
+        evaluates = self._returns_evaluation_logits(return_logits, reduction)
         output = super().forward(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            labels,
-            next_sentence_label,
-            return_logits=True if scores else return_logits,
-            return_dict=return_dict,
+            *arguments,
+            return_logits=True if evaluates else return_logits,
             reduction=reduction,
-            num_items_in_batch=num_items_in_batch,
-            num_rows_in_batch=num_rows_in_batch,
-            **forward_options(self, MaskedLM.forward, kwargs),
+            **forward_options(self, MaskedLM.forward, options),
         )
-        if not scores:
+        if not evaluates:
             return output
         return type(output)(**{name: value for name, value in output.items() if name not in FIGURES})
+
+    forward.__signature__ = trainer_signature(MaskedLM.forward, "label_places")  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What transformers' Trainer, accelerate and PreTrainedModel want of a model beside its weights and its forward."""
+"""The contract of transformers' Trainer, accelerate and PreTrainedModel, except weights and forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_tp.validation import validate
 
 
 class HuggingFaceModel(PretrainedWeights):
-    """This is what transformers wants of a model, and both kinds of ours share."""
+    """The parts of transformers' contract that decoders and encoders share."""
 
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -40,8 +40,8 @@ class HuggingFaceModel(PretrainedWeights):
         """Tell Trainer whether a step's loss is one sum over `num_items_in_batch`; else it takes means of means."""
         return not self.spec.sentence_head
 
-    def _scores(self, return_logits: bool | None, reduction: str) -> bool:
-        """Tell whether a forward is one of an evaluation that wants logits beside the loss, as transformers gives."""
+    def _returns_evaluation_logits(self, return_logits: bool | None, reduction: str) -> bool:
+        """Return whether a forward evaluates, so that it returns logits with the loss, as transformers' models do."""
         return return_logits is None and reduction == "mean" and not self.training and not torch.is_grad_enabled()
 
     # ---- embeddings ----------------------------------------------------------------------------------------------

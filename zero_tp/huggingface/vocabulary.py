@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zero_tp.errors import UserError
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.layout import Layout, layout_of, whole_shape
-from zero_tp.parallel.parameter import Drawn, Init
+from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.topology import Topology
 from zero_tp.weights.export import whole_parameter
 
@@ -23,7 +23,7 @@ class Resized:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int, *, by_mean: bool):
-        self._parameters, self._drawn, self.by_mean = parameters, Drawn(seed), by_mean
+        self._parameters, self._drawn, self.by_mean = parameters, SeededInit(seed), by_mean
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology

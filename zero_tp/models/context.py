@@ -110,13 +110,6 @@ class AttentionMask:
     causal: bool = True
 
     @property
-    def elements(self) -> int:
-        """Return the elements of the mask: s·k, b times that where rows see differently; k a row where the order is not
-        causal."""
-        rows = self.pieces.rows if self.pieces is not None else 1 if self.padding is None else self.padding.shape[0]
-        return rows * self.keys * (self.queries if self.causal else 1)
-
-    @property
     def is_plain(self) -> bool:
         """Return whether each token sees all keys, or where the order is causal itself and all before it, with keys
         that end with the queries."""

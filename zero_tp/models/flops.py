@@ -69,7 +69,7 @@ def hardware_flops(
     appendix A (its equation 8 counts them three times).
 
     Args:
-        recomputed: layers, and attention cores alone (see `RecomputePolicy.run_again`).
+        recomputed: layers, and attention cores alone (see `RecomputePolicy.recomputed_layers_and_cores`).
     """
     layer, core, _ = forward_flops(spec, global_batch, length, labelled)
     layers, cores = recomputed

@@ -75,7 +75,7 @@ class OutputLayer(VocabularyLayer):
                 group=self.group,
                 sequence=sequence,
                 divisor=divisor,
-                run=self.elementwise,
+                ops=self.elementwise,
             )
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
@@ -113,7 +113,7 @@ class TokenDecoder(VocabularyLayer):
             vocabulary=vocabulary,
             group=group,
             divisor=divisor,
-            run=self.elementwise,
+            ops=self.elementwise,
         )
 
 

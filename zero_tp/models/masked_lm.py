@@ -125,17 +125,8 @@ class MaskedLM(ParallelModel):
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction {reduction!r}: it is 'mean' or 'none'")
         self._check_call("PreTrainingOutput", return_dict)
-        batch, length = input_ids.shape
-        self._check_length(length)
-        shapes = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "labels": labels}
-        for name, given in shapes.items():
-            check_shape(name, given, (batch,), length)
-        check_shape("position_ids", position_ids, (1, batch), length)
-        self._check_ids("token ids", input_ids)
-        if token_type_ids is not None:
-            inside = (token_type_ids >= 0) & (token_type_ids < self.spec.token_types)
-            torch._assert_async(inside.all(), f"token types must be in [0, type_vocab_size = {self.spec.token_types})")
-        sequence = self._runs_sequence_parallel(length)
+        self._check_inputs(input_ids, attention_mask, token_type_ids, position_ids, labels)
+        sequence = self._runs_sequence_parallel(input_ids.shape[1])
         hidden = self.transformer(
             input_ids.t().contiguous(),
             attention_mask,
@@ -145,29 +136,46 @@ class MaskedLM(ParallelModel):
         )
         output = PreTrainingOutput()
         if labels is not None:
-            self._check_ids("labels", labels, ignore=IGNORE_INDEX)
             places = places_of(labels) if label_places is None else label_places
             self._score_tokens(output, hidden, labels, places, sequence, reduction, num_items_in_batch)
-        scores = None
-        wants_logits = return_logits or labels is None
-        if self.sentence_head is not None and (next_sentence_label is not None or wants_logits):
-            first = torch.arange(batch, device=hidden.device)
+        returns_logits = bool(return_logits) or labels is None
+        if self.sentence_head is not None and (next_sentence_label is not None or returns_logits):
+            first = torch.arange(len(input_ids), device=hidden.device)
             scores = self.sentence_head(gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence))
             output.seq_relationship_logits = scores.detach()
-        if next_sentence_label is not None:
-            if scores is None:
-                raise ValueError("next_sentence_label, but the model has no sentence head")
-            _score_sentences(output, scores, next_sentence_label, reduction, num_rows_in_batch)
+            if next_sentence_label is not None:
+                _score_sentences(output, scores, next_sentence_label, reduction, num_rows_in_batch)
+        elif next_sentence_label is not None:
+            raise ValueError("next_sentence_label, but the model has no sentence head")
         if reduction == "mean":
             losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
             output.loss = sum(losses[1:], losses[0]) if losses else None
-        if wants_logits:
-            every = torch.arange(batch * length, device=hidden.device)
-            with torch.no_grad():
-                rows = gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence)
-                logits, _ = self.head(rows, None)
-            output.prediction_logits = logits.unflatten(0, (length, batch)).transpose(0, 1)
+        if returns_logits:
+            output.prediction_logits = self._all_logits(hidden, input_ids.shape, sequence)
         return output
+
+    def _check_inputs(
+        self, ids: Tensor, padding: Tensor | None, types: Tensor | None, positions: Tensor | None, labels: Tensor | None
+    ) -> None:
+        batch, length = ids.shape
+        self._check_length(length)
+        for name, tensor in {"attention_mask": padding, "token_type_ids": types, "labels": labels}.items():
+            check_shape(name, tensor, (batch,), length)
+        check_shape("position_ids", positions, (1, batch), length)
+        self._check_ids("token ids", ids)
+        if types is not None:
+            inside = (types >= 0) & (types < self.spec.token_types)
+            torch._assert_async(inside.all(), f"token types must be in [0, type_vocab_size = {self.spec.token_types})")
+        if labels is not None:
+            self._check_ids("labels", labels, ignore=IGNORE_INDEX)
+
+    @torch.no_grad()
+    def _all_logits(self, hidden: Tensor, shape: torch.Size, sequence: bool) -> Tensor:
+        """Return the logits of every position, [b, s, v], whole on every TP rank."""
+        batch, length = shape
+        every = torch.arange(batch * length, device=hidden.device)
+        logits, _ = self.head(gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None)
+        return logits.unflatten(0, (length, batch)).transpose(0, 1)
 
     def _score_tokens(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.context import ForwardContext
-from zero_tp.parallel.elementwise import Elementwise, ElementwiseModule
+from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -42,17 +42,17 @@ class _Gate(torch.autograd.Function):
     """Compute activation(gate) · up; backward computes it again."""
 
     @staticmethod
-    def forward(ctx: Any, wide: Tensor, function: Function, run: Elementwise) -> Tensor:
+    def forward(ctx: Any, wide: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
         ctx.save_for_backward(wide)
-        ctx.function, ctx.run = function, run
-        output: Tensor = run.rows(_gated, (wide.reshape(-1, wide.shape[-1]),), function)
+        ctx.function, ctx.ops = function, ops
+        output: Tensor = ops.rows(_gated, (wide.reshape(-1, wide.shape[-1]),), function)
         return output.view(*wide.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (wide,) = ctx.saved_tensors
         given = [each.reshape(-1, each.shape[-1]) for each in (wide, gradient)]
-        return ctx.run.rows(_of_gated, given, ctx.function).view(wide.shape), None, None
+        return ctx.ops.rows(_of_gated, given, ctx.function).view(wide.shape), None, None
 
 
 class GatedActivation(Activation):

@@ -1,8 +1,6 @@
-"""ParallelModel is what every model that trains here is made of: the Transformer, and heads on it, split over the TP
-group.
+"""ParallelModel, the base of all models: a Transformer with heads, split over the TP group.
 
-huggingface/ makes PreTrainedModels of them. They are none here, as importing that class takes a second of each rank's
-start.
+huggingface/ makes PreTrainedModels of them; importing that class here would add a second to each rank's start.
 """
 
 from __future__ import annotations
@@ -20,17 +18,15 @@ from transformers import GenerationConfig, PretrainedConfig
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.errors import UserError, shown
-from zero_tp.models.foreign_engines import ForeignEngineChecks
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.parallel.parameter import Drawn, ParameterMaker, WeightSource
+from zero_tp.parallel.parameter import ParameterMaker, SeededInit, WeightSource
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.topology import Topology
 
 WITHOUT_GENERATORS = ("meta", "sim")
 """Devices that draw nothing: tensors without data, and the planner's simulated accelerator."""
-
 
 CLASSES = {True: "causal_lm.CausalLM", False: "masked_lm.MaskedLM"}
 """The class of causal decoders, and of encoders."""
@@ -57,8 +53,8 @@ def torch_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-class ParallelModel(ForeignEngineChecks, ABC):
-    """This model is a Transformer with heads, split over the topology's TP group.
+class ParallelModel(nn.Module, ABC):
+    """A Transformer with heads, split over the topology's TP group.
 
     Args:
         config: a Hugging Face config of a supported model_type.
@@ -110,7 +106,7 @@ class ParallelModel(ForeignEngineChecks, ABC):
         draws = torch.device(device).type not in WITHOUT_GENERATORS
         self.streams = RandomStreams(self.topology, seed, device if draws else "cpu")
         chosen = torch_dtype(dtype) or torch_dtype(config.dtype) or torch.float32
-        make = ParameterMaker(self.topology, source or Drawn(seed), chosen, device)
+        make = ParameterMaker(self.topology, source or SeededInit(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self._make_heads(make)
         # Here, so that every backward is right, and before DeepSpeed makes an engine around the model.
@@ -135,6 +131,21 @@ class ParallelModel(ForeignEngineChecks, ABC):
         Args:
             given: the forward's arguments.
         """
+
+    def set_deepspeed_parallelism(self, *_: Any) -> None:
+        """Check the process groups of the DeepSpeed engine that wraps the model, which calls this.
+
+        Raises:
+            UserError: the model is split, and the engine was made without `mpu=topology`.
+        """
+        from deepspeed.utils import groups  # the caller has imported it
+
+        if groups.mpu is not self.topology and self.topology.tensor > 1:
+            raise UserError(
+                f"a model of tensor parallel size {self.topology.tensor} in a DeepSpeed engine that does not know its "
+                "topology, as Accelerator.prepare and Trainer make it, would average the gradients of different "
+                "shards; train it with zero-tp pretrain, or call deepspeed.initialize(mpu=topology)"
+            )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding.word

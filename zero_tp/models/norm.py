@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero_tp.parallel.elementwise import Elementwise, ElementwiseModule
+from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.gradients import GradientSum
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Constant, ParameterMaker
@@ -97,11 +97,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None, run: Elementwise
+        ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, total: GradientSum | None, ops: ElementwiseOps
     ) -> Tensor:
-        normed, scale = run.rows(_rms_norm, (_rows(tensor),), weight, epsilon)
+        normed, scale = ops.rows(_rms_norm, (_rows(tensor),), weight, epsilon)
         ctx.save_for_backward(tensor, weight, scale)
-        ctx.total, ctx.run = total, run
+        ctx.total, ctx.ops = total, ops
         output: Tensor = normed.view(tensor.shape)
         return output
 
@@ -112,10 +112,10 @@ class _RMSNorm(torch.autograd.Function):
         given = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
-            weight_gradient = ctx.run.total(_of_weight, given).to(weight.dtype)
+            weight_gradient = ctx.ops.total(_of_weight, given).to(weight.dtype)
             reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
         if needs_input:
-            input_gradient = ctx.run.rows(_of_rows, given, weight).view(tensor.shape)
+            input_gradient = ctx.ops.rows(_of_rows, given, weight).view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
         return input_gradient, weight_gradient, None, None, None

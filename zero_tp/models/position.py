@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.architectures.spec import Rotary
-from zero_tp.parallel.elementwise import Elementwise
+from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -63,25 +63,25 @@ class _Rotate(torch.autograd.Function):
     angle's features turn by the same."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, run: Elementwise) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        ctx.run = run
-        return _turned(tensor, cosine, sine, run)
+        ctx.ops = ops
+        return _turned(tensor, cosine, sine, ops)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turned(gradient, cosine, -sine, ctx.run), None, None, None
+        return _turned(gradient, cosine, -sine, ctx.ops), None, None, None
 
 
-def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, run: Elementwise) -> Tensor:
+def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
     """Each position is a row. [b, heads, s, d] → the same shape, with the positions outside in memory."""
     by_position = [each.permute(2, 0, 1, 3) for each in (tensor, cosine, sine)]
-    turned: Tensor = run.rows(_turn, by_position)
+    turned: Tensor = ops.rows(_turn, by_position)
     return turned.permute(1, 2, 0, 3)
 
 
-def rotate(tensor: Tensor, by: Rotation, run: Elementwise) -> Tensor:
+def rotate(tensor: Tensor, by: Rotation, ops: ElementwiseOps) -> Tensor:
     """Turn the first r features of every head: feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
-    turned: Tensor = _Rotate.apply(tensor, *by, run)
+    turned: Tensor = _Rotate.apply(tensor, *by, ops)
     return turned

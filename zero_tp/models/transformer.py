@@ -60,13 +60,13 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A layer has these parts; its class says how they meet the residual stream, whose shape it keeps.
+    """The parts of a layer; subclasses connect them to the residual stream, whose shape they keep.
 
     Attributes:
-        remade_norms: the norms whose outputs can be made again in backward, each with the module that it is made for.
+        recomputed_norms: norms whose outputs backward can recompute, each with the module that reads its output.
     """
 
-    remade_norms: ClassVar[tuple[tuple[str, str], ...]] = (("attention_norm", "attention"), ("mlp_norm", "mlp"))
+    recomputed_norms: ClassVar[tuple[tuple[str, str], ...]] = (("attention_norm", "attention"), ("mlp_norm", "mlp"))
 
     def __init__(
         self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
@@ -91,7 +91,7 @@ class SequentialLayer(TransformerLayer):
 class PostNormLayer(TransformerLayer):
     """In the original layer the residual stream itself is normed, after each sum (arXiv 1706.03762, section 3.1)."""
 
-    remade_norms = (("attention_norm", "mlp"),)
+    recomputed_norms = (("attention_norm", "mlp"),)
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         x = self.attention_norm(x + self.dropout(self.attention(x, context=context)))

@@ -1,1 +1,1 @@
-"""The parallel layers say what crosses ranks inside a layer."""
+"""Tensor and sequence parallel layers, and the collectives in them."""

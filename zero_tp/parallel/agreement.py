@@ -1,4 +1,4 @@
-"""Ranks agree: all of them on what they read and decide, those that generate together on tokens and random numbers."""
+"""Agreement among ranks: on files and decisions of a run, and on tokens and random numbers of a generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return what each rank of the job gives, by rank; `[value]` where there is no process group. Collective."""
+    """Return every rank's value, by rank; `[value]` without a process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
@@ -29,40 +29,40 @@ def all_gather_object(value: T) -> list[T]:
     return values
 
 
-def require_same_on_all_ranks(read: Mapping[str, str]) -> None:
-    """Check that all ranks have read the same. Collective. They exchange 32 bytes each where they have.
+def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
+    """Check that all ranks have read the same values. Collective; equal ranks exchange 32 bytes each.
 
     Args:
-        read: what this rank has read, by the problem that it is where another rank has read something else.
+        values: this rank's, each with the problem that a difference is.
 
     Raises:
         UserError: on every rank, naming the ranks and their hosts.
     """
-    told = dict(read)
-    if len(set(all_gather_object(hashlib.sha256(json.dumps(told, sort_keys=True).encode()).digest()))) == 1:
+    own = dict(values)
+    if len(set(all_gather_object(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()))) == 1:
         return
-    ranks = all_gather_object((told, socket.gethostname()))
-    for problem in {key: None for seen, _ in ranks for key in seen}:
+    ranks = all_gather_object((own, socket.gethostname()))
+    for problem in {key: None for values_of_rank, _ in ranks for key in values_of_rank}:
         holders: dict[str, list[int]] = {}
-        for rank, (seen, _) in enumerate(ranks):
-            holders.setdefault(seen.get(problem, "nothing"), []).append(rank)
+        for rank, (values_of_rank, _) in enumerate(ranks):
+            holders.setdefault(values_of_rank.get(problem, "nothing"), []).append(rank)
         if len(holders) > 1:
-            each = "; ".join(
-                f"{what} on {name_ranks(held)} ({', '.join(sorted({ranks[rank][1] for rank in held})[:3])})"
-                for what, held in list(holders.items())[:4]
+            differences = "; ".join(
+                f"{value} on {name_ranks(numbers)} ({', '.join(sorted({ranks[rank][1] for rank in numbers})[:3])})"
+                for value, numbers in list(holders.items())[:4]
             )
             raise UserError(
-                f"{problem}: {each}; put it on storage that all nodes share, or wait until it shows all of them the "
-                "same"
+                f"{problem}: {differences}; put it on storage that all nodes share, or wait until it shows all of them "
+                "the same"
             )
 
 
 def most_machines(topology: Topology) -> int:
-    """Return on how many machines, at most, the ranks of a TP group are. Collective."""
+    """Return the number of machines of the TP group that spans most of them. Collective."""
     hosts: dict[int, set[str]] = {}
     for group, host in all_gather_object((topology.data_rank, socket.gethostname())):
         hosts.setdefault(group, set()).add(host)
-    return max(len(each) for each in hosts.values())
+    return max(len(machines) for machines in hosts.values())
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
@@ -86,8 +86,8 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def octets(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, of whatever dtype."""
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor of any dtype."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -96,9 +96,9 @@ def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
     if group_size(group) == 1:
         return True
     digest = hashlib.sha256()
-    for each in tokens:
-        digest.update(repr((each.dtype, tuple(each.shape))).encode())
-        digest.update(octets(each))
+    for tensor in tokens:
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor_bytes(tensor))
     number = torch.tensor([int.from_bytes(digest.digest()[:7], "little")], device=tokens[0].device)
     return bool((all_gather(number, group) == number).all())
 
@@ -111,9 +111,9 @@ def _from_first(state: Tensor, group: Group, device: torch.device) -> Tensor:
 
 @contextmanager
 def random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
-    """Let torch's default generators draw on every rank what they would on the group's first rank.
+    """Let torch's default generators draw the numbers of the group's first rank on every rank.
 
-    Afterwards those of the first rank have gone on, the others' are as they were. Broadcast of the generators' states.
+    Afterwards the other ranks' generators are as before. Broadcasts the generators' states.
     """
     if group_size(group) == 1:
         yield

@@ -1,4 +1,4 @@
-"""A value of the device is copied to the host while both go on working."""
+"""Copy a value from the device to the host asynchronously."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Deferred:
-    """A tensor on its way to the host. `wait` waits for the copy, and for no work that the device gets after it."""
+    """A tensor on its way to the host; `wait` waits for its copy only, not for later work of the device."""
 
     def __init__(self, tensor: Tensor):
         self._values, self._copied = tensor, None

@@ -1,7 +1,6 @@
-"""Elementwise work of several operations goes over memory once: operation by operation on pieces that a CPU's cache
-holds, or in kernels that torch compiles.
+"""Run several elementwise operations in one pass over memory: on chunks that fit a CPU's cache, or compiled.
 
-Whole tensors of a step do not fit a CPU's cache, so that each of several operations would read and write memory.
+Whole tensors of a step do not fit the cache, so each operation by itself would read and write memory.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from torch import Tensor, nn
 from zero_tp.errors import UserError
 
 CACHE_ELEMENTS = 2**18
-"""Elements of a piece that a CPU core's cache holds: 1 MiB in fp32."""
+"""Elements of a chunk that fits a CPU core's cache: 1 MiB in fp32."""
 
 
-class Elementwise:
-    """How a pure function of tensors is run: its operations one by one, as they are written, piece after piece.
+class ElementwiseOps:
+    """Run pure functions of tensors eagerly, chunk by chunk.
 
-    The function treats each row, the first dimension of its first arguments, alike.
+    A function treats all rows, the first dimension of its tensors, in the same way.
     """
 
     def starts(self, stop: int, step: int) -> Sequence[int]:
-        """Return the first index of each piece of `step` indices below `stop`. A subclass may leave pieces out."""
+        """Return the first index of each chunk of `step` indices below `stop`. A subclass may skip chunks."""
         return range(0, stop, step)
 
     def pieces(self, rows: Tensor, elsewhere: int | None = None) -> Iterator[slice]:
-        """Yield the rows of each piece of `rows` [n, *], one after another.
+        """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
-            elsewhere: elements of a piece on other devices than CPUs; by default all.
+            elsewhere: elements of a chunk on other devices than CPUs; by default all.
         """
         most = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else elsewhere
         count = rows.shape[0]
@@ -47,12 +46,11 @@ class Elementwise:
         *others: Any,
         elsewhere: int | None = None,
     ) -> Any:
-        """Return what `function(*tensors, *others)` does: one or several tensors with n rows, or None where it writes
-        into one of `tensors`.
+        """Return `function(*tensors, *others)`: one or several tensors with n rows, or None if it works in place.
 
         Args:
             tensors: [n, *].
-            elsewhere: elements of a piece on other devices than CPUs; by default all.
+            elsewhere: see `pieces`.
         """
         outputs: list[Tensor] = []
         result: Any = None
@@ -72,7 +70,7 @@ class Elementwise:
         return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
 
     def total(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
-        """Return what `function(*tensors, *others)` does: a sum over the rows."""
+        """Return `function(*tensors, *others)`, which is a sum over the rows."""
         sums = (function(*(tensor[piece] for tensor in tensors), *others) for piece in self.pieces(tensors[0]))
         total = next(sums)
         for part in sums:
@@ -80,8 +78,8 @@ class Elementwise:
         return total
 
 
-class Compiled(Elementwise):
-    """Runs kernels that `torch.compile` makes of a function, one for each shape, at its first call."""
+class Compiled(ElementwiseOps):
+    """Run kernels that `torch.compile` makes of a function at its first call, one for each shape."""
 
     def rows(
         self,
@@ -103,7 +101,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # A second number of rows, such as masked tokens in each batch, makes one kernel for all others.
+    # A second number of rows, such as of masked tokens, makes one dynamic kernel for all others.
     return torch.compile(function, fullgraph=True)
 
 
@@ -111,24 +109,24 @@ def _twice(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
-IN_PIECES, COMPILED = Elementwise(), Compiled()
+CHUNKED, COMPILED = ElementwiseOps(), Compiled()
 
 
 class ElementwiseModule(nn.Module):
-    """This module does elementwise work, in training as `set_training_elementwise` says.
+    """A module with elementwise work, which training may compile (`set_training_elementwise`).
 
-    Evaluation compiles nothing: its shapes are many, and a model's scores are the same whoever trained it.
+    Evaluation compiles nothing: it has many shapes, and a model's scores must not depend on how it was trained.
     """
 
-    training_elementwise: Elementwise = IN_PIECES
+    training_elementwise: ElementwiseOps = CHUNKED
 
     @property
-    def elementwise(self) -> Elementwise:
-        """How the functions of this module are run now."""
-        return self.training_elementwise if self.training else IN_PIECES
+    def elementwise(self) -> ElementwiseOps:
+        """Return what runs this module's functions now."""
+        return self.training_elementwise if self.training else CHUNKED
 
 
-def set_training_elementwise(model: nn.Module, elementwise: Elementwise) -> None:
+def set_training_elementwise(model: nn.Module, elementwise: ElementwiseOps) -> None:
     """Set how training runs the elementwise work of a model's modules."""
     for module in model.modules():
         if isinstance(module, ElementwiseModule):
@@ -136,17 +134,17 @@ def set_training_elementwise(model: nn.Module, elementwise: Elementwise) -> None
 
 
 def is_compiled(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its elementwise work; "auto": on CUDA alone."""
+    """Return whether a run on `device` compiles its elementwise work; "auto": on CUDA only."""
     return device.type == "cuda" if setting == "auto" else setting
 
 
 def compile_elementwise(model: nn.Module, device: torch.device) -> None:
-    """Let the elementwise work of a model's training run in compiled kernels.
+    """Compile the elementwise work of a model's training.
 
     Raises:
         UserError: torch can't compile for the device here.
     """
-    from torch._dynamo.exc import BackendCompilerFailed  # a second's import, that other runs do without
+    from torch._dynamo.exc import BackendCompilerFailed  # takes a second
 
     try:
         COMPILED.rows(_twice, (torch.ones(1, device=device),))

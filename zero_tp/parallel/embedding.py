@@ -1,6 +1,6 @@
-"""The embedding is split over the vocabulary (arXiv 1909.08053, section 3).
+"""The embedding, split over the vocabulary (arXiv 1909.08053, section 3).
 
-v vocabulary, h hidden, t TP size. Each rank holds ⌈v/t⌉ rows; the rows past v are zeros that nobody looks up.
+v vocabulary, h hidden, t TP size. Each rank holds ⌈v/t⌉ rows; rows past v are zeros and unused.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import group_size, reduce_from_tensor_region, reduce_scatter_to_sequence_region
-from zero_tp.parallel.layout import own_tokens, split_vocabulary
+from zero_tp.parallel.layout import split_vocabulary, vocab_shard_range
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank looks up its own rows, then all sum over TP: all-reduce (f̄) forward, reduce-scatter (ḡ) under SP.
+    """Look up this rank's rows, then sum over TP: all-reduce (f̄) forward, reduce-scatter (ḡ) under SP.
 
     Args:
-        padding_token: whose row starts as zeros and gets no gradient, as in torch's Embedding.
+        padding_token: its row starts as zeros and gets no gradient, as in torch's Embedding.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group = make.topology.tensor_group
         init = replace(init, zero_row=padding_token)
         self.weight = make.make("weight", (vocabulary, hidden), split_vocabulary(vocabulary), init)
-        self.first, self.count = own_tokens(vocabulary, make.topology.tensor_rank, make.topology.tensor)
+        self.first, self.count = vocab_shard_range(vocabulary, make.topology.tensor_rank, make.topology.tensor)
         row = -1 if padding_token is None else padding_token - self.first
         self.padding_row = row if 0 <= row < self.count else None
 

@@ -1,8 +1,8 @@
-"""Products fused with their gathers and scatters: while one chunk is multiplied, others are on their way.
+"""Matrix products fused with their gathers and scatters: torch's "async TP" operators, on CUDA only.
 
-The operators are torch's ("async TP"), over memory that the devices of a TP group share. Only CUDA has them. They
-compute what a collective beside a product does, up to the order of sums: a scatter's terms are added in rank order,
-and in 16 bits a bias is added after its product was rounded, at most half a unit in the last place of the product more.
+They work on memory that the devices of a TP group share. Results equal those of a separate collective and product up
+to the order of sums: a scatter adds its terms in rank order, and in 16 bits a bias is added after its product was
+rounded, at most half a unit in the last place of the product more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_tp.topology import Topology
 
 
 def fuse(topology: Topology, device: torch.device) -> None:
-    """Let the layers of this topology use fused products. Collective over the TP group.
+    """Enable fused products in the layers of this topology. Collective over the TP group.
 
     Raises:
         UserError: the devices are not CUDA's, or do not reach each other's memory.

@@ -1,5 +1,4 @@
-"""Gradients of which each tensor-parallel rank computes a part are summed over TP while backward runs, and the norm of
-all gradients is taken over TP.
+"""Sum partial gradients over TP during backward, and compute the norm of all gradients over TP.
 
 DeepSpeed never sums them, and ZeRO-2 and 3 consume gradients during backward, so an all-reduce after it is too late.
 """
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, Pending, all_reduce, start_all_reduce
-from zero_tp.parallel.elementwise import IN_PIECES
+from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.layout import Replicated, Sharded, layout_of
 from zero_tp.topology import Topology
 
@@ -20,13 +19,12 @@ _ELSEWHERE_ELEMENTS = 2**24
 
 
 class GradientSum:
-    """A gradient sum adds up one layer's partial gradients over TP, and counts how often.
+    """Sums one layer's partial gradients over TP.
 
-    A layer that has one as `gradient_sum` calls it in its own backward, where the all-reduce can overlap; for any other
-    a hook does.
+    A layer with a `gradient_sum` calls it in its own backward, where the all-reduce can overlap; others get a hook.
 
     Attributes:
-        fired: how often gradients have been summed.
+        fired: number of sums so far.
     """
 
     def __init__(self, group: Group):
@@ -39,12 +37,12 @@ class GradientSum:
 
 
 class GradientHooks:
-    """The hooks of a model see to it that every partial gradient is summed, by its layer or by a hook.
+    """Sum every partial gradient of a model, by its layer or by a hook.
 
-    ZeRO-2 and 3 see the summed gradient only if the hooks are there before `deepspeed.initialize`.
+    ZeRO-2 and 3 see the sum only if the hooks are registered before `deepspeed.initialize`.
 
     Attributes:
-        sums: what sums the gradient of each parameter.
+        sums: the GradientSum of each parameter.
     """
 
     def __init__(self, model: nn.Module, group: Group):
@@ -62,14 +60,14 @@ class GradientHooks:
 
     @property
     def fired(self) -> dict[str, int]:
-        """Return how often each parameter's gradient was summed; the engine checks it after the first backward."""
+        """Return how often each parameter's gradient was summed; training checks it after the first backward."""
         return {name: one.fired for name, one in self.sums.items()}
 
 
 def _hooked(parameter: nn.Parameter, group: Group) -> GradientSum:
-    made = GradientSum(group)
-    parameter.register_hook(lambda gradient: made.start(gradient, async_op=False).wait()[0])
-    return made
+    total = GradientSum(group)
+    parameter.register_hook(lambda gradient: total.start(gradient, async_op=False).wait()[0])
+    return total
 
 
 @torch.no_grad()
@@ -77,7 +75,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
-    for piece in IN_PIECES.pieces(column, _ELSEWHERE_ELEMENTS):
+    for piece in CHUNKED.pieces(column, _ELSEWHERE_ELEMENTS):
         total += column[piece].double().square_().sum()
     return total
 

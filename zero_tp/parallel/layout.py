@@ -1,7 +1,7 @@
-"""A layout says how one parameter lies over the TP group.
+"""A layout describes how one parameter is distributed over the TP group.
 
-The layer that makes a parameter gives it a layout; initialisation, gradient hooks, the marks that DeepSpeed's norm
-needs, import, export, resharding and counting bytes all read that one fact.
+The layer that makes a parameter sets its layout. Initialisation, gradient hooks, the marks that DeepSpeed's norm needs,
+import, export, resharding and memory estimates all read it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from zero_tp.topology import Topology
 
 @dataclass(frozen=True)
 class Sharded:
-    """The parameter is split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each
-    split by itself.
+    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each split by itself.
 
-    `padded` parts need not divide by the TP size: each rank holds ⌈part / t⌉, and the surplus is zeros that no one
-    but the last ranks see (the vocabulary). Other parts must divide.
+    `padded` parts (the vocabulary) need not divide by the TP size: each rank holds ⌈part / t⌉, and the last ranks'
+    surplus is zeros.
     """
 
     dim: int
@@ -34,7 +33,7 @@ class Sharded:
         """Return the length of each part on one of `size` ranks.
 
         Raises:
-            ValueError: a part that may not be padded does not divide.
+            ValueError: a part that is not padded does not divide.
         """
         for part in self.parts:
             if part % size and not self.padded:
@@ -42,7 +41,7 @@ class Sharded:
         return tuple(-(-part // size) for part in self.parts)
 
     def ranges(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Yield for each part (start, stop, padding): this rank's rows of the whole, and zero rows after them."""
+        """Yield (start, stop, padding) of each part: this rank's rows of the whole, and the zero rows after them."""
         offset = 0
         for part, length in zip(self.parts, self.piece_sizes(size), strict=True):
             start, stop = (min(r * length, part) for r in (rank, rank + 1))
@@ -50,13 +49,12 @@ class Sharded:
             offset += part
 
     def rows_of(self, shard: Tensor, rank: int, size: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield for each part (start, stop, rows): rows of the whole, as views of the shard, whose padding becomes
-        zero."""
-        at = 0
+        """Yield (start, stop, rows) of each part: rows of the whole, as views of the shard. Zeroes its padding."""
+        offset = 0
         for start, stop, padding in self.ranges(rank, size):
-            yield start, stop, shard.narrow(self.dim, at, stop - start)
-            shard.narrow(self.dim, at + stop - start, padding).zero_()
-            at += stop - start + padding
+            yield start, stop, shard.narrow(self.dim, offset, stop - start)
+            shard.narrow(self.dim, offset + stop - start, padding).zero_()
+            offset += stop - start + padding
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
@@ -91,10 +89,10 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Replicated:
-    """The parameter is the same on every TP rank.
+    """The same on every TP rank.
 
-    `identical`: each rank computes the whole gradient. `partial`: each computes a part of it (the parameter is used on
-    a sequence shard, or on the rank's own heads), and a GradientSum adds them up over TP.
+    `identical`: each rank computes the whole gradient. `partial`: each computes a part (the parameter is used on a
+    sequence shard, or on the rank's own heads), and a GradientSum adds the parts over TP.
     """
 
     gradient: Literal["identical", "partial"] = "identical"
@@ -118,31 +116,31 @@ Layout = Sharded | Replicated
 
 
 def split_vocabulary(size: int) -> Sharded:
-    """Return the layout of a weight with a row a token: each rank holds ⌈size / t⌉ rows, the surplus is zeros."""
+    """Return the layout of a weight with one row per token."""
     return Sharded(0, (size,), padded=True)
 
 
-def own_tokens(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (first, count) of the tokens whose rows one of `ranks` ranks holds; padding is not counted."""
+def vocab_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return (first, count) of the tokens whose rows rank `rank` of `ranks` holds, without padding."""
     ((first, last, _),) = split_vocabulary(size).ranges(rank, ranks)
     return first, last - first
 
 
-# Either of these makes DeepSpeed's gradient norm count a parameter on every TP rank.
+# DeepSpeed's gradient norm counts a parameter with either of these on every TP rank.
 MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 def set_layout(
     parameter: nn.Parameter, name: str, layout: Layout, whole_shape: Sequence[int], tensor_size: int
 ) -> None:
-    """Give the parameter its layout and the marks that DeepSpeed's gradient norm reads.
+    """Set the parameter's layout and the marks that DeepSpeed's gradient norm reads.
 
-    An unmarked shard would be counted on TP rank 0 only, and clipping would silently change.
+    An unmarked shard would count on TP rank 0 only, and clipping would silently change.
 
     Args:
-        name: under which the parameter's values were drawn or read.
+        name: the name with which the parameter was initialised.
     """
-    parameter.filled_as = name  # type: ignore[attr-defined]
+    parameter.init_name = name  # type: ignore[attr-defined]
     parameter.tensor_layout = layout  # type: ignore[attr-defined]
     parameter.whole_shape = tuple(whole_shape)  # type: ignore[attr-defined]
     if isinstance(layout, Sharded) and tensor_size > 1:
@@ -172,29 +170,28 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def audit(
     model: nn.Module, topology: Topology, local_shape: Callable[[nn.Parameter], Sequence[int]] = attrgetter("shape")
 ) -> None:
-    """Check that every parameter is classified and marked as its layout says.
+    """Check every parameter's layout, name, shape, marks and kind of gradient.
 
     Args:
-        local_shape: gives the shape of a parameter's TP shard, where the parameter itself may show another.
+        local_shape: returns the shape of a parameter's TP shard; under ZeRO-3 the parameter itself may be empty.
 
     Raises:
-        ValueError: names the first parameter that has no layout, another name than it was filled under, another shape
-            than its layout gives, a wrong mark for DeepSpeed's norm, or a gradient kind that does not fit the topology.
+        ValueError: names the first wrong parameter.
     """
     for name, parameter in model.named_parameters():
         layout = getattr(parameter, "tensor_layout", None)
         if layout is None:
             raise ValueError(
-                f"parameter {name} has no layout: nobody says how it lies over tensor parallel ranks. "
-                "Make it with ParameterMaker"
+                f"parameter {name} has no layout, so its split over tensor parallel ranks is unknown; "
+                "make it with ParameterMaker"
             )
-        filled_as = getattr(parameter, "filled_as", None)
-        if filled_as != name:
-            raise ValueError(f"parameter {name}: its values are those of {filled_as}")
+        init_name = getattr(parameter, "init_name", None)
+        if init_name != name:
+            raise ValueError(f"parameter {name}: it was initialised as {init_name}")
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)
-        found = tuple(local_shape(parameter))
-        if found != expected:
-            raise ValueError(f"parameter {name}: shape {found}, its layout {layout} gives {expected}")
+        shape = tuple(local_shape(parameter))
+        if shape != expected:
+            raise ValueError(f"parameter {name}: shape {shape}, its layout {layout} gives {expected}")
         for mark in MARKS:
             marked = bool(getattr(parameter, mark, False))
             if marked != (isinstance(layout, Sharded) and topology.tensor > 1):

@@ -1,4 +1,4 @@
-"""Linear layers are split by columns or by rows, or not at all (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
+"""Column-parallel, row-parallel and replicated linear layers (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
 
 s sequence, b batch, i input features, o output features, t TP size. Without SP activations enter and leave whole,
 [s, b, ·]; under SP they enter and leave as sequence shards, [s/t, b, ·].
@@ -13,10 +13,10 @@ Communication of one layer, forward and backward, over the TP group:
 | row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient ³ |
 
 The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the gathered output
-gradient, so that every rank has the whole of it and nothing more is communicated.
+gradient, so every rank has the whole of it without more communication.
 
-¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rows that the rank has.
-On groups that `fused.py` knows, gathers and scatters of one product are fused with it.
+¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's own rows.
+With `zero_tp.parallel.fused_products`, gathers and scatters are fused with their GEMMs (fused.py).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
 from zero_tp.topology import Topology
 
 OWN_ROWS_FIRST = True
-"""A rank multiplies its own rows while the others are gathered; else all rows at once when they are there."""
+"""Multiply a rank's own rows while the others are gathered; otherwise all rows at once afterwards."""
 Rows = tuple[int, int]
-"""First and last + 1 of the output features that a rank computes of a replicated weight."""
+"""First and last + 1 of a rank's output features of a replicated weight."""
 
 
 def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply as one matrix, and round once, after the bias. [*, i], [o, i] → [*, o].
 
-    DeepSpeed's `zero.Init` puts a linear of its own in the place of torch's, which rounds the product of a tensor of
-    more than two dimensions before it adds the bias.
+    DeepSpeed's `zero.Init` replaces torch's linear by one that rounds the product of a tensor of more than two
+    dimensions before it adds the bias.
     """
     return F.linear(tensor.flatten(0, -2), weight, bias).unflatten(0, tensor.shape[:-1])
 
@@ -67,9 +67,9 @@ def _gathered_products(
     *,
     fused: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Gather a sequence shard and multiply what it is part of (`OWN_ROWS_FIRST`).
+    """All-gather a sequence shard; multiply its own rows while the rest arrives (`OWN_ROWS_FIRST`).
 
-    Each row's product is what it is in a product of all rows, up to the order of a GEMM's own sums.
+    Each row's product equals that of one product of all rows, up to the order of a GEMM's sums.
 
     Args:
         shard: [s/t, b, i].
@@ -88,30 +88,30 @@ def _gathered_products(
     rows, rank, size = shard.shape[0], group_rank(group), group_size(group)
     outputs = tuple(shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices)
 
-    def multiply(first: int, end: int, given: Tensor) -> None:
+    def multiply(first: int, end: int, factor: Tensor) -> None:
         for output, matrix, bias in zip(outputs, matrices, biases, strict=True):
-            to = output[first:end].flatten(0, 1)
+            product = output[first:end].flatten(0, 1)
             if bias is None:
-                torch.mm(given.flatten(0, 1), matrix, out=to)
+                torch.mm(factor.flatten(0, 1), matrix, out=product)
             else:
-                torch.addmm(bias, given.flatten(0, 1), matrix, out=to)
+                torch.addmm(bias, factor.flatten(0, 1), matrix, out=product)
 
-    left = [(0, size * rows)]
+    remaining = [(0, size * rows)]
     if OWN_ROWS_FIRST:
         multiply(rank * rows, (rank + 1) * rows, shard)
-        left = [(0, rank * rows), ((rank + 1) * rows, size * rows)]
+        remaining = [(0, rank * rows), ((rank + 1) * rows, size * rows)]
     whole = gathering.wait()
-    for first, end in left:
+    for first, end in remaining:
         if end > first:
             multiply(first, end, whole[first:end])
     return whole, outputs
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Compute Y_j = X W_jᵀ + b_j for one or several weights, with X's collective inside: backward can overlap both.
+    """Compute Y_j = X W_jᵀ + b_j for one or several weights, with X's collective inside, so backward overlaps both.
 
-    Under SP only the input shard X_i is kept for backward; the whole input is gathered again there. `rows` says for
-    each weight which of its rows are used (None: all); the gradient of the others is zero.
+    Under SP only the input shard X_i is kept for backward, which gathers the whole input again. `rows` are the used
+    rows of each weight (None: all); the gradient of the others is zero.
     """
 
     @staticmethod
@@ -187,10 +187,8 @@ def _sum(terms: Iterable[Tensor]) -> Tensor:
 class _RowParallel(torch.autograd.Function):
     """Compute f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
 
-    X is kept as it is given. `F.linear` would keep its copy of an X that is no contiguous matrix, such as the output of
-    fused attention: 2sbh/t bytes beside the output that the attention keeps anyway.
-
-    Under SP the bias is used on a shard, its gradient is whole.
+    X is saved as it is. `F.linear` would save a copy of an X that is no contiguous matrix, such as the output of fused
+    attention: 2sbh/t bytes in addition to the output that attention keeps anyway.
     """
 
     @staticmethod
@@ -199,7 +197,7 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
         ctx.group, ctx.sequence, ctx.fused = group, sequence, fused
-        # As one matrix: torch multiplies any other X in s products of b rows (bf16 on CPU, s 256, b 4, i 256, o 256:
+        # As one matrix: torch would multiply another X in s products of b rows (bf16 on CPU, s 256, b 4, i 256, o 256:
         # 28 ms instead of 0.6).
         matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
         if group_size(group) == 1:
@@ -255,14 +253,12 @@ def column_parallel_linear(
 
 
 class ColumnParallelLinear(nn.Module):
-    """This linear layer is split by output features; its input is whole or, under SP, a sequence shard.
+    """Linear layer split by output features; its input is whole or, under SP, a sequence shard.
 
     Args:
-        make: names and makes the parameters.
         inputs: i.
         parts: sizes of the fused outputs (Q, K, V; gate, up), each split by itself over TP.
-        bias: whether there is one; it is split like the outputs.
-        init: initial distribution of the weight.
+        bias: split like the outputs.
 
     Raises:
         ValueError: a part does not divide by the TP size.
@@ -282,7 +278,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """This linear layer is split by input features. Its bias is replicated and added once, after the reduction."""
+    """Linear layer split by input features; the replicated bias is added once, after the reduction."""
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
         super().__init__()
@@ -298,7 +294,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """This linear layer is whole on every rank, which all give it the same input. [*, i] → [*, o]."""
+    """Linear layer that is whole on every rank and gets the same input there. [*, i] → [*, o]."""
 
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, init: Normal):
         super().__init__()

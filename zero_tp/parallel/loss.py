@@ -1,12 +1,11 @@
-"""The output layer is fused with the cross entropy, split over the vocabulary, in blocks of the sequence.
+"""Output layer fused with cross entropy, split over the vocabulary, computed in blocks of the sequence.
 
-Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3), and the logits of one block at a
-time are all that exists. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a block.
+Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3); only one block's logits exist at a
+time. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a block.
 
-The gradient is formed in forward, block by block, while that block's probabilities exist; backward only scales it.
-That costs no second logits GEMM, and the TP communication of the gradient happens once, in forward; the gradient of the
-weight lives from there until backward. A block's logits become the difference of probabilities and targets in place,
-in slices that a cache holds, and one GEMM for each gradient takes them whole.
+Forward computes the gradients too, block by block; backward only scales them. That saves a second logits GEMM, and the
+gradient's TP communication happens once, in forward. The weight's gradient lives from forward until backward. A block's
+logits become probability - target in place, in slices that fit a cache; one GEMM for each gradient takes them whole.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
-from zero_tp.parallel.elementwise import IN_PIECES, Elementwise
-from zero_tp.parallel.layout import own_tokens
+from zero_tp.parallel.elementwise import CHUNKED, ElementwiseOps
+from zero_tp.parallel.layout import vocab_shard_range
 
 BLOCK_ELEMENTS = 2**23
-"""Logits of one block on one rank, at least: 32 MiB in fp32."""
+"""Minimum logits of one block on one rank: 32 MiB in fp32."""
 SLICE_ELEMENTS = 2**22
-"""Logits that are in fp32 at a time on accelerators, where a kernel needs work for all its cores: 16 MiB."""
+"""Logits converted to fp32 at a time on accelerators, whose kernels need work for all cores: 16 MiB."""
 _FP32_SUMS = ("cuda", "xpu")
-"""Devices whose GEMMs add the products of 16-bit tensors to one of fp32."""
+"""Devices whose GEMMs accumulate products of 16-bit tensors in an fp32 tensor."""
 
 
 def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Return the sequence positions of one block; at least one.
 
-    A block has as many tokens as the weight [rows, columns] has columns, if that is more than `BLOCK_ELEMENTS`: its
-    logits are no larger then than the scaled gradient of the weight, which backward makes when they are gone. Twice as
-    many are one block in bf16, as the gradient of one block alone is not added up in fp32.
+    A block has as many tokens as the weight [rows, columns] has columns, if that is more than `BLOCK_ELEMENTS`: then
+    its logits are no larger than the scaled weight gradient, which backward makes later. In bf16 up to twice as many
+    tokens are one block, because a single block's gradient needs no fp32 accumulation.
 
     Args:
-        columns: 0 where the weight has no gradient, as in evaluation.
+        columns: 0 if the weight has no gradient, as in evaluation.
     """
     if dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
         return sequence
@@ -48,13 +47,12 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
 
 
 def nonzero(divisor: Tensor | float) -> Tensor | float:
-    """Return what a sum of losses is divided by, 1 in the place of 0: the sum over no label is 0, its share too."""
+    """Return the divisor of a sum of losses, with 1 instead of 0: the mean over no label is 0."""
     return divisor.masked_fill(divisor == 0, 1) if isinstance(divisor, Tensor) else divisor or 1
 
 
-def adds_up(sequence: int, positions: int, dtype: torch.dtype) -> bool:
-    """Tell whether the weight's gradient is added up in fp32: over several blocks, or in fp16, which holds no sums of
-    many tokens."""
+def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bool:
+    """Return whether the weight's gradient accumulates in fp32: over several blocks, or if fp16 could overflow."""
     return positions < sequence or dtype == torch.float16
 
 
@@ -70,12 +68,12 @@ def _without_padding(logits: Tensor, valid: int) -> Tensor:
 
 
 class Softmax(NamedTuple):
-    """A softmax over the whole vocabulary needs these numbers of all t ranks.
+    """The numbers of all t ranks for a softmax over the whole vocabulary.
 
     Attributes:
-        maxima: each rank's greatest logit, [t, n]. greatest: of all of them, [n].
+        maxima: each rank's greatest logit, [t, n]. greatest: their maximum, [n].
         total: sum of exp(logit - greatest) over the vocabulary, [n].
-        others: what else was exchanged, [t, m, n].
+        others: the other exchanged numbers, [t, m, n].
     """
 
     maxima: Tensor
@@ -84,20 +82,22 @@ class Softmax(NamedTuple):
     others: Tensor
 
     def chosen_first(self, chosen: Tensor) -> Tensor:
-        """Tell of which rows a rank's first choice is the whole vocabulary's: that of the first rank that has the
-        greatest logit. [t, n, *], whether each rank's own is a label → [n, *]."""
-        has_it = self.maxima == self.greatest
-        first = has_it & (has_it.cumsum(0) == 1)
+        """Return whether a label is the vocabulary's argmax, the first of the greatest logits.
+
+        Args:
+            chosen: whether it is each rank's own argmax, [t, n, *] → [n, *].
+        """
+        is_greatest = self.maxima == self.greatest
+        first = is_greatest & (is_greatest.cumsum(0) == 1)
         return (first.view(*first.shape, *(1,) * (chosen.ndim - 2)) & chosen).any(0)
 
 
 def exchange_softmax(maximum: Tensor, total: Tensor, others: Tensor, group: Group) -> Softmax:
-    """Exchange maxima and sums over TP, so that every rank has the softmax of the whole vocabulary. One all-gather of
-    [2 + m, n].
+    """Exchange maxima and sums over TP for the softmax of the whole vocabulary. One all-gather of [2 + m, n].
 
     Args:
         maximum: of each row of this rank's logits, [n].
-        total: sum of exp(logit - maximum) over this rank's, [n].
+        total: sum of exp(logit - maximum) over this rank's logits, [n].
         others: m more numbers of each row, [m, n].
     """
     parts = all_gather(torch.cat((torch.stack((maximum, total)), others)).unsqueeze(0), group)  # [t, 2 + m, n]
@@ -128,19 +128,19 @@ def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: i
 
 
 def _log_probability(
-    logits: Tensor, target: Tensor, valid: int, group: Group, run: Elementwise, choosing: bool
+    logits: Tensor, target: Tensor, valid: int, group: Group, ops: ElementwiseOps, choosing: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the log-probability of the target [n]; each row's maximum on this rank [n], and what exp(logit - maximum)
-    times is the probability [n]; when `choosing`, whether the target is the first choice [n].
+    """Return (log-probability of the target, this rank's maximum, factor, whether the target is the argmax), [n] each.
 
-    `target` [n] is this rank's row, -1 where another rank holds it. The maximum is taken off before the logarithm of
-    the sum: adding the two first would round the loss to the maximum's last digit.
+    probability = exp(logit - maximum) · factor; the argmax is computed if `choosing`. `target` [n] is this rank's row,
+    -1 on other ranks. The maximum is subtracted before the logarithm of the sum: adding the two first would round the
+    loss to the maximum's last digit.
     """
     at_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
-    maximum, total = run.rows(_sums, (logits,), valid, elsewhere=SLICE_ELEMENTS)
+    maximum, total = ops.rows(_sums, (logits,), valid, elsewhere=SLICE_ELEMENTS)
     others = at_target.unsqueeze(0)
     if choosing:
-        chosen = run.rows(_first_choices, (logits,), valid, elsewhere=SLICE_ELEMENTS) == target
+        chosen = ops.rows(_first_choices, (logits,), valid, elsewhere=SLICE_ELEMENTS) == target
         others = torch.stack((at_target, chosen.float()))
     softmax = exchange_softmax(maximum, total, others, group)
     log_probability = softmax.others[:, 0].sum(0) - softmax.greatest - softmax.total.log()
@@ -149,24 +149,24 @@ def _log_probability(
 
 
 def _differences_(
-    logits: Tensor, target: Tensor, valid: int, maximum: Tensor, factor: Tensor, run: Elementwise
+    logits: Tensor, target: Tensor, valid: int, maximum: Tensor, factor: Tensor, ops: ElementwiseOps
 ) -> None:
     """Turn `logits` [n, v/t] into probability - target in place, each rounded once.
 
-    Divided by the number of tokens here, every target would be rounded the same way: a bias of up to 0.4 % in bf16.
+    Dividing by the number of tokens here would round every target in the same direction: a bias of up to 0.4 % in bf16.
     """
     column = target.clamp(min=0).unsqueeze(1)
     at_target = _probabilities(logits.gather(1, column), maximum, factor, valid) - (target >= 0).float().unsqueeze(1)
-    run.rows(_to_probabilities_, (logits, maximum, factor), valid, elsewhere=SLICE_ELEMENTS)
+    ops.rows(_to_probabilities_, (logits, maximum, factor), valid, elsewhere=SLICE_ELEMENTS)
     # `scatter_` would copy all logits twice on a CPU.
     logits[torch.arange(len(logits), device=logits.device), column.squeeze(1)] = at_target.squeeze(1).to(logits.dtype)
 
 
-def _add_product_(total: Tensor, first: Tensor, second: Tensor, run: Elementwise = IN_PIECES) -> None:
+def _add_product_(total: Tensor, first: Tensor, second: Tensor, ops: ElementwiseOps = CHUNKED) -> None:
     """Add firstᵀ · second to `total`, which is in fp32. [n, v/t], [n, h] → [v/t, h].
 
-    Where the GEMM cannot add to fp32, a bf16 product is rounded first. One of fp16 is made in fp32: a sum of many
-    tokens can be more than fp16 holds, whatever the loss scale, which comes after it.
+    If the GEMM cannot accumulate in fp32, a bf16 product is rounded first. An fp16 product is computed in fp32, because
+    a sum over many tokens can overflow fp16 before the loss scale is applied.
     """
     if first.dtype == torch.float32:
         total.addmm_(first.t(), second)
@@ -177,23 +177,31 @@ def _add_product_(total: Tensor, first: Tensor, second: Tensor, run: Elementwise
     half = first.dtype == torch.float16
     second = second.float() if half else second
     step = max(1, BLOCK_ELEMENTS // second.shape[1])
-    for start in run.starts(first.shape[1], step):
+    for start in ops.starts(first.shape[1], step):
         rows = slice(start, start + step)
         if half:
             total[rows].addmm_(first[:, rows].t().float(), second)
         else:
-            total[rows].add_(first[:, rows].t() @ second)  # `+=` would copy the rows to where they are
+            total[rows].add_(first[:, rows].t() @ second)  # `+=` would also copy the rows onto themselves
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return tensor · scale, rounded once to `dtype`.
 
-    A scale rounded to bf16 first would bias every gradient by 0.4 %.
+    A scale rounded to bf16 first would bias every gradient by up to 0.4 %.
     """
     if tensor is None:
         return None
-    # A scale of one dimension keeps the product in fp32; one of none would take the tensor's dtype.
+    # A scale of one dimension keeps the product in fp32; a scalar would take the tensor's dtype.
     return torch.mul(tensor, scale.reshape(1), out=torch.empty_like(tensor, dtype=dtype))
+
+
+def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:
+    """Return the number that the sum of the losses is divided by, fp32 on the device; by default the counted labels."""
+    divisor = counted.sum() if divisor is None else nonzero(divisor)
+    if not isinstance(divisor, Tensor):
+        divisor = hidden.new_full((), divisor, dtype=torch.float32)
+    return divisor.to(hidden.device, torch.float32)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -211,19 +219,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         divisor: Tensor | float | None,
         choosing: bool,
         differentiate: bool,
-        run: Elementwise,
+        ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
         if sequence:
             hidden = all_gather(hidden, group)
         length, batch, _ = hidden.shape
-        first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
+        first, valid = vocab_shard_range(vocabulary, group_rank(group), group_size(group))
         needs = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
-        divisor = counted.sum() if divisor is None else nonzero(divisor)
-        if not isinstance(divisor, Tensor):
-            divisor = hidden.new_full((), divisor, dtype=torch.float32)
-        count = divisor.to(hidden.device, torch.float32)
+        count = _divisor(divisor, counted, hidden)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         right = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
@@ -232,33 +237,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, columns = weight.shape
         bias_gradient = torch.zeros(rows, dtype=torch.float32, device=hidden.device) if needs_bias else None
         step = block_positions(length, batch, rows, columns if needs_weight else 0, weight.dtype)
-        if needs_weight and adds_up(length, step, weight.dtype):
+        if needs_weight and accumulates_in_fp32(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for start in run.starts(length, step):
+        for start in ops.starts(length, step):
             keep = counted[start : start + step].flatten()
-            # What is ignored is 0 from here on, whatever it was.
-            piece = hidden[start : start + step].flatten(0, 1).masked_fill(~keep.unsqueeze(1), 0.0)
+            # Zero ignored rows, so that NaNs in them cannot leak into the sums.
+            block = hidden[start : start + step].flatten(0, 1).masked_fill(~keep.unsqueeze(1), 0.0)
             target = labels[start : start + step].flatten() - first
             target = target.masked_fill(~keep | (target < 0) | (target >= valid), -1)
-            logits = F.linear(piece, weight, bias)
-            log_probability, maximum, factor, chosen = _log_probability(logits, target, valid, group, run, choosing)
+            logits = F.linear(block, weight, bias)
+            log_probability, maximum, factor, chosen = _log_probability(logits, target, valid, group, ops, choosing)
             loss -= log_probability.masked_fill(~keep, 0.0).sum()
             if chosen is not None:
                 right += (chosen & keep).sum()
             if any(needs):
-                _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0), run)
+                _differences_(logits, target, valid, maximum, factor.masked_fill(~keep, 0.0), ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
             if bias_gradient is not None:
                 bias_gradient += logits.sum(0, dtype=torch.float32)
             if weight_gradient is not None:
-                _add_product_(weight_gradient, logits, piece, run)
+                _add_product_(weight_gradient, logits, block, ops)
             elif needs_weight:
-                weight_gradient = logits.t() @ piece
+                weight_gradient = logits.t() @ block
             del logits  # before the next block's are made
         if hidden_gradient is not None and group_size(group) > 1:
-            leave = reduce_scatter if sequence else all_reduce
-            hidden_gradient = leave(hidden_gradient, group)
+            hidden_gradient = (reduce_scatter if sequence else all_reduce)(hidden_gradient, group)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, count)
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(right)
@@ -289,7 +293,7 @@ def vocab_parallel_cross_entropy(
     sequence: bool = False,
     ignore_index: int = IGNORE_INDEX,
     divisor: Tensor | float | None = None,
-    run: Elementwise = IN_PIECES,
+    ops: ElementwiseOps = CHUNKED,
 ) -> Tensor:
     """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, over the tokens that are not ignored.
 
@@ -302,16 +306,15 @@ def vocab_parallel_cross_entropy(
         labels: whole [s, b], each the token that its position predicts, or `ignore_index`.
         bias: this rank's [⌈v/t⌉] of the output layer's, if it has one.
         vocabulary: v; rows past it get no probability and no gradient.
-        divisor: of the sum of the losses, instead of the number of labels that are not ignored; a tensor of no
-            dimension keeps the host from waiting for it.
-        run: of the softmax, and which blocks there are.
+        divisor: of the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs no
+            synchronisation.
+        ops: runs the softmax, and chooses the blocks.
 
     Returns:
-        fp32 scalar, equal on all TP ranks; nan when every label is ignored, as torch's cross entropy gives, but 0 with
-        a `divisor`, also of 0.
+        fp32 scalar, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a `divisor`.
     """
-    given = (vocabulary, ignore_index, group, sequence, divisor, False, torch.is_grad_enabled(), run)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *given)[0]
+    options = (vocabulary, ignore_index, group, sequence, divisor, False, torch.is_grad_enabled(), ops)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)[0]
     return loss
 
 
@@ -324,15 +327,14 @@ def vocab_parallel_loss_and_choices(
     vocabulary: int,
     group: Group,
     divisor: Tensor | float | None = None,
-    run: Elementwise = IN_PIECES,
+    ops: ElementwiseOps = CHUNKED,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `vocab_parallel_cross_entropy` does of whole hidden states, and the number of labels that are the
-    model's first choice, fp32 without gradient.
+    """Return the cross entropy of whole hidden states, and the number of labels that are the argmax, fp32.
 
-    That takes another pass over the logits and one number more a token in the all-gather.
+    The count takes another pass over the logits, and one number more a token in the all-gather.
     """
-    given = (vocabulary, IGNORE_INDEX, group, False, divisor, True, torch.is_grad_enabled(), run)
-    loss, right = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *given)
+    options = (vocabulary, IGNORE_INDEX, group, False, divisor, True, torch.is_grad_enabled(), ops)
+    loss, right = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
     return loss, right
 
 

@@ -1,9 +1,9 @@
-"""Parameters are named, sharded, filled, and given their layout, in one place.
+"""Make parameters: name, shard, initialise, and set their layout.
 
 Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks of rows along the
-dimension that is split; every block has a generator of its own, seeded by (run seed, parameter name, block). A rank
-draws only the blocks that it holds, and TP 1, 2 and 4 start from the same bits. Data-parallel ranks, which hold the
-same shards, draw each block once among them.
+split dimension; every block has its own generator, seeded by (run seed, parameter name, block). A rank draws only the
+blocks of its shard, and TP 1, 2 and 4 start from the same bits. Data-parallel ranks, which hold the same shards, draw
+each block once among them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_ROWS = 64
 
 @dataclass(frozen=True)
 class Normal:
-    """Elements are drawn from N(0, std); the row `zero_row`, if there is one, is zeros."""
+    """Elements from N(0, std); the row `zero_row`, if any, is zeros."""
 
     std: float
     zero_row: int | None = None
@@ -44,7 +44,7 @@ Init = Normal | Constant
 
 
 class WeightSource(Protocol):
-    """A source gives new parameters their values."""
+    """Initialises new parameters."""
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -53,8 +53,8 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """This source draws weights from the run's seed."""
+class SeededInit:
+    """Draw weights from the run's seed."""
 
     seed: int
 
@@ -93,20 +93,20 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class DrawnTogether(Drawn):
-    """This source draws the same weights, each block on one rank of a group, and brings them to the group's first rank.
+class ShardedSeededInit(SeededInit):
+    """Draw the same weights, each block on one rank of a group, and send them to the group's first rank.
 
-    The others have to get them from there before they use them. The group's ranks hold the same shards and make them in
-    the same order; they draw at the same time.
+    Only the group's first rank has all values; broadcast them before use. The group's ranks hold the same shards and
+    make them in the same order, at the same time.
     """
 
     group: Group
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Draw this rank's blocks. One all-to-all, in which each rank but the first sends them to the first."""
+        """Draw this rank's blocks. One all-to-all, in which every other rank sends its blocks to the first."""
         ranks, rank, stop = group_size(self.group), group_rank(self.group), start + len(rows)
         first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
-        blocks = [first - (first - last) * each // ranks for each in range(ranks + 1)]
+        blocks = [first - (first - last) * index // ranks for index in range(ranks + 1)]
         cuts = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
         own = rows[cuts[rank] : cuts[rank + 1]]
         super()._draw(own, name, start + cuts[rank], total, init)
@@ -118,14 +118,14 @@ class DrawnTogether(Drawn):
         else:
             sent[0] = len(own)
         others = rows[cuts[1] : cuts[1] + sum(received)]
-        brought = torch.empty_like(others, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(brought, own[: sum(sent)].contiguous(), received, sent, group=self.group)
-        others.copy_(brought)
+        gathered = torch.empty_like(others, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(gathered, own[: sum(sent)].contiguous(), received, sent, group=self.group)
+        others.copy_(gathered)
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """This source makes all weights zero, for a checkpoint to put others in their place."""
+    """Zero all weights, which a checkpoint then replaces."""
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
@@ -135,10 +135,9 @@ class Zeros:
 
 @dataclass(frozen=True)
 class ParameterMaker:
-    """The maker makes the parameters of one module.
+    """Makes the parameters of one module; constructors pass it down, and `child` extends the name.
 
-    Under `zero.Init` a module's parameters are partitioned as soon as its constructor returns, so they are filled
-    there; the maker travels down the constructors, and `child` extends the name.
+    `zero.Init` partitions a module's parameters as soon as its constructor returns, so they are initialised there.
     """
 
     topology: Topology
@@ -155,7 +154,7 @@ class ParameterMaker:
         """Make this rank's shard of the parameter `name` whose whole shape is `whole`.
 
         Raises:
-            ValueError: a dimension that is split does not divide by the TP size.
+            ValueError: the split dimension does not divide by the TP size.
         """
         full_name = self.prefix + name
         try:

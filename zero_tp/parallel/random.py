@@ -1,7 +1,7 @@
-"""Dropout draws from two random streams.
+"""The two random streams of dropout.
 
-Tensor-parallel ranks repeat some regions (residual dropout without SP) and must drop the same elements there; they
-split others (attention; everything under SP) and must drop different ones (arXiv 1909.08053, section 3).
+Tensor-parallel ranks must drop the same elements in replicated regions (residual dropout without SP) and different
+ones in split regions (attention; everything under SP): arXiv 1909.08053, section 3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHARED, PER_RANK = "shared", "per_rank"
 
 @contextmanager
 def _copied_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CPU's default generator draw what `generator` would, by copies of states."""
+    """Let the CPU's default generator continue `generator`, by copying states."""
     default = torch.default_generator
     outside = default.get_state()
     default.set_state(generator.get_state())
@@ -33,7 +33,7 @@ def _copied_state(generator: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def _shared_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CUDA device's default generator draw from the state of `generator`, which no copy is made of."""
+    """Let the CUDA device's default generator use the state of `generator`, without copies."""
     default = torch.cuda.default_generators[generator.device.index]
     outside = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
@@ -44,10 +44,10 @@ def _shared_state(generator: torch.Generator) -> Iterator[None]:
 
 
 class RandomStreams:
-    """The streams are two generators of one device, of which one is active inside `use`.
+    """Two generators of one device, one of which is active inside `use`.
 
-    torch's dropout and attention draw from the device's default generator only, so the state of a stream is swapped
-    into it and back.
+    torch's dropout and attention draw from the device's default generator only, so a stream's state is swapped into it
+    and back.
     """
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
@@ -59,7 +59,7 @@ class RandomStreams:
         self.reseed(topology, seed)
 
     def reseed(self, topology: Topology, seed: int) -> None:
-        """Start both streams anew."""
+        """Restart both streams."""
         self._generators = {
             name: torch.Generator(self.device).manual_seed(topology.seed(seed, per_rank=name == PER_RANK))
             for name in (SHARED, PER_RANK)
@@ -67,17 +67,17 @@ class RandomStreams:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Draw from the stream `name` (SHARED or PER_RANK) inside; the default generator is as before after it."""
+        """Draw from the stream `name` (SHARED or PER_RANK) inside; then restore the default generator."""
         with self._active(self._generators[name]):
             yield
 
     def snapshot(self) -> dict[str, torch.Generator]:
-        """Return copies of the streams as they are now, for `replaying`."""
+        """Return copies of the streams, for `replaying`."""
         return {name: generator.clone_state() for name, generator in self._generators.items()}
 
     @contextmanager
     def replaying(self, snapshot: dict[str, torch.Generator]) -> Iterator[None]:
-        """Draw again what was drawn after the snapshot; the streams are as before after it."""
+        """Repeat the draws that followed the snapshot; then restore the streams."""
         now, self._generators = self._generators, {name: one.clone_state() for name, one in snapshot.items()}
         try:
             yield
@@ -88,7 +88,7 @@ class RandomStreams:
         return {name: generator.get_state() for name, generator in self._generators.items()}
 
     def fit(self, states: dict[str, Any]) -> bool:
-        """Tell whether the states are those of a generator of this kind of device."""
+        """Return whether the states belong to generators of this kind of device."""
         return all(states[name].shape == state.shape for name, state in self.state_dict().items())
 
     def load_state_dict(self, states: dict[str, Any]) -> None:
@@ -97,9 +97,9 @@ class RandomStreams:
 
 
 class Dropout(nn.Module):
-    """Dropout with probability p that draws from one of the streams. [*] → [*].
+    """Dropout with probability p from one of the streams. [*] → [*].
 
-    `torch.native_dropout` keeps a mask of one byte an element, `F.dropout` one in the tensor's dtype.
+    `torch.native_dropout` keeps a mask of one byte an element; `F.dropout`'s mask has the tensor's dtype.
     """
 
     def __init__(self, p: float, streams: RandomStreams, stream: str):

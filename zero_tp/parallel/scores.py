@@ -1,8 +1,7 @@
-"""Scores say what each target token costs and whether it is the model's first choice; the vocabulary is split over TP.
+"""Score target tokens for evaluation, with the vocabulary split over TP: their losses, and whether they are greedy.
 
-For evaluation, without gradients. Only the positions that have a target get logits, and the logits of one chunk at a
-time are all that exists. Ranks exchange 2 + 2k numbers a position and never logits. v vocabulary, t TP size, h hidden,
-n positions with a target, k alternatives.
+Only positions with a target get logits, one chunk at a time. Ranks exchange 2 + 2k numbers a position and never logits.
+v vocabulary, t TP size, h hidden, n positions with a target, k alternatives.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from torch import Tensor
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.parallel import loss
 from zero_tp.parallel.collectives import Group, group_rank, group_size
-from zero_tp.parallel.layout import own_tokens
+from zero_tp.parallel.layout import vocab_shard_range
 
 
 class TokenScores(NamedTuple):
-    """The scores of every target: its negative log-likelihood (fp32, nats), and whether its logit is greatest (bool).
+    """Negative log-likelihood of every target (fp32, nats), and whether its logit is the greatest (bool).
 
-    Of tokens that share the greatest logit the one with the lowest id is the first choice, as for torch's argmax. Where
-    nothing is scored they are 0 and False.
+    Ties go to the lowest token id, as in torch's argmax. Ignored targets have 0 and False.
     """
 
     nll: Tensor
@@ -47,13 +45,13 @@ def vocab_parallel_token_scores(
     Args:
         hidden: [s, b, h], whole on every rank.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer; those past `vocabulary` get no probability.
-        labels: [s, b], or [s, b, k]: k alternatives at each position. `ignore_index` where nothing is scored.
+        labels: [s, b], or [s, b, k]: k alternatives at each position; `ignore_index` is not scored.
 
     Returns:
         Both of the shape of `labels`.
     """
     rows = weight.shape[0]
-    first, valid = own_tokens(vocabulary, group_rank(group), group_size(group))
+    first, valid = vocab_shard_range(vocabulary, group_rank(group), group_size(group))
     flat_labels = labels.reshape(hidden.shape[0] * hidden.shape[1], -1)  # [s·b, k]
     flat_hidden = hidden.flatten(0, 1)
     nll = torch.zeros(flat_labels.shape, dtype=torch.float32, device=hidden.device)
@@ -72,18 +70,19 @@ def vocab_parallel_token_scores(
 def scores_of_logits(
     logits: Tensor, labels: Tensor, *, first: int = 0, valid: int | None = None, group: Group = None
 ) -> TokenScores:
-    """Return the scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which are lost; meaningless
-    for labels below 0.
+    """Return the scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which it overwrites.
+
+    Scores of labels below 0 are undefined.
 
     Args:
         first: the token of the first column.
-        valid: the columns that are tokens; by default all.
+        valid: number of columns that are tokens; by default all.
     """
     valid = logits.shape[1] if valid is None else valid
     here = (labels >= first) & (labels < first + valid)
     own = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(~here, 0.0)
     best = logits.amax(1)
-    # The index of the maximum matters where a label has it; all would take 5 % of the time of the logits (CPU, h 576).
+    # Argmax only for rows whose label has the maximum; all rows would take 5 % of the logits' time (CPU, h 576).
     row, alternative = (here & (own == best.unsqueeze(1))).nonzero(as_tuple=True)
     chosen = torch.zeros_like(own)
     chosen[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(own.dtype)

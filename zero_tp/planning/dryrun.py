@@ -37,7 +37,7 @@ from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.context import Pieces
 from zero_tp.models.masked_lm import MaskedLM
 from zero_tp.models.model import ParallelModel
-from zero_tp.parallel.elementwise import Elementwise, set_training_elementwise
+from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.moments import Moment, joined, measure
 from zero_tp.planning.workload import Workload
@@ -118,7 +118,7 @@ def batch_of(workload: Workload, spec: TransformerSpec, device: torch.device) ->
     return batch
 
 
-class DifferingPieces(Elementwise):
+class DifferingPieces(ElementwiseOps):
     """Compute only the first, second and last piece.
 
     Each later piece runs beside the tensors of another whole piece, as the second does, and takes the same bytes.

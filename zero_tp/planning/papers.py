@@ -45,7 +45,7 @@ class PaperView:
             gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
-            remade_norms=len(LAYERS[spec.layer].remade_norms),
+            remade_norms=len(LAYERS[spec.layer].recomputed_norms),
         )
 
     def layer_bytes(self, *, recomputes: bool) -> float:

@@ -23,7 +23,7 @@ from zero_tp.constants import DTYPES, GIB
 from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import write_named
-from zero_tp.parallel.loss import adds_up, block_positions
+from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, RankMemory, model_of, zero_memory
 from zero_tp.planning.moments import Moment
@@ -216,7 +216,7 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
-    gradient = (4 if adds_up(length, positions, dtype) else workload.element) * shard * model.spec.hidden
+    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
     most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.at.stage == 3 else 0

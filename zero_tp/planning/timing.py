@@ -122,7 +122,7 @@ class Timing:
 
     def _recomputed(self) -> float:
         """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
-        return self.at.policy.layers_again(self.spec.layers, self.zero.accumulation) / self.spec.layers
+        return self.at.policy.mean_recomputed_layers(self.spec.layers, self.zero.accumulation) / self.spec.layers
 
     def head(self) -> Seconds:
         """Return forward and backward of the output layer and its loss, which goes over each logit six times."""

@@ -102,7 +102,7 @@ class ZeroSettings:
 
     @property
     def alone(self) -> bool:
-        """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_alone`."""
+        """Tell whether gradients stay where backward makes them; see `zero_tp.zero.stages.is_single_replica`."""
         return self.stage in (1, 2) and self.data == 1 and not self.offload_optimizer and not self.copies
 
     @property

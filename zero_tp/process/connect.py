@@ -166,8 +166,6 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
     ops.check_nvme(config.nvme_paths)
     ops.without_shared_memory_collectives()
-    # On one machine, what no process holds is abandoned; several may share the folder.
-    ops.clear_abandoned_locks(0.0 if environment.local_world == environment.world else ops.OTHER_MACHINE_SECONDS)
     told = ops.to_compile(config.deepspeed_config(), accelerator)
     if told is not None and environment.rank == 0:
         print(told, flush=True)

@@ -1,22 +1,18 @@
-"""Files of safetensors are hashed while they are written and while they are read."""
+"""Write and read safetensors files, hashing them on the way."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import math
-import mmap
 import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
-from itertools import cycle, islice
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -30,18 +26,17 @@ from zero_tp.strict_json import parse_json
 
 PART = 8 * 2**20
 BLOCK = 2**20  # of a transposed tensor: it stays in the processor's cache
-HASHING_THREADS = 3
-VECTOR = 1024  # buffers that one call of the system may fill (IOV_MAX)
+HASHING_THREADS = 2
 DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 """As safetensors' headers write them."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file has this many bytes and this hash: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
+    """The size and hash of a file: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
 
-    Parts are hashed beside each other, while others are written or read: one thread hashes 1.8 GB/s, which is less
-    than some disks give. `parts` are those hashes, one by one. All are empty where the writer was told not to hash.
+    Parts are hashed by several threads: one hashes 1.8 GB/s, which is less than some disks give. `parts` are the
+    hashes one by one. Without hashing both are empty.
     """
 
     size: int
@@ -55,9 +50,29 @@ class Written:
         return cls(size, whole, tuple(digest.hex() for digest in digests))
 
 
+class _Digests:
+    """Digests of a file's parts, in order; `work` runs on threads while the next parts are written or read.
+
+    A part's buffer lives until its digest is done, so a few parts exist at a time.
+    """
+
+    def __init__(self, threads: ThreadPoolExecutor):
+        self._threads = threads
+        self._waiting: deque[Future[bytes]] = deque()
+        self._done: list[bytes] = []
+
+    def add(self, work: Callable[[], bytes]) -> None:
+        self._waiting.append(self._threads.submit(work))
+        if len(self._waiting) > HASHING_THREADS + 1:
+            self._done.append(self._waiting.popleft().result())
+
+    def all(self) -> list[bytes]:
+        return self._done + [digest.result() for digest in self._waiting]
+
+
 @dataclass(frozen=True)
 class Entry:
-    """An entry is a tensor to write: the header needs its shape and dtype, and `read` gives the data in its turn."""
+    """A tensor to write: the header needs its shape and dtype; `read` returns the data when its turn comes."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,67 +88,34 @@ class Entry:
 def write_tensors(
     path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None, *, hashed: bool = True
 ) -> Written:
-    """Write a safetensors file, one tensor in memory at a time, and wait until the disk has it.
-
-    Tensors are read on this thread, one after the other; parts that are full are written on another, with O_DIRECT
-    where the file system has it, and hashed on others at the same time.
-
-    Measured on 1.14 GB and two cores, for each number of hashing threads: 0.76 s with one, 0.83 to 0.95 s with two; a
-    writing thread more costs 0.1 s. With O_DIRECT 0.73 s, through the page cache 0.86 to 2.2 s: there the kernel copies
-    every byte into pages that nobody reads again soon and that push out those of others, and the disk begins late.
+    """Write a safetensors file, one tensor in memory at a time, and flush it to the disk.
 
     Raises:
         OSError: the disk is full or gone.
     """
     entries = list(entries)
     header = _header(entries, metadata)
-    hashing = min(HASHING_THREADS, max(1, len(os.sched_getaffinity(0)) - 1))  # a core copies and writes
-    buffers = [_page_aligned(PART) for _ in range(hashing + 5)]
-    jobs: deque[tuple[Future[bytes], Future[None]]] = deque()
-    digests, total = [], 0
-
-    def digest(part: memoryview) -> bytes:
-        return hashlib.sha256(part).digest() if hashed else b""
-
-    def finish_oldest() -> None:
-        digested, written = jobs.popleft()
-        written.result()
-        digests.append(digested.result())
-
-    with (
-        path.open("wb", buffering=0) as file,
-        ThreadPoolExecutor(1) as writer,
-        ThreadPoolExecutor(hashing) as threads,
-    ):
-        with suppress(OSError):  # a file system without it, such as tmpfs
-            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
-        for part in _parts(_contents(header, entries), cycle(buffers)):
-            jobs.append((threads.submit(digest, part), writer.submit(_write_at, file, part, total)))
+    total = 0
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
+        digests = _Digests(threads)
+        for part in _parts(_contents(header, entries)):
+            if hashed:
+                digests.add(partial(_sha256, part))
+            _write_all(part.numpy().data, file)
             total += len(part)
-            if len(jobs) == len(buffers):  # the next part is filled into the buffer of the oldest
-                finish_oldest()
-        while jobs:
-            finish_oldest()
         os.fsync(file.fileno())
-    expected = len(header) + sum(entry.size for entry in entries)
-    assert total == expected, f"{path}: a tensor is not as long as it said"
-    return Written.of(total, digests) if hashed else Written(total, "")
+        expected = len(header) + sum(entry.size for entry in entries)
+        assert total == expected, f"{path}: a tensor is not as long as it said"
+        return Written.of(total, digests.all()) if hashed else Written(total, "")
 
 
-def _write_at(file: FileIO, data: memoryview, start: int) -> None:
-    """Write `data`, which is page-aligned in memory, from byte `start` on.
+def _write_all(data: memoryview, file: FileIO) -> None:
+    while data:
+        data = data[file.write(data) :]
 
-    O_DIRECT ends with the first piece that the file system refuses: the file's end, which is not as long as its blocks.
-    """
-    done = 0
-    while done < len(data):
-        try:
-            done += os.pwrite(file.fileno(), data[done:], start + done)
-        except OSError as error:
-            flags = fcntl.fcntl(file, fcntl.F_GETFL)
-            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                raise
-            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+def _sha256(part: Tensor) -> bytes:
+    return hashlib.sha256(part.numpy().data).digest()
 
 
 def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
@@ -142,58 +124,61 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
     start = 0
     for entry in entries:
         stop = start + entry.size
-        described = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, stop]}
-        header[entry.name], start = described, stop
+        header[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
-
-
-def _page_aligned(size: int) -> Tensor:
-    """Return a buffer that O_DIRECT can write from, uint8 [size]; it takes memory where it is filled."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def _contents(header: bytes, entries: Iterable[Entry]) -> Iterator[Tensor]:
     """Yield the file's content as uint8 tensors on any device."""
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for entry in entries:
-        for block in _blocks(entry.read().detach()):
+        for block in _contiguous_blocks(entry.read().detach()):
             yield block.view(-1).view(torch.uint8)
 
 
-def _blocks(whole: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor in contiguous pieces, one behind the other.
+def _contiguous_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensor in contiguous blocks of rows.
 
-    A transposed one is laid out in blocks that stay in the processor's cache. Measured at [8192, 2048]: 0.03 s; laid
-    out at once 0.06 s, most of it for getting the memory.
+    Blocks of a transposed tensor stay in the processor's cache: 0.03 s at [8192, 2048], 0.06 s in one piece.
     """
-    if whole.is_contiguous() or whole.dim() != 2:
-        yield whole.contiguous()
+    if tensor.is_contiguous() or tensor.dim() != 2:
+        yield tensor.contiguous()
         return
-    for block in whole.split(max(1, BLOCK // (whole.shape[1] * whole.itemsize))):
+    for block in tensor.split(max(1, BLOCK // (tensor.shape[1] * tensor.itemsize))):
         yield block.t().contiguous().t().contiguous()
 
 
-def _parts(contents: Iterable[Tensor], buffers: Iterator[Tensor]) -> Iterator[memoryview]:
-    """Yield the content in parts, each in the next of `buffers`."""
-    buffer, filled = next(buffers), 0
+def _buffer() -> Tensor:
+    # With a device: a background thread may read while `deepspeed.zero.Init` changes torch's default.
+    return torch.empty(PART, dtype=torch.uint8, device="cpu")
+
+
+def _parts(contents: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the content in parts of `PART` bytes, each in memory of its own; the last is shorter."""
+    buffer, filled = _buffer(), 0
     for data in contents:
-        at = 0
-        while at < len(data):
-            count = min(len(data) - at, PART - filled)
-            buffer[filled : filled + count].copy_(data[at : at + count])
-            at, filled = at + count, filled + count
+        start = 0
+        while start < len(data):
+            count = min(len(data) - start, PART - filled)
+            buffer[filled : filled + count].copy_(data[start : start + count])
+            start, filled = start + count, filled + count
             if filled == PART:
-                yield buffer.numpy().data
-                buffer, filled = next(buffers), 0
+                yield buffer
+                buffer, filled = _buffer(), 0
     if filled:
-        yield buffer[:filled].numpy().data
+        yield buffer[:filled]
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Bytes of a file from `start` on belong in `target`: uint8 [bytes], on any device."""
+    """Bytes of a file from `start` on are copied to `target`: uint8 [bytes], on any device."""
 
     start: int
     target: Tensor
@@ -203,101 +188,65 @@ class Destination:
         return self.start + len(self.target)
 
 
-def read_hashed(path: Path, destinations: Iterable[Destination] = (), given_up: Event | None = None) -> Written:
-    """Read a file from end to end and hash it; its bytes go to `destinations`, of which no two hold the same.
+def read_hashed(path: Path, destinations: Iterable[Destination] = (), cancelled: Event | None = None) -> Written:
+    """Read and hash a file from end to end, and copy its bytes to `destinations`, which do not overlap in the file.
 
-    One thread reads in order, which disks and the kernel's readahead do best, straight to where the bytes belong, and
-    others hash. Measured on 1.14 GB: 0.55 s, plain reading 0.46 s; four threads, each reading and hashing parts of its
-    own past the page cache, 0.80 s.
+    One thread reads in order, as disks and the kernel's readahead do best; others hash and copy.
 
     Args:
-        given_up: once it is set, reading ends.
+        cancelled: once it is set, reading ends.
 
     Raises:
         OSError: it cannot be read.
     """
     ordered = sorted(destinations, key=lambda destination: destination.start)
-    buffers = [_page_aligned(PART) for _ in range(HASHING_THREADS + 1)]
-    jobs: deque[Future[bytes]] = deque()
-    digests, size = [], 0
+    size = 0
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
+        digests = _Digests(threads)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for buffer in cycle(buffers):
-            pieces = _pieces(size, ordered, buffer)
-            count = _fill([view for view, _ in pieces], file.fileno(), size)
+        while cancelled is None or not cancelled.is_set():
+            part = _buffer()
+            count = _read_into(part.numpy().data, file)
             if count:
-                jobs.append(threads.submit(_take, pieces, count))
+                digests.add(partial(_deliver, part[:count], size, ordered))
             size += count
-            if count < PART or (given_up is not None and given_up.is_set()):
+            if count < PART:
                 break
-            if len(jobs) == len(buffers):  # the next part may be read into the buffer of the oldest
-                digests.append(jobs.popleft().result())
-        digests += [job.result() for job in jobs]
-    return Written.of(size, digests)
+        return Written.of(size, digests.all())
+
+
+def _read_into(buffer: memoryview, file: FileIO) -> int:
+    """Fill `buffer`, up to the file's end; return the number of bytes."""
+    count = 0
+    while count < len(buffer) and (read := file.readinto(buffer[count:])):
+        count += read
+    return count
+
+
+def _deliver(part: Tensor, start: int, destinations: list[Destination]) -> bytes:
+    """Copy a part that begins at byte `start` to its destinations; return its SHA-256."""
+    stop = start + len(part)
+    for destination in destinations[bisect_right(destinations, start, key=lambda destination: destination.stop) :]:
+        if destination.start >= stop:
+            break
+        first, last = max(start, destination.start), min(stop, destination.stop)
+        target = destination.target[first - destination.start : last - destination.start]
+        target.copy_(part[first - start : last - start])
+    return _sha256(part)
 
 
 def hash_parts(path: Path, parts: Sequence[int]) -> list[str]:
-    """Read some parts of a file → their SHA-256s, in hexadecimal, while the disk reads what comes next.
+    """Return the SHA-256s of some parts of a file, in hexadecimal.
 
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(min(HASHING_THREADS, len(parts))) as threads:
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
 
         def digest(part: int) -> str:
             return hashlib.sha256(os.pread(file.fileno(), PART, part * PART)).hexdigest()
 
         return list(threads.map(digest, parts))
-
-
-def _pieces(start: int, destinations: list[Destination], buffer: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-    """Return (where to read, where to copy it then) of the part that begins at `start`, one behind the other.
-
-    What has no destination, or one on a device, is read into `buffer`.
-    """
-    at, stop = start, start + PART
-    found: list[tuple[Tensor, Tensor | None]] = []
-    for destination in destinations[bisect_right(destinations, start, key=lambda destination: destination.stop) :]:
-        if destination.start >= stop:
-            break
-        first, last = max(at, destination.start), min(stop, destination.stop)
-        if at < first:
-            found.append((buffer[at - start : first - start], None))
-        target = destination.target[first - destination.start : last - destination.start]
-        on_host = target.device.type == "cpu"
-        found.append((target, None) if on_host else (buffer[first - start : last - start], target))
-        at = last
-    if at < stop:
-        found.append((buffer[at - start :], None))
-    return found
-
-
-def _fill(targets: list[Tensor], descriptor: int, start: int) -> int:
-    """Read bytes from `start` on into one target after the other; return how many there were."""
-    waiting, done = deque(target.numpy().data for target in targets), 0
-    while waiting:
-        count = os.preadv(descriptor, list(islice(waiting, VECTOR)), start + done)
-        if count == 0:
-            break
-        done += count
-        while count:
-            first = waiting.popleft()
-            if len(first) > count:
-                waiting.appendleft(first[count:])
-            count -= min(count, len(first))
-    return done
-
-
-def _take(pieces: list[tuple[Tensor, Tensor | None]], count: int) -> bytes:
-    """Hash the first `count` bytes (SHA-256) and copy them to where they belong."""
-    hashed = hashlib.sha256()
-    for view, target in pieces:
-        read = view[:count]
-        hashed.update(read.numpy().data)
-        if target is not None:
-            target[: len(read)].copy_(read)
-        count -= len(read)
-    return hashed.digest()
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -25,7 +25,7 @@ from zero_tp.models.model import ParallelModel
 from zero_tp.models.model import model_class as default_model_class
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
-from zero_tp.parallel.parameter import DrawnTogether, WeightSource
+from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_replicas
 from zero_tp.zero.engine import ZeroEngine
@@ -79,7 +79,7 @@ def build(
     zero = zero_engine(deepspeed_config, topology)
     dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
     # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
-    source = source or DrawnTogether(seed, topology.data_group)
+    source = source or ShardedSeededInit(seed, topology.data_group)
     with zero.construction():
         chosen = model_class or default_model_class(architecture_of(config).spec(config))
         model = chosen(config, topology, seed=seed, source=source, dtype=dtype, device=device)

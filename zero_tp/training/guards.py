@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.errors import UserError
-from zero_tp.parallel.agreement import octets
+from zero_tp.parallel.agreement import tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
@@ -176,7 +176,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 def digest(tensor: Tensor) -> int:
     """Return 63 bits of a tensor's SHA-256."""
-    return int.from_bytes(hashlib.sha256(octets(tensor)).digest()[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(tensor_bytes(tensor)).digest()[:8], "little") >> 1
 
 
 def _alike(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:

@@ -25,7 +25,6 @@ from zero_tp.config.schema import Timeouts
 from zero_tp.devices import describe_devices, why_on_cpu
 from zero_tp.errors import UserError
 from zero_tp.machine import wait_until_visible
-from zero_tp.models.attention import described
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import all_gather_object, most_machines, on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.parameter import WeightSource, Zeros
@@ -217,8 +216,8 @@ def _description(
     config, manifest, step = run.config, found.manifest, found.step
     steps = config.zero_tp.training.steps
     yield from found.notes
-    if pretrained is not None and pretrained.drawn:
-        yield pretrained.told()
+    if pretrained is not None and pretrained.new_heads:
+        yield pretrained.describe_new_heads()
     yield (
         f"{run.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
@@ -227,10 +226,7 @@ def _description(
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
     if engine.device.type == "cpu" and (why := why_on_cpu()):
         yield f"warning: {why}"
-    spec, data = engine.model.spec, config.zero_tp.data
-    sizes = (engine.topology.tensor, config.micro_batch, data.sequence_length)
-    rows = {"documents": data.document_attention == "reset", "padded": not spec.causal}
-    yield f"attention: {described(spec, *sizes, engine.dtype, engine.device, **rows)}"
+    yield f"attention: {engine.model.spec.attention}"
     yield from (*engine.zero.notes, *engine.activations.notes)
     if advice := launch_order_advice(engine.topology.tensor, config.zero_stage, engine.device):
         yield advice

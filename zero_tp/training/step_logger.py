@@ -34,7 +34,7 @@ class StepLogger(Callback):
     def on_start(self, state: TrainState) -> None:
         config, engine = state.config, state.engine
         spec, length, batch = engine.model.spec, config.zero_tp.data.sequence_length, config.global_batch
-        recomputed = config.zero_tp.recompute_policy.run_again(spec.layers, config.accumulation)
+        recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(spec.layers, config.accumulation)
         self._meter = StepMeter(
             batch * length,
             model_flops(spec, batch, length, config.labelled),

@@ -1,4 +1,4 @@
-"""Weights are written as native Hugging Face directories of safetensors, one parameter in memory at a time."""
+"""Write native Hugging Face directories of safetensors, one parameter in memory at a time."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def native_entries(
 ) -> list[Entry]:
     """Return every Hugging Face tensor in `dtype`, read from our parameters one at a time.
 
-    One parameter can be several tensors (gate and up), or several one (fused Q, K and V): what was not asked for yet is
-    kept, so that tensors that are read one after another read it once.
+    One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K and V). Its other
+    tensors are cached until they are read, so a parameter is read once.
 
     Args:
         shape: our parameter's name → its whole shape.
@@ -65,16 +65,16 @@ def native_entries(
     for weight in weights_of(config):
         for name in weight.names:
             makers.setdefault(name, []).append(weight)
-    kept: dict[str, Tensor] = {}
+    cached: dict[str, Tensor] = {}
 
-    def theirs(name: str) -> Tensor:
-        if name not in kept:
-            kept.clear()
-            kept.update(to_theirs(makers[name], read))
-        return kept.pop(name).to(dtype)
+    def read_native(name: str) -> Tensor:
+        if name not in cached:
+            cached.clear()
+            cached.update(to_theirs(makers[name], read))
+        return cached.pop(name).to(dtype)
 
     return [
-        Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(theirs, name))
+        Entry(name, weight.shapes(shape(weight.ours))[name], dtype, partial(read_native, name))
         for name, (weight, *_) in makers.items()
     ]
 
@@ -84,7 +84,7 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
-    # It does nothing to what is not partitioned, and without DeepSpeed nothing is.
+    # Does nothing to parameters that are not partitioned; without DeepSpeed none is.
     deepspeed = sys.modules.get("deepspeed")
     with deepspeed.zero.GatheredParameters([parameter]) if deepspeed is not None else nullcontext():
         local = parameter.detach().clone()
@@ -125,7 +125,7 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
 
 
 def _replaceable(target: Path) -> bool:
-    """Return whether this is nothing, an empty directory or a model. A run has a config.json too, and checkpoints."""
+    """Return whether this is absent, an empty directory or a model (a run has config.json and checkpoints)."""
     if not target.exists():
         return True
     if not target.is_dir():
@@ -148,16 +148,15 @@ def write_native(
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
 
-    It is written beside its place, flushed and renamed, so that it is complete or not there; with `overwrite`, it takes
-    the place of an existing directory at once, without its files of the same names and its other weights files.
-    Permissions follow the umask.
+    It is written to a temporary directory, flushed and renamed, so it is complete or absent. With `overwrite` it
+    replaces an existing directory at once, except files of other names that are no weights.
 
     Args:
         entries: every whole tensor by its Hugging Face name, tied ones once; read one at a time, in the order of
             `plan_shards`. The config records their dtype.
         generation: settings of generation; by default those that the config implies.
-        tokenizer: a directory whose tokenizer is copied in.
-        among: the directory is others' too, which may write in it meanwhile: files are put into it one by one.
+        tokenizer: a directory whose tokenizer is copied.
+        among: other programs may write into the directory meanwhile: files are put into it one by one.
         card: the text of its model card. A card that a person wrote or changed stays.
 
     Raises:
@@ -169,29 +168,25 @@ def write_native(
         raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
     if not among and not _replaceable(target):
         raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
-    architecture = architecture_of(config)
     config = copy.deepcopy(config)
-    name_of_class = native_class_of(config)
-    config.dtype, config.architectures = entries[0].dtype, [name_of_class]
-    native, aliases = native_model(config), aliases_of(config)
-    expected = {name: tuple(like.shape) for name, like in native.state_dict().items() if name not in aliases}
-    found = {entry.name: tuple(entry.shape) for entry in entries}
-    for name in expected.keys() | found.keys():
-        if found.get(name) != expected.get(name):
-            raise UserError(f"tensor {name}: {name_of_class} expects {expected.get(name)}, found {found.get(name)}")
-    named = [replace(entry, name=architecture.stored.get(entry.name, entry.name)) for entry in entries]
-    shards = plan_shards(named, max_shard_size)
+    config.dtype, config.architectures = entries[0].dtype, [native_class_of(config)]
+    native = native_model(config)
+    _check_entries(entries, native, config)
+    file_names = architecture_of(config).stored
+    shards = plan_shards(
+        [replace(entry, name=file_names.get(entry.name, entry.name)) for entry in entries], max_shard_size
+    )
     target = Path(os.path.realpath(target))
     with partial_directory(target) as temporary:
         _write_weights(temporary, shards)
         native.config.save_pretrained(temporary)
         settings = generation or getattr(native, "generation_config", None)
-        if settings is not None:  # of a model that generates
-            # `save_pretrained` refuses flags without effect, such as top_p without do_sample, of files that have them.
+        if settings is not None:  # the model generates
+            # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of existing files.
             settings.to_json_file(temporary / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary)
-        if card is not None and not _is_a_persons(target / CARD):
+        if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
         if among and target.is_dir():
             _put_among(temporary, target)
@@ -199,13 +194,24 @@ def write_native(
             put_in_place(temporary, target, _is_weights)
 
 
+def _check_entries(entries: Iterable[Entry], native: nn.Module, config: PretrainedConfig) -> None:
+    """Check that these are the tensors of the native class."""
+    aliases = aliases_of(config)
+    expected = {name: tuple(like.shape) for name, like in native.state_dict().items() if name not in aliases}
+    shapes = {entry.name: tuple(entry.shape) for entry in entries}
+    for name in expected.keys() | shapes.keys():
+        if shapes.get(name) != expected.get(name):
+            problem = f"{type(native).__name__} expects {expected.get(name)}, found {shapes.get(name)}"
+            raise UserError(f"tensor {name}: {problem}")
+
+
 def _digest_line(card: str) -> str:
-    """Return the last line of a card, by which it is seen later whether a person has changed it."""
+    """Return a card's last line, which shows later whether a person has changed the card."""
     return f"<!-- {hashlib.sha256(card.encode()).hexdigest()} -->"
 
 
-def _is_a_persons(path: Path) -> bool:
-    """Return whether there is a card that is not as it was written here."""
+def _is_edited(path: Path) -> bool:
+    """Return whether there is a card that a person wrote or changed."""
     try:
         text = read_regular(path).decode()
     except FileNotFoundError:
@@ -221,7 +227,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _put_among(written: Path, target: Path) -> None:
-    """Move files into a directory, the config last; weights of an older model that was there go."""
+    """Move files into a directory, the config last, and remove the weights of an older model."""
     names = sorted((file.name for file in written.iterdir()), key=lambda name: name == CONFIG)
     for name in names:
         os.replace(written / name, target / name)
@@ -247,7 +253,7 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, directory: Path) -> None:
-    """Copy a tokenizer's files by their names: whatever else is beside them stays there."""
+    """Copy a tokenizer's files, and no others of its directory."""
     for name in TOKENIZER_FILES:
         if is_regular(tokenizer / name):
             shutil.copyfile(tokenizer / name, directory / name)
@@ -292,12 +298,12 @@ def save_pretrained(
                 overwrite=True,
                 among=among,
             )
-        except Exception as error:  # whatever it is, the other ranks are to hear of it; raised below
+        except Exception as error:  # raised below, after the other ranks have been told
             failure = error
     for _ in gathered:
-        pass  # on rank 0 what a failure left: the other ranks wait for it in their gathers
+        pass  # after a failure on rank 0, the other ranks still wait in their gathers
     if dist.is_initialized():
-        # The others learn how it went; a barrier would leave them waiting for a rank that has failed.
+        # No barrier: rank 0 may have failed.
         outcome = [None if failure is None else str(failure)]
         dist.broadcast_object_list(outcome, src=0)
         if failure is None and outcome[0] is not None:

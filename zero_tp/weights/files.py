@@ -128,7 +128,7 @@ def has_commit(model: str) -> bool:
     return is_name(model) and bool(COMMIT.fullmatch(model.partition("@")[2]))
 
 
-def as_begun(model: Any, before: Any) -> Any:
+def pin_to_first_start(model: Any, before: Any) -> Any:
     """Return the name with the commit that a run began with, where it is of the same name; else `model`."""
     names = isinstance(model, str) and isinstance(before, str) and is_name(model)
     return before if names and "@" not in model and before.startswith(f"{model}@") else model

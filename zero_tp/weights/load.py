@@ -1,4 +1,4 @@
-"""A model is built with the weights of a Hugging Face directory instead of drawn ones; each rank reads its slices."""
+"""Build models with the weights of a Hugging Face directory; each rank reads its slices."""
 
 from __future__ import annotations
 
@@ -26,59 +26,47 @@ from zero_tp.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, check_numbers, read_config_json
+from zero_tp.architectures.configs import CONFIG, read_config_json
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
-from zero_tp.parallel.parameter import Drawn, Init
+from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.strict_json import read_json
 from zero_tp.tensors.files import DTYPE_NAMES
 from zero_tp.topology import Topology
 from zero_tp.weights.files import is_finite, is_regular, open_weights
 
 FLOATING = ("F64", "F32", "BF16", "F16")
-LEADING_ELSEWHERE = (
-    "configuration_files",
-    "transformers_weights",
-    "fusion_config",
-    "kernel_config",
-    "distributed_config",
-)
-"""Fields of a config.json by which transformers would take other files, or code, than those that are checked here."""
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def native_model(config: PretrainedConfig) -> Any:
-    """Build the model of the native transformers class, which weights come from and go to, on the meta device.
-
-    Of an architecture without a table it is the causal one.
-    """
+    """Build the model of the native transformers class on the meta device; without a table, the causal class."""
     with init_empty_weights(include_buffers=True):
         if config.model_type in ARCHITECTURES:
             native, config = getattr(transformers, native_class_of(config)), copy.deepcopy(config)
-            if not native._supports_sdpa:  # MegatronBert: what ours computes with is none of its business
+            if not native._supports_sdpa:  # MegatronBert
                 config._attn_implementation = "eager"
             return native(config)  # not by `_from_config`, which partitions over ranks where Trainer runs ZeRO-3
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 class PretrainedSource:
-    """This `WeightSource` reads a Hugging Face directory: a rank's slices of a tensor when its parameter is made.
+    """A `WeightSource` that reads this rank's slices of a Hugging Face directory as parameters are made.
+
+    The constructor checks names, shapes and dtypes; it reads no data.
+
+    Args:
+        config: the model's, of a supported model_type.
+        allow_pickle: read pickled weights if there are no safetensors.
+        seed: of the heads that the files do not have.
 
     Attributes:
-        drawn: the heads that the files do not have, in words; they are drawn from the seed.
+        new_heads: the heads that the files do not have, in words; they are initialised from the seed.
+
+    Raises:
+        UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
     """
 
     def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
-        """Check that the directory's tensors are those of the config's model. Reads no tensor.
-
-        Args:
-            config: the model's, of a supported model_type.
-            allow_pickle: read pickled weights where there are no safetensors.
-            seed: of the heads that the files do not have.
-
-        Raises:
-            UserError: no weights, or a tensor that is missing, unexpected, of another shape or not floating.
-        """
         self.directory = directory
         self.tensors = open_weights(directory, allow_pickle)
         _check_layers(directory, config, self.tensors)
@@ -90,28 +78,27 @@ class PretrainedSource:
         # Old files hold an alias beside its source.
         self.aliases = {source: alias for alias, source in aliases.items() if alias in self.stored}
         heads = architecture_of(config).heads
-        self.drawn = [what for what, names in heads.items() if _lacks(names, expected.keys(), self.stored)]
-        lacking = "|".join(heads[what] for what in self.drawn)
-        self._drawn = Drawn(seed)
+        self.new_heads = [head for head, names in heads.items() if _lacks(names, expected.keys(), self.stored)]
+        lacking = "|".join(heads[head] for head in self.new_heads)
+        self._seeded_init = SeededInit(seed)
         for name, shape in expected.items():
             if name in self.stored:
                 _check_kind(directory, self.stored[name], self.tensors[self.stored[name]], shape)
             elif name not in aliases and not re.fullmatch(lacking, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
-    def told(self) -> str:
-        """Say which heads are drawn."""
-        return f"{self.directory}: has no weights of {', '.join(self.drawn)}: drawn from the seed"
+    def describe_new_heads(self) -> str:
+        return f"{self.directory}: has no weights of {', '.join(self.new_heads)}: drawn from the seed"
 
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
         weight = self.weights[name]
         if weight.names[0] not in self.stored:
-            self._drawn.fill(local, name, whole, layout, init, topology)
+            self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
-            if start < stop:  # equal where a rank has padding alone
+            if start < stop:  # equal on a rank with nothing but padding
                 rows.copy_(self._read(weight, layout.dim, start, stop, whole[0]))
                 if not is_finite(rows):
                     raise not_finite(self.directory, ", ".join(weight.names), rows)
@@ -119,28 +106,28 @@ class PretrainedSource:
     def _read(self, weight: Weight, dim: int, start: int, stop: int, rows: int) -> Tensor:
         """Return rows [start, stop) of dimension `dim` of our parameter, which has `rows` rows in all."""
         pieces = []
-        for held in weight.runs(rows):
-            first, last = held.start, held.start + held.length
-            if dim == 0:  # the rows of this range that are wanted
-                first += max(start - held.ours, 0)
-                last -= max(held.ours + held.length - stop, 0)
+        for run in weight.runs(rows):
+            first, last = run.start, run.start + run.length
+            if dim == 0:  # the requested rows of this run
+                first += max(start - run.ours, 0)
+                last -= max(run.ours + run.length - stop, 0)
             if first >= last:
                 continue
             index = (slice(first, last),) if dim == 0 else (slice(first, last), slice(start, stop))
-            pieces.append(self._slice(held.theirs, index, transposed=weight.transposed))
+            pieces.append(self._slice(run.theirs, index, transposed=weight.transposed))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _slice(self, theirs: str, index: tuple[slice, ...], *, transposed: bool) -> Tensor:
-        """Return a slice of one of their tensors, indexed as ours lies."""
+        """Return a slice of one of their tensors, indexed by our dimensions."""
 
         def piece(name: str) -> Tensor:
             tensor = self.tensors[self.stored[name]]
             return (tensor.t() if transposed else tensor)[index]
 
-        found, alias = piece(theirs), self.aliases.get(theirs)
-        if alias is not None and not torch.equal(found, piece(alias)):
+        source, alias = piece(theirs), self.aliases.get(theirs)
+        if alias is not None and not torch.equal(source, piece(alias)):
             raise _not_tied(self.directory, theirs, alias)
-        return found
+        return source
 
 
 def _names(
@@ -148,36 +135,36 @@ def _names(
 ) -> dict[str, str]:
     """Return name in the native class → name in the files.
 
-    Files of the bare model leave out the prefix of the class with a head; what the architecture ignores is left out.
+    Files of the bare model lack the prefix of the class with a head. Tensors that the architecture ignores are dropped.
     """
     stored: dict[str, str] = {}
     named = {theirs: name for name, theirs in architecture.stored.items()}
-    for found, tensor in tensors.items():
-        name = named.get(found, found)
+    for file_name, tensor in tensors.items():
+        name = named.get(file_name, file_name)
         for old, new in architecture.old_endings.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
         name = name if name in expected else architecture.base_prefix + name
         if name in stored:
-            raise UserError(f"{directory}: tensors {stored[name]} and {found} are both {name}")
+            raise UserError(f"{directory}: tensors {stored[name]} and {file_name} are both {name}")
         if name in expected:
-            stored[name] = found
+            stored[name] = file_name
         elif not _is_known(name, architecture):
             raise UserError(
-                f"{directory}: unexpected tensor {found} of shape {tuple(tensor.shape)}; {architecture.native_class} "
-                "with this config.json has none of that name"
+                f"{directory}: unexpected tensor {file_name} of shape {tuple(tensor.shape)}; "
+                f"{architecture.native_class} with this config.json has none of that name"
             )
     return stored
 
 
 def _is_known(name: str, architecture: Architecture) -> bool:
-    """Tell whether a tensor, named with the prefix, is of a head that this model has not, or no weight at all."""
+    """Return whether a tensor, named with the prefix, belongs to another head or is no weight."""
     patterns = [*architecture.heads.values(), *(re.escape(architecture.base_prefix) + old for old in architecture.old)]
     bare = name.removeprefix(architecture.base_prefix)
     return any(re.fullmatch(pattern, each) for pattern in patterns for each in (name, bare))
 
 
 def _lacks(pattern: str, expected: Collection[str], stored: Collection[str]) -> bool:
-    """Tell whether files have none of the tensors that a head of this model has."""
+    """Return whether the files have none of a head's tensors."""
     names = [name for name in expected if re.fullmatch(pattern, name)]
     return bool(names) and not any(name in stored for name in names)
 
@@ -210,8 +197,7 @@ def open_any_config(directory: Path) -> PretrainedConfig:
     Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
 
     Raises:
-        UserError: see `read_config_json`; transformers has no such class or refuses a field, a number is none that a
-            model has, or a field names files or code that would be loaded besides.
+        UserError: see `read_config_json`; transformers has no such class or refuses a field, or a field names code.
     """
     raw, path = read_config_json(directory), directory / CONFIG
     model_type = raw.get("model_type")
@@ -220,12 +206,11 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         if "auto_map" in raw:
             why += ", and code that comes with a model is never run"
         raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
-    _check_fields(raw, path)
+    _refuse_foreign_kernels(raw, path)
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
-    check_numbers(config, path)
     return config
 
 
@@ -241,18 +226,13 @@ def open_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _check_fields(raw: dict[str, Any], path: Path) -> None:
+def _refuse_foreign_kernels(raw: dict[str, Any], path: Path) -> None:
+    """Refuse an implementation from a repository, which transformers would download and run."""
     for name, value in raw.items():
         if isinstance(value, dict):
-            _check_fields(value, path)
-        if value is not None and name in LEADING_ELSEWHERE:
-            raise UserError(
-                f"{path}: {name} {shown(value)}: what it would load besides is never read; give another model"
-            )
+            _refuse_foreign_kernels(value, path)
         if name.endswith(("attn_implementation", "experts_implementation")) and "/" in shown(value):
             raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
-        if name in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
-            raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
 
 
 def open_model(
@@ -310,33 +290,33 @@ def open_model(
 
 
 def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise a UserError before so many layers are made that memory or patience would end."""
+    """Refuse a config with more layers than tensors before its layers are made."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(tensors):
         raise UserError(f"{directory}: its config has {layers:,} layers, its files only {len(tensors):,} tensors")
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check the tensors that the class has under the same name, with the prefix of its base or without it."""
+    """Check the tensors that the class knows by name, with or without the prefix of its base."""
     expected = {name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()}
     prefix, named = f"{native.base_model_prefix}.", dict[str, str]()
-    for found, tensor in tensors.items():
-        name = next((name for name in (found, prefix + found) if name in expected), None)
+    for file_name, tensor in tensors.items():
+        name = next((name for name in (file_name, prefix + file_name) if name in expected), None)
         if name is None:
             continue
         if name in named:
-            raise UserError(f"{directory}: tensors {named[name]} and {found} are both {name}")
-        named[name] = found
-        _check_kind(directory, found, tensor, tuple(expected[name].shape))
+            raise UserError(f"{directory}: tensors {named[name]} and {file_name} are both {name}")
+        named[name] = file_name
+        _check_kind(directory, file_name, tensor, tuple(expected[name].shape))
     for alias, source in native.all_tied_weights_keys.items():
         if alias in named and source in named and not torch.equal(tensors[named[alias]], tensors[named[source]]):
             raise _not_tied(directory, named[source], named[alias])
 
 
-def _check_kind(directory: Path, name: str, found: Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(found.shape) != expected:
-        raise UserError(f"{directory}: tensor {name}: expected shape {expected}, found {tuple(found.shape)}")
-    dtype = DTYPE_NAMES.get(found.dtype, str(found.dtype))
+def _check_kind(directory: Path, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != expected:
+        raise UserError(f"{directory}: tensor {name}: expected shape {expected}, found {tuple(tensor.shape)}")
+    dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if dtype not in FLOATING:
         raise UserError(f"{directory}: tensor {name}: expected one of {', '.join(FLOATING)}, found {dtype}")
 

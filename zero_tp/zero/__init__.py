@@ -1,1 +1,1 @@
-"""Everything that knows the insides of DeepSpeed is here."""
+"""DeepSpeed's ZeRO engines, and everything that depends on DeepSpeed's internals."""

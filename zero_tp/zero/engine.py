@@ -1,4 +1,4 @@
-"""The engine of a ZeRO stage is DeepSpeed's, put around a model; each stage's own is in stages.py."""
+"""The base of the ZeRO stages: DeepSpeed's engine around a model. stages.py has the stages."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 Optimized = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 Veto = Callable[[Tensor], bool]
-"""Decides from the gradient norm (0-d, not yet read), on every rank alike, that a step is skipped."""
+"""Decides from the gradient norm (0-d, on the device), identically on all ranks, whether to skip a step."""
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 COUNTING_ONE_MORE = (LRRangeTest, OneCycle)
-"""Schedules whose formulas take `last_batch_iteration + 1`; those of the others take it as it is."""
+"""Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
 
 
 def set_schedule(schedule: Any, done: int) -> None:
-    """Bring a schedule to its value at k = `done` + 1, and the optimizer to its rates: step k trains at its value at k.
+    """Set a schedule and the optimizer's learning rates for step `done` + 1: step k trains at the value at k.
 
-    DeepSpeed makes it at iteration -1 and moves it on after each step, so that a warm-up from 0 would leave the first
-    two steps without effect.
+    DeepSpeed starts it at iteration -1 and advances it after each step, so the first two steps of a warm-up from 0
+    would have no effect.
 
     Args:
-        done: the steps that have updated the weights.
+        done: steps that have updated the weights.
     """
     schedule.step(done if isinstance(schedule, COUNTING_ONE_MORE) else done + 1)
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let `torch.compile` return what it is given, inside the block, by torch's own variable.
+    """Disable `torch.compile` inside the block, by torch's own variable.
 
-    DeepSpeed imports Muon, which is refused here, to ask of any optimizer whether it is one, and Muon compiles as it is
-    imported: torch's whole compiler was loaded, 1.5 s of each rank's start.
+    DeepSpeed imports Muon, which compiles at import, to check an optimizer's type: that would load torch's whole
+    compiler, 1.5 s of each rank's start.
     """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -60,16 +60,16 @@ def without_compiler() -> Iterator[None]:
 
 
 class ZeroEngine(ABC):
-    """The engine of one ZeRO stage is DeepSpeed's: the model is built in `construction()`, `initialize` wraps it.
+    """One ZeRO stage: build the model inside `construction()`, then `initialize` wraps it in DeepSpeed's engine.
 
     Attributes:
         settings: DeepSpeed's config, as its engine gets it.
-        model: the unwrapped model. engine, optimizer, scheduler: what `deepspeed.initialize` made of it.
+        model: the unwrapped model. engine, optimizer, scheduler: results of `deepspeed.initialize`.
         loss_scale: of fp16; None in another dtype.
-        lock_step: whether all DP ranks must run the same number of forwards, because each forward gathers over DP.
-        vetoed: the gradient norm of the last step, when that was skipped by its veto; else None.
-        recent: the losses and norms of the last steps, [loss, norm] each, that the next veto looks back on.
-        notes: lines for a run's start.
+        lock_step: all DP ranks must run the same number of forwards, because each forward gathers over DP.
+        vetoed: the gradient norm of the last step if its veto skipped it; else None.
+        recent: [loss, norm] of the last steps, for the next veto.
+        notes: lines for the log of a run's start.
     """
 
     lock_step = False
@@ -82,7 +82,7 @@ class ZeroEngine(ABC):
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
         throughput = TIMERS["throughput"] | settings.get("timers", {}).get("throughput", {})
-        # DeepSpeed takes some blocks as on where they stand, and a scheduler's params to be there.
+        # DeepSpeed enables some blocks if they exist, and requires a scheduler's params.
         self.settings = {key: value for key, value in settings.items() if key not in OFF_BLOCKS}
         self.settings["timers"] = {"throughput": throughput}
         if "scheduler" in settings:
@@ -93,17 +93,17 @@ class ZeroEngine(ABC):
         self._veto: Veto | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model has to be built."""
+        """Return the context in which to build the model."""
         return nullcontext()
 
     def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
         """Make DeepSpeed's engine. Collective over all ranks.
 
         Args:
-            optimized: what the optimizer of the config trains, or another optimizer, whose update is element-wise.
+            optimized: parameters for the config's optimizer, or an optimizer whose update is element-wise.
         """
-        # cuBLAS may split a 16-bit product's sum, and by torch's default round the parts to 16 bits. TP splits products
-        # into other shapes, so its run would differ from the plain one by more than the order of fp32 sums.
+        # By torch's default cuBLAS may round parts of a 16-bit product's sum to 16 bits. TP has products of other
+        # shapes, so its run would differ from the plain one by more than the order of fp32 sums.
         for dtype in ("bf16", "fp16"):
             setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", False)
         self.model = model
@@ -112,50 +112,42 @@ class ZeroEngine(ABC):
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model, config=self.settings, mpu=self.topology, **{by: optimized}
             )
-        found = self.engine.dp_world_size
-        if found != self.topology.data:
-            raise RuntimeError(f"DeepSpeed sees {found} data-parallel ranks, the topology {self.topology.data}")
+        replicas = self.engine.dp_world_size
+        if replicas != self.topology.data:
+            raise RuntimeError(f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}")
         if self.scheduler is not None:
             set_schedule(self.scheduler, 0)
         self.loss_scale = LossScale(self.engine, self.optimizer) if self.engine.fp16_enabled() else None
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run a micro-batch's backward, in fp16 of the scaled loss; the options are those of DeepSpeed's."""
+        """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""
         self.engine.backward(loss, **options)
 
     def step(self, veto: Veto | None = None) -> None:
-        """End a micro-batch's backward; after the last one of a step, clip the gradients and update the weights.
+        """End a micro-batch's backward; after the last of a step, clip the gradients and update the weights.
 
-        A veto skips that update as DeepSpeed skips one whose gradients are not finite, and leaves fp16's loss scale.
+        A veto skips the update, as DeepSpeed skips one with gradients that are not finite, but keeps fp16's loss scale.
         """
-        self._ask(veto)
+        self._veto, self.vetoed = veto, None
         last = self.engine.is_gradient_accumulation_boundary()
         self._step()
         if last and self.loss_scale is not None:
-            self.loss_scale.update(self.optimizer.overflow and not self._has_refused())
+            self.loss_scale.update(self.optimizer.overflow and self.vetoed is None)
 
     def _step(self) -> None:
         self.engine.step()
 
-    def _ask(self, veto: Veto | None) -> None:
-        self._veto, self.vetoed = veto, None
-
     def _refused(self, norm: Tensor) -> bool:
-        """Tell whether the veto refuses a step of this norm. Every rank asks it, whatever its norm."""
+        """Ask the veto, on every rank, whether to skip a step with this norm."""
         if self._veto is not None and self._veto(norm):
             self.vetoed = norm
-        return self._has_refused()
-
-    def _has_refused(self) -> bool:
         return self.vetoed is not None
 
     def outcome(self) -> tuple[Tensor | float, bool]:
-        """Return (gradient norm, skipped) of the last step.
+        """Return (gradient norm before clipping, skipped) of the last step, without waiting for the device.
 
-        Nobody waits: DeepSpeed knows on the host whether it skipped the step, and the norm stays on the device.
-
-        The norm is taken before clipping. A step is skipped, and its norm nan, when gradients were not finite on some
-        rank; nothing was updated then, nor after a veto, which has a norm.
+        A step is skipped, and its norm nan, if gradients were not finite on some rank. A vetoed step updates nothing
+        either, but has a norm.
         """
         if self.vetoed is not None:
             return self.vetoed, False
@@ -168,11 +160,11 @@ class ZeroEngine(ABC):
         return norm if norm is not None else float("nan")
 
     def states(self) -> OptimizerStates:
-        """Return the masters and the optimizer's states that this rank holds."""
+        """Return this rank's masters and optimizer states."""
         return OptimizerStates(self.fragments(), self.optimizer)
 
     def progress(self) -> dict[str, Any]:
-        """Return how far the run is, in numbers that all ranks share, as a checkpoint's manifest keeps them."""
+        """Return the run's progress, equal on all ranks, for a checkpoint's manifest."""
         return {
             "optimizer_steps": self.states().steps,
             "counters": {name: getattr(self.engine, name) for name in COUNTERS},
@@ -183,34 +175,34 @@ class ZeroEngine(ABC):
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
-        """Bring the engine to what `progress` gave. Learning rates are those of the config at this step."""
+        """Restore `progress()`. Learning rates follow the config."""
         self.restore_updates(progress)
         for name in COUNTERS:
             setattr(self.engine, name, progress["counters"][name])
-        # DeepSpeed steps where this count divides by the accumulation, which may be another than that of the save.
+        # DeepSpeed steps when the accumulation divides this count; the saved run may have had another accumulation.
         self.engine.micro_steps = self.engine.global_steps * self.engine.gradient_accumulation_steps()
-        if self.scheduler is not None:  # of the config as it is now, which may have another than the save's
+        if self.scheduler is not None:  # the config's, which may differ from the save's
             set_schedule(self.scheduler, self.engine.global_steps - self.engine.skipped_steps)
         self.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_updates(self, progress: dict[str, Any]) -> None:
-        """Bring to what `progress` gave only what belongs to the moments: their count of updates and the loss scale."""
+        """Restore only the moments' part of `progress()`: their count of updates and the loss scale."""
         self.states().set_steps(progress["optimizer_steps"])
         if self.loss_scale is not None:
             self.loss_scale.restore(progress["loss_scale"])
 
     def duplicates(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what every DP rank holds alike from one update to the next, with its name: the module's weights."""
+        """Yield (name, tensor) of what is equal on all DP ranks between updates: the module's weights."""
         yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """Yield what this rank holds of each parameter, in the model's order; some may be empty."""
+        """Yield this rank's fragment of each parameter, in the model's order; some may be empty."""
 
     def share(self, fragment: Fragment) -> slice:
-        """Return which of the fragment's elements this rank writes into a checkpoint."""
+        """Return the elements of a fragment that this rank writes into a checkpoint."""
         return slice(0, fragment.numel)
 
     @abstractmethod
     def fill_module(self) -> None:
-        """Bring the module's weights to the masters, as an optimizer step does. Collective over DP."""
+        """Copy the masters into the module's weights, as an optimizer step does. Collective over DP."""

@@ -1,27 +1,16 @@
-"""DeepSpeed compiles some of its ops on the machine that first needs them: what that takes is checked and said before,
-and no killed build stands in its way.
-"""
+"""Check what DeepSpeed's compiled ops need of a machine before a run uses them."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import os
 import shutil
-import signal
 import sysconfig
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from zero_tp.config.optimizer import FUSED_ADAM, builder_name
 from zero_tp.errors import UserError
-
-OTHER_MACHINE_SECONDS = 15 * 60
 
 
 def check_nvme(paths: Mapping[str, Path]) -> None:
@@ -54,10 +43,10 @@ def has_libaio() -> bool:
 
 
 def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
-    """Return a line on what DeepSpeed will compile for a run; None where nothing is left to compile.
+    """Return a line about the op that DeepSpeed will compile for a run; None if nothing is left to compile.
 
-    Its own optimizers, such as those of offloaded states, are C++ that it builds when a machine first needs them: its
-    CPU Adam took g++ 139 s of CPU time, on a machine that others used too.
+    DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine first needs them, which
+    takes g++ more than two minutes.
 
     Args:
         config: DeepSpeed's, resolved. accelerator: DeepSpeed's.
@@ -111,69 +100,9 @@ def _built(name: str) -> Path:
 def without_shared_memory_collectives() -> None:
     """Keep `deepspeed.init_distributed` from compiling and loading its shared-memory collectives.
 
-    Only its inference uses them, and loading them takes a lock file for a moment on every rank at every start: a rank
-    killed in that moment would leave all later starts waiting for ever.
-
-    DeepSpeed fills the table of what works here when it is first read: it starts compilers for every op and prints what
-    each lacks. `init_distributed` alone reads it, so it gets one with this entry only.
+    Only DeepSpeed's inference uses them. Filling DeepSpeed's table of compatible ops would also start a compiler for
+    every op; `init_distributed` alone reads it, so it gets a table with this entry only.
     """
     import deepspeed
 
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-
-
-def clear_abandoned_locks(seconds: float) -> None:
-    """Remove what killed builds have left in torch's extension folder; see `abandoned_locks`."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in abandoned_locks(root, seconds):
-        lock.unlink(missing_ok=True)
-
-
-def abandoned_locks(root: Path, seconds: float = OTHER_MACHINE_SECONDS) -> Iterator[Path]:
-    """Yield the lock files of torch's extension builds below `root` that nobody holds.
-
-    torch waits for such a file for ever. A builder keeps it open, so one that no process of this machine has open was
-    left by a killed one; where the folder is shared, another machine may hold it, and a build there takes no `seconds`.
-    """
-    locks = list(root.glob("*/*/lock")) + list(root.glob("*/lock"))
-    seen: set[str] | None = None
-    for lock in locks:
-        with contextlib.suppress(FileNotFoundError):  # all ranks start by looking; another one has removed it
-            held = _is_open(lock)
-            if held is None:
-                seen = _open_files() if seen is None else seen
-                held = str(lock.resolve()) in seen
-            if not held and time.time() - lock.stat().st_mtime > seconds:
-                yield lock
-
-
-def _is_open(path: Path) -> bool | None:
-    """Tell whether a process of this machine has a file open, also one of another container; None: nobody can tell.
-
-    The kernel grants a lease for writing on a file that nobody else has open.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:  # another person's, or a link
-        return True if error.errno == errno.EAGAIN else None  # another rank asks the same now
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # ignored: SIGIO would end this process
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError as error:  # others: a file system without leases, such as NFS
-        return True if error.errno == errno.EAGAIN else None
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _open_files() -> set[str]:
-    """Return the files that processes of this machine hold open, as far as this user may look."""
-    held: set[str] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended, or it is another user's
-            held.update(file.path for file in process.open_files())
-    return held

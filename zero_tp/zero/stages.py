@@ -1,4 +1,4 @@
-"""What differs between the ZeRO stages is said here, so that training and checkpoints never ask which stage it is."""
+"""One class for each ZeRO stage, so that training and checkpoints never ask for the stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def measure_in_pieces(optimizer: Any) -> None:
-    """Give one of DeepSpeed's ZeRO optimizers the norm of each gradient, where it takes them of copies in fp64."""
+    """Let one of DeepSpeed's ZeRO optimizers compute gradient norms chunk by chunk, instead of from fp64 copies."""
     direct = getattr(optimizer, "get_grad_norm_direct", None)
     if direct is None:  # its BF16_Optimizer
         return
@@ -41,10 +41,10 @@ def measure_in_pieces(optimizer: Any) -> None:
 
 
 class WithoutZero(ZeroEngine):
-    """Under ZeRO-0 every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
+    """ZeRO-0: every DP rank holds all masters and states. The gradient norm and clipping are ours, in fp64.
 
-    ZeRO-1, -2 and -3 compute both themselves, in fp64. Without ZeRO, DeepSpeed takes fp32 norms (inexact at 1e-4 on
-    CPUs), reports none in fp32, and in 16 bit counts only the gradients of TP rank 0. So DeepSpeed's clipping is off.
+    DeepSpeed computes both in fp64 for ZeRO-1, -2 and -3. Without ZeRO its norms are in fp32 (inexact at 1e-4 on CPUs)
+    and missing in fp32 runs, and in 16 bit they count only the gradients of TP rank 0. So its clipping is off.
     """
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
@@ -54,17 +54,17 @@ class WithoutZero(ZeroEngine):
 
     def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
         super().initialize(model, optimized)
-        # In 16 bit DeepSpeed wraps the optimizer, and keeps fp32 copies of the weights as its masters.
+        # In 16 bit DeepSpeed wraps the optimizer and keeps fp32 masters.
         self._wrapped = hasattr(self.optimizer, "loss_scale_config")
         if self._wrapped:
             self._undo_first_step()
 
     @torch.no_grad()
     def _undo_first_step(self) -> None:
-        """Take back what DeepSpeed's 16-bit optimizers do when they are made.
+        """Undo the first step of DeepSpeed's 16-bit optimizers.
 
         To allocate their states they step once on zero gradients, which decays the masters by lr·weight_decay and
-        leaves Adam's bias correction one step ahead for good.
+        leaves Adam's bias correction one step ahead.
         """
         inner = self.optimizer.optimizer
         inner.state.clear()
@@ -74,7 +74,7 @@ class WithoutZero(ZeroEngine):
             fragment.master.copy_(self.model.get_parameter(fragment.name).flatten())
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        # DeepSpeed 0.19.8 scales the losses of its ZeRO optimizers alone; that of ZeRO-0 divides by the scale too.
+        # DeepSpeed 0.19.8 scales only the losses of its ZeRO optimizers, but ZeRO-0's divides by the scale too.
         super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value, **options)
 
     def _step(self) -> None:
@@ -83,7 +83,7 @@ class WithoutZero(ZeroEngine):
         super()._step()
 
     def _clip(self) -> None:
-        """Clip the gradients, or see to it that the step is skipped. The norm is read, once, to know which."""
+        """Clip the gradients, or make DeepSpeed skip the step. Reads the norm once."""
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
@@ -92,7 +92,7 @@ class WithoutZero(ZeroEngine):
         if taken and self._limit > 0:
             clip_gradients(parameters, self._last_norm, self._limit)
         if not self._wrapped:
-            # A plain torch optimizer checks nothing: leave it no gradients, and tell the engine that it skipped.
+            # A plain torch optimizer checks nothing: remove its gradients, and set the engine's flag.
             self.optimizer.overflow = not taken
             if not taken:
                 for parameter in parameters:
@@ -100,13 +100,13 @@ class WithoutZero(ZeroEngine):
         elif self.vetoed is not None:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.fill_(float("nan"))  # which the wrapper looks for
+                    parameter.grad.fill_(float("nan"))  # the wrapper skips the step
 
     def _norm(self) -> float:
         return self._last_norm
 
     def duplicates(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's weights, and the masters and states, which no rank shares out here."""
+        """Yield the module's weights, and the masters and states, which are not partitioned."""
         yield from super().duplicates()
         states = self.states()
         for kind in states.kinds():
@@ -136,7 +136,7 @@ class WithoutZero(ZeroEngine):
                     offset += parameter.numel()
 
     def share(self, fragment: Fragment) -> slice:
-        """Every DP rank holds the same fragment and writes one piece of it."""
+        """Return this rank's piece: all DP ranks hold the same fragment."""
         length = -(-fragment.numel // self.topology.data)
         first = self.topology.data_rank * length
         return slice(min(fragment.numel, first), min(fragment.numel, first + length))
@@ -148,15 +148,15 @@ class WithoutZero(ZeroEngine):
 
 
 class PartitionedStates(ZeroEngine):
-    """Under ZeRO-1 and ZeRO-2 masters and states are cut over DP, in flat groups of parameters.
+    """ZeRO-1 and ZeRO-2: masters and states are partitioned over DP, in flat groups of parameters.
 
-    A single replica has nothing to reduce: its gradients stay where backward made them. DeepSpeed would copy each five
-    times to take their mean over one rank.
+    A single replica reduces nothing, so its gradients stay in place; DeepSpeed would copy each five times to take the
+    mean over one rank.
     """
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
-        self._alone = is_alone(settings, topology.data)
-        if self._alone:
+        self._single_replica = is_single_replica(settings, topology.data)
+        if self._single_replica:
             zero = {"contiguous_gradients": False, **settings["zero_optimization"]}
             settings = {**settings, "zero_optimization": zero}
         super().__init__(settings, topology)
@@ -164,24 +164,24 @@ class PartitionedStates(ZeroEngine):
     def initialize(self, model: ParallelModel, optimized: Optimized) -> None:
         super().initialize(model, optimized)
         measure_in_pieces(self.optimizer)
-        if self._alone:
+        if self._single_replica:
             for name in ("average_tensor", "buffered_reduce_fallback"):
                 setattr(self.optimizer, name, lambda *_, **__: None)
-        if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 whose gradients are added in another dtype
+        if not hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO-1 that accumulates gradients in another dtype
             self._judge_first(self.optimizer)
             return
         measured = self.optimizer.scaled_global_norm
 
         def judged(norm_type: int = 2) -> Tensor:
             norm: Tensor = measured(norm_type)
-            # Without a veto nobody waits for the norm.
+            # Without a veto the norm is not read.
             refused = self._veto is not None and self._refused(norm / self.optimizer.loss_scale)
             return torch.full_like(norm, float("inf")) if refused else norm
 
         self.optimizer.scaled_global_norm = judged
 
     def _judge_first(self, optimizer: Any) -> None:
-        """Ask the veto before DeepSpeed's BF16_Optimizer steps, whose step makes the norm that it is judged by."""
+        """Ask the veto before DeepSpeed's BF16_Optimizer steps, whose step computes the norm."""
         step = optimizer.step
 
         def judged() -> None:
@@ -190,7 +190,7 @@ class PartitionedStates(ZeroEngine):
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
                 if self._refused(norm):
                     for gradient in gradients:
-                        gradient.fill_(float("nan"))  # which it looks for
+                        gradient.fill_(float("nan"))  # it skips the step
             step()
 
         optimizer.step = judged
@@ -210,25 +210,21 @@ class PartitionedStates(ZeroEngine):
             if hasattr(self.optimizer, name):
                 groups: list[Tensor] = getattr(self.optimizer, name)
                 return groups
-        raise RuntimeError(f"{type(self.optimizer).__name__}: this version of DeepSpeed keeps its masters elsewhere")
+        raise RuntimeError(f"{type(self.optimizer).__name__}: this version of DeepSpeed has no known fp32 partitions")
 
     @torch.no_grad()
     def fill_module(self) -> None:
         self.optimizer.update_lp_params()
 
 
-def is_alone(settings: dict[str, Any], data: int) -> bool:
-    """Tell whether gradients of ZeRO-1 or 2 stay where they are: none is reduced, offloaded, or copied by the config.
-
-    Args:
-        settings: DeepSpeed's config.
-    """
+def is_single_replica(settings: dict[str, Any], data: int) -> bool:
+    """Return whether gradients of ZeRO-1 or 2 stay in place: not reduced, offloaded or copied by DeepSpeed's config."""
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     return data == 1 and offload.get("device", "none") == "none" and not copies_gradients(settings)
 
 
 class PartitionedParameters(ZeroEngine):
-    """Under ZeRO-3 parameters, too, are cut over DP, each by itself, and gathered while they are needed."""
+    """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they are needed."""
 
     lock_step = True
 
@@ -256,7 +252,7 @@ class PartitionedParameters(ZeroEngine):
         accelerator = get_accelerator()
         if updates and not accelerator.is_synchronized_device():
             # DeepSpeed 0.19.8 gathers on a side stream. Nothing orders that after the update, unless its throughput
-            # timer or its gather of resident weights synchronises with the device.
+            # timer or its gather of persistent weights synchronises with the device.
             gathers = self.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
             gathers.wait_stream(accelerator.current_stream())
 
@@ -269,11 +265,11 @@ class PartitionedParameters(ZeroEngine):
 
     def construction(self) -> AbstractContextManager[Any]:
         return deepspeed.zero.Init(
-            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for its reading
-            # of the batch sizes.
+            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards; mpu= is for reading the
+            # batch sizes.
             data_parallel_group=self.topology.data_group,
             mpu=self.topology,
-            # Without dtype=: given one, DeepSpeed 0.19.8 takes bf16 instead wherever fp16 is not supported.
+            # No dtype=: with one, DeepSpeed 0.19.8 uses bf16 on devices that do not support fp16.
             config_dict_or_path=self.settings,
         )
 
@@ -310,5 +306,5 @@ STAGES: dict[int, type[ZeroEngine]] = {
 
 
 def zero_engine(settings: dict[str, Any], topology: Topology) -> ZeroEngine:
-    """Choose the class by the stage of a DeepSpeed config; nothing is made yet."""
+    """Return the engine of a DeepSpeed config's stage; it is not initialised yet."""
     return STAGES[int(settings.get("zero_optimization", {}).get("stage", 0))](settings, topology)

@@ -1,12 +1,12 @@
-"""This module finds the fp32 masters and optimizer's states that a rank holds, whichever ZeRO stage cut them.
+"""Views of a rank's fp32 masters and optimizer states, for every ZeRO stage.
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition under ZeRO-1 to 3. The
-fragment's master is a piece of a flat fp32 tensor, and the optimizer's states (moments) are tensors of the same length
-beside it. What is found here are views: writing into them restores a run.
+fragment's master is a piece of a flat fp32 tensor; the optimizer's states (moments) are tensors of the same length.
+Writing into the views restores a run.
 
-DeepSpeed's own tools are not used for this. Its checkpoints are pickled, load at another DP size with an error and at
-another TP size by guessing from names; `ds_to_universal` takes patterns of names where the layouts know, and cannot be
-loaded under ZeRO-3 with a foreign TP group; `safe_set_full_*` change the masters and leave the module as it was.
+DeepSpeed's own tools do not serve here. Its checkpoints are pickled, fail at another DP size, and guess from names at
+another TP size. `ds_to_universal` needs patterns of names, and its result cannot be loaded under ZeRO-3 with a foreign
+TP group. `safe_set_full_*` change the masters but not the module.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Fragment:
-    """A fragment is what this rank holds of one parameter's flattened TP shard: consecutive elements.
+    """This rank's consecutive elements of one parameter's flattened TP shard.
 
     Attributes:
         name: the parameter's.
         start: the fragment's first element in the flattened shard.
         flat: the optimizer's own fp32 tensor, the key of its states.
-        offset, numel: where the fragment is in it.
+        offset, numel: the fragment's place in it.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Fragment:
     numel: int
 
     def view(self, whole: Tensor) -> Tensor:
-        """Return the fragment's elements of `flat`, or of a state as long. [numel]"""
+        """Return the fragment's elements of `flat`, or of a state of that length. [numel]"""
         return whole.detach().view(-1).narrow(0, self.offset, self.numel)
 
     @property
@@ -49,7 +49,7 @@ class Fragment:
 
 
 class OptimizerStates:
-    """These are the masters and the optimizer's states of one rank, fragment by fragment.
+    """The masters and optimizer states of one rank, fragment by fragment.
 
     Attributes:
         fragments: those that are not empty, in the order of the model's parameters.
@@ -57,14 +57,13 @@ class OptimizerStates:
     """
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any):
-        """Find the innermost optimizer of DeepSpeed's `optimizer`, which may be around any number of others."""
         self.fragments = [fragment for fragment in fragments if fragment.numel]
         while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = optimizer.optimizer
         self.optimizer = optimizer
 
     def kinds(self) -> list[str]:
-        """Return `master` and the names of the optimizer's states that are as long as it."""
+        """Return `master` and the names of the optimizer states of its length."""
         if not self.fragments:
             return [MASTER]
         flat = self.fragments[0].flat
@@ -73,8 +72,7 @@ class OptimizerStates:
         return [MASTER, *(key for key, value in tensors.items() if value.numel() == flat.numel())]
 
     def get(self, fragment: Fragment, kind: str) -> Tensor:
-        """Return a view of the fragment's master or state, fp32 [numel]; a state that is not there yet is made, of
-        zeros."""
+        """Return a view of the fragment's master or state, fp32 [numel]; a new state is zeros."""
         if kind == MASTER:
             return fragment.master
         state = self.optimizer.state[fragment.flat]
@@ -84,10 +82,10 @@ class OptimizerStates:
 
     @property
     def steps(self) -> int | None:
-        """Return the updates that the optimizer counts; None when it counts none (SGD)."""
-        counted = {int(state["step"]) for state in self.optimizer.state.values() if "step" in state}
-        assert len(counted) <= 1, f"the optimizer's states were updated {counted} times"
-        return counted.pop() if counted else None
+        """Return the optimizer's count of updates; None if it counts none (SGD)."""
+        counts = {int(state["step"]) for state in self.optimizer.state.values() if "step" in state}
+        assert len(counts) <= 1, f"the optimizer's states were updated {counts} times"
+        return counts.pop() if counts else None
 
     def set_steps(self, steps: int | None) -> None:
         """Set every state's update count: a tensor in torch's optimizers, a number in DeepSpeed's.
@@ -107,7 +105,7 @@ class OptimizerStates:
 
 
 class StatesOnNVMe(OptimizerStates):
-    """ZeRO-3 keeps these states on NVMe: copies of the masters alone, since DeepSpeed does not restore the rest."""
+    """States that ZeRO-3 keeps on NVMe: copies of the masters only, because DeepSpeed cannot restore the others."""
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any, model: nn.Module):
         super().__init__(fragments, optimizer)
@@ -124,10 +122,10 @@ class StatesOnNVMe(OptimizerStates):
 
 
 def _replay_cpu_adam(adam: Any, steps: int) -> None:
-    """Bring DeepSpeedCPUAdam's β^t to where an unbroken run has them.
+    """Set DeepSpeedCPUAdam's β^t as in an uninterrupted run.
 
-    It multiplies them up in fp32, step by step, but a fresh one that starts at step t takes pow(β, t): another
-    rounding, which 1 - β₂^t magnifies to 1e-5 of an update. Stepping one number through the same steps mends it.
+    It multiplies them in fp32, step by step, but a new one that starts at step t takes pow(β, t): another rounding,
+    which 1 - β₂^t magnifies to 1e-5 of an update. Stepping a single number repeats the multiplications.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -142,7 +140,7 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
 
 
 def partition_of(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank holds of a parameter's TP shard: its DP partition under ZeRO-3, else all of it."""
+    """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else all of it."""
     partition: Tensor = getattr(parameter, "ds_tensor", parameter)
     return partition.detach()
 

@@ -23,7 +23,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "remade-from-the-output": Mutant(
         "A dropped activation is computed again from itself: norm(norm(x)), gelu(gelu(x)).",
-        RECOMPUTE + "Remade.consume",
+        RECOMPUTE + "RecomputedOutput.consume",
         "source.detach()",
         "output.detach().clone()",
         (RECOMPUTE_TP,),

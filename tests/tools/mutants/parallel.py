@@ -91,8 +91,8 @@ MUTANTS: dict[str, Mutant] = {
     "summed-gradients-not-waited-for": Mutant(
         "DeepSpeed reduces a gradient over DP while the sum over TP still runs.",
         "zero_tp/parallel/gradients.py::_hooked",
-        "made.start(gradient, async_op=False).wait()[0]",
-        "made.start(gradient)._tensor[0]",
+        "total.start(gradient, async_op=False).wait()[0]",
+        "total.start(gradient)._tensor[0]",
         (TESTS + "test_asynchronous.py::test_an_asynchronous_device_gives_the_same_run[3]",),
     ),
     # ---- gradients, layouts, initial weights -------------------------------------------------------------------------
@@ -106,8 +106,8 @@ MUTANTS: dict[str, Mutant] = {
     "hook-returns-the-part": Mutant(
         "The gradient hook fires and is counted, but returns the rank's own part.",
         "zero_tp/parallel/gradients.py::_hooked",
-        "made.start(gradient, async_op=False).wait()[0]",
-        "(made.start(gradient).wait(), gradient)[1]",
+        "total.start(gradient, async_op=False).wait()[0]",
+        "(total.start(gradient).wait(), gradient)[1]",
         (GRADIENTS_SP,),
     ),
     "replicas-counted-on-every-rank": Mutant(
@@ -133,8 +133,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "drawn-elsewhere-and-lost": Mutant(
         "A weight misses the blocks that the other data-parallel ranks drew.",
-        "zero_tp/parallel/parameter.py::DrawnTogether._draw",
-        "others.copy_(brought)",
+        "zero_tp/parallel/parameter.py::ShardedSeededInit._draw",
+        "others.copy_(gathered)",
         "pass",
         (TESTS + "test_engine.py::test_data_parallel_ranks_draw_each_weight_once_among_them[1-1-bf16]",),
     ),
@@ -177,9 +177,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "ignored-labels-counted": Mutant(
         "The mean is over all labels, ignored ones too.",
-        LOSS + "_LinearCrossEntropy.forward",
+        LOSS + "_divisor",
         "counted.sum()",
-        "torch.tensor(labels.numel())",
+        "torch.tensor(counted.numel())",
         (FROZEN,),
     ),
     "upstream-gradient-ignored": Mutant(
