@@ -11,7 +11,7 @@ from zero_tp.architectures.fields import Fields
 from zero_tp.architectures.table import Architecture, Weight, to_theirs
 from zero_tp.errors import UserError
 
-_MODULES = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+_MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
 ARCHITECTURES: dict[str, Architecture] = {
     getattr(module, "MODEL_TYPE", module.__name__.rpartition(".")[2]): module.ARCHITECTURE
     for module in _MODULES
@@ -38,13 +38,13 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     Raises:
         UserError: no table for the config's model_type; names those there are.
     """
-    found = ARCHITECTURES.get(config.model_type)
-    if found is None:
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
         raise UserError(
             f"zero_tp.model.model_type: {config.model_type!r} has no architecture table; "
             f"supported: {', '.join(sorted(ARCHITECTURES))}"
         )
-    return found
+    return architecture
 
 
 def aliases_of(config: PretrainedConfig) -> dict[str, str]:

@@ -61,12 +61,12 @@ OLD_ENDINGS = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow."""
 
 
-def encoder_spec(config: PretrainedConfig, without_sentences: str, **given: Any) -> TransformerSpec:
+def encoder_spec(config: PretrainedConfig, without_sentences: str, **differences: Any) -> TransformerSpec:
     """Return the spec of an encoder: what is not as in Llama.
 
     Args:
         without_sentences: name of the class that has no sentence head.
-        given: arguments of TransformerSpec that differ between encoders.
+        differences: arguments of TransformerSpec that differ between encoders.
     """
     return common.spec(
         config,
@@ -86,7 +86,7 @@ def encoder_spec(config: PretrainedConfig, without_sentences: str, **given: Any)
         causal=False,
         sentence_head=config.architectures != [without_sentences],
         token_types=config.type_vocab_size,
-        **given,
+        **differences,
     )
 
 

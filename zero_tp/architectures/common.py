@@ -74,20 +74,20 @@ def fields(
     )
 
 
-def spec(config: PretrainedConfig, *, partly: bool = False, **given: Any) -> TransformerSpec:
+def spec(config: PretrainedConfig, *, partly: bool = False, **differences: Any) -> TransformerSpec:
     """Return the spec of a config.
 
     Args:
         partly: the architecture may turn a part of each head.
-        given: arguments of TransformerSpec that are not as in Llama.
+        differences: arguments of TransformerSpec that are not as in Llama.
 
     Raises:
         ConfigError: a field whose value is not computed.
     """
     layers, std = config.num_hidden_layers, config.initializer_range
     heads, kv_heads, head_size = grouped_heads(config)
-    if given.get("position") != "learned":
-        given = {"position": "rotary", "rotary": rotary(config, head_size, partly=partly), **given}
+    if differences.get("position") != "learned":
+        differences = {"position": "rotary", "rotary": rotary(config, head_size, partly=partly), **differences}
     usual: dict[str, Any] = {
         "hidden": config.hidden_size,
         "layers": layers,
@@ -112,7 +112,7 @@ def spec(config: PretrainedConfig, *, partly: bool = False, **given: Any) -> Tra
         "windows": (None,) * layers,
         "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
     }
-    return TransformerSpec(**{**usual, **given})
+    return TransformerSpec(**{**usual, **differences})
 
 
 def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
@@ -165,13 +165,13 @@ def both_names(
         transposed, heads: see Weight.
     """
     for name in ("weight", "bias") if bias else ("weight",):
-        names = tuple(f"{each}.{name}" for each in theirs)
+        names = tuple(f"{module}.{name}" for module in theirs)
         yield Weight(f"{ours}.{name}", names, transposed=transposed and name == "weight", heads=heads)
 
 
 def layer_weights(ours: str, *theirs: str, bias: bool) -> Iterator[Weight]:
     """Yield the same of every layer, by the names within one."""
-    yield from both_names(OURS + ours, *(THEIRS + each for each in theirs), bias=bias)
+    yield from both_names(OURS + ours, *(THEIRS + name for name in theirs), bias=bias)
 
 
 EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
@@ -208,12 +208,12 @@ def weights(
         mlp: its linear layers, our name → theirs.
     """
     bias = spec.norm == "layer_norm"
-    found = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
-    found += attention_weights(spec) if attention is None else attention
-    found += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
+    listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
+    listed += attention_weights(spec) if attention is None else attention
+    listed += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
     for ours, theirs in mlp.items():
-        found += layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
-    return (*found, *both_names("transformer.final_norm", "model.norm", bias=bias), HEAD)
+        listed += layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
+    return (*listed, *both_names("transformer.final_norm", "model.norm", bias=bias), HEAD)
 
 
 def architecture(

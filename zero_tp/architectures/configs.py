@@ -174,11 +174,11 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
     """
     known = fields_of(config.model_type)
     for name in (*inspect.get_annotations(type(config)), *known.undeclared):
-        found, before = getattr(config, name, None), saved.get(name)
+        value, before = getattr(config, name, None), saved.get(name)
         # The tokenizer beside the data decides the token ids.
-        if name not in TOKEN_IDS and name not in known.irrelevant and found != before:
+        if name not in TOKEN_IDS and name not in known.irrelevant and value != before:
             key, remedy = f"{MODEL_KEY}.from_pretrained", "start it with that, or give another --output-dir"
-            problem = f"{name} in {directory} is {shown(found)}, but the run was started with {shown(before)}"
+            problem = f"{name} in {directory} is {shown(value)}, but the run was started with {shown(before)}"
             raise ConfigError(key, problem, remedy)
 
 

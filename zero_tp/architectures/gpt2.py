@@ -60,7 +60,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter: it has them all, whatever its config."""
-    found = [
+    listed = [
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
     ]
@@ -72,8 +72,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.c_fc", True),
         ("mlp.down", "mlp.c_proj", True),
     ):
-        found += common.both_names(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
-    return (*found, *common.both_names("transformer.final_norm", "transformer.ln_f"), common.HEAD)
+        listed += common.both_names(common.OURS + ours, "transformer.h.{layer}." + theirs, transposed=transposed)
+    return (*listed, *common.both_names("transformer.final_norm", "transformer.ln_f"), common.HEAD)
 
 
 ARCHITECTURE = Architecture(

@@ -44,7 +44,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
-    found = [Weight("transformer.embedding.word.weight", "gpt_neox.embed_in.weight")]
+    listed = [Weight("transformer.embedding.word.weight", "gpt_neox.embed_in.weight")]
     for ours, theirs, bias, heads in (
         ("attention_norm", "input_layernorm", True, None),
         ("attention.qkv", "attention.query_key_value", spec.qkv_bias, spec.heads),
@@ -53,8 +53,8 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.dense_h_to_4h", True, None),
         ("mlp.down", "mlp.dense_4h_to_h", True, None),
     ):
-        found += common.both_names(common.OURS + ours, "gpt_neox.layers.{layer}." + theirs, bias=bias, heads=heads)
-    return (*found, *common.both_names("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
+        listed += common.both_names(common.OURS + ours, "gpt_neox.layers.{layer}." + theirs, bias=bias, heads=heads)
+    return (*listed, *common.both_names("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
 
 
 ARCHITECTURE = Architecture(

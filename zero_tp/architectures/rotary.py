@@ -81,8 +81,8 @@ def rotary(config: PretrainedConfig, head_size: int, *, partly: bool = False) ->
             return (1.0 / (base ** (torch.arange(0, turning, 2, dtype=torch.float) / turning))).to(device), 1.0
         # A tensor, as transformers gives it: the same rounding.
         seq_len = None if longer is None else torch.tensor(longer)
-        found, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
-        return found.to(device), float(scale)
+        inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+        return inverse.to(device), float(scale)
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
         return computed(length if length > config.max_position_embeddings else None, device)

@@ -61,9 +61,9 @@ class Weight:
         if self.rows is not None:
             yield RowRange(self.names[0], 0, self.rows[0], rows)
             return
-        each = rows // len(self.names)
+        size = rows // len(self.names)
         for index, name in enumerate(self.names):
-            yield RowRange(name, index * each, 0, each)
+            yield RowRange(name, index * size, 0, size)
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of their tensors, from that of our whole parameter."""
@@ -93,12 +93,12 @@ def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[
         for run in weight.runs(whole.shape[0]):
             pieces.setdefault(run.theirs, []).append((run.start, whole[run.ours : run.ours + run.length]))
             transposed[run.theirs] = weight.transposed
-    found = {}
+    tensors = {}
     for name, parts in pieces.items():
         ordered = [part for _, part in sorted(parts, key=lambda placed: placed[0])]
         joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
-        found[name] = joined.t() if transposed[name] else joined
-    return found
+        tensors[name] = joined.t() if transposed[name] else joined
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class Resized:
             resized[:] = rows.double().mean(0)
         else:
             self._drawn.fill(resized, name, whole, layout, init, Topology(world=1))
-        kept = min(len(rows), whole[0])
-        resized[:kept] = rows[:kept]
+        common = min(len(rows), whole[0])
+        resized[:common] = rows[:common]
         local.copy_(layout.shard(resized, topology.tensor_rank, topology.tensor))
 
 
@@ -76,13 +76,13 @@ def set_word_embedding(model: ParallelModel, value: nn.Module) -> None:
     Raises:
         UserError: it has other sizes.
     """
-    weight, given = model.get_input_embeddings().weight, value.weight
-    assert isinstance(weight, Tensor) and isinstance(given, Tensor)
+    weight, source = model.get_input_embeddings().weight, value.weight
+    assert isinstance(weight, Tensor) and isinstance(source, Tensor)
     topology, layout = model.topology, layout_of(weight)  # type: ignore[arg-type]
-    own = tuple(given.shape) == tuple(weight.shape) and hasattr(given, "tensor_layout")
-    if not own and tuple(given.shape) != whole_shape(weight):  # type: ignore[arg-type]
+    own = tuple(source.shape) == tuple(weight.shape) and hasattr(source, "tensor_layout")
+    if not own and tuple(source.shape) != whole_shape(weight):  # type: ignore[arg-type]
         raise UserError(
-            f"set_input_embeddings: {tuple(given.shape)}, but the model's word embedding is "
+            f"set_input_embeddings: {tuple(source.shape)}, but the model's word embedding is "
             f"{whole_shape(weight)}; change its size with resize_token_embeddings first"  # type: ignore[arg-type]
         )
-    weight.copy_(given if own else layout.shard(given, topology.tensor_rank, topology.tensor))
+    weight.copy_(source if own else layout.shard(source, topology.tensor_rank, topology.tensor))

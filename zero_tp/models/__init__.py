@@ -1,1 +1,1 @@
-"""The models say what is computed."""
+"""The models: what is computed."""

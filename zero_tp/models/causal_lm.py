@@ -1,4 +1,4 @@
-"""CausalLM is a decoder with a language-model head, split over the TP group.
+"""A decoder with a language-model head, split over the TP group.
 
 s sequence, b batch, v vocabulary, t TP size.
 """
@@ -24,26 +24,22 @@ from zero_tp.parallel.parameter import ParameterMaker
 
 @dataclass
 class ScoredOutput(CausalLMOutputWithPast):
-    """This output is what a forward returns.
-
+    """
     Attributes:
-        greedy: whether each label is the model's first choice, of the shape of `loss`; only of `reduction="none"`.
+        greedy: whether each label is the argmax, shaped like `loss`; only with `reduction="none"`.
     """
 
     greedy: Tensor | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Return the token that each position predicts, from labels as Hugging Face gives them (`labels = input_ids`).
-    [b, s] → [b, s]."""
-    moved = torch.full_like(labels, IGNORE_INDEX)
-    moved[:, :-1] = labels[:, 1:]
-    return moved
+    """Return the token that each position predicts, from Hugging Face's labels (`labels = input_ids`). [b, s]"""
+    targets = torch.full_like(labels, IGNORE_INDEX)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
 
 
 class CausalLM(ParallelModel):
-    """This model is a decoder with a language-model head."""
-
     causal = True
 
     def _make_heads(self, make: ParameterMaker) -> None:
@@ -52,8 +48,8 @@ class CausalLM(ParallelModel):
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
-    def totals(self, output: Any, given: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"loss": (output.loss.double().sum(), (given["shift_labels"] != IGNORE_INDEX).sum())}
+    def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"loss": (output.loss.double().sum(), (arguments["shift_labels"] != IGNORE_INDEX).sum())}
 
     def forward(
         self,
@@ -72,7 +68,7 @@ class CausalLM(ParallelModel):
         reduction: Literal["mean", "none"] = "mean",
         num_items_in_batch: Tensor | float | None = None,
     ) -> ScoredOutput:
-        """Return the loss and, when asked or when there are no labels, logits.
+        """Return the loss and, if requested or without labels, logits.
 
         Args:
             input_ids: [b, s].
@@ -80,26 +76,25 @@ class CausalLM(ParallelModel):
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
             position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers, without a mask and
                 a cache a position that does not follow the one before begins a document (see `document_ids`).
-            document_ids: [b, s], numbers of the documents packed in a row; a token sees its own document alone, which
-                are its neighbours of the same number. Best on the host: an accelerator would be waited for.
-            past_key_values: keys and values of the tokens before, which gets the present ones too.
-            use_cache: start such a cache where none is given, and return it.
+            document_ids: [b, s], numbers of the documents packed in a row; a token sees only its own. Give them on the
+                host; on an accelerator, reading them synchronises.
+            past_key_values: keys and values of earlier tokens; gets the present ones too.
+            use_cache: start such a cache if there is none, and return it.
             logits_to_keep: logits of the last so many positions, or of those it lists; 0: of all.
-            shift_labels: [b, s], already shifted: the token that each position predicts. Wins over `labels`. With
+            shift_labels: [b, s], already shifted: the token that each position predicts. Overrides `labels`. With
                 `reduction="none"` also [b, s, k]: k alternatives at each position.
             return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
-            reduction: `none` gives each token's loss, for evaluation, without gradient; ignored labels cost nothing in
-                the output layer.
-            num_items_in_batch: what the sum of the losses is divided by, instead of the number of labels that are not
-                ignored: the forwards of one step can share a number.
+            reduction: `none` returns each token's loss, for evaluation, without gradient; ignored labels skip the
+                output layer.
+            num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
 
         Returns:
-            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` of the
-            labels' shape, 0 where a label is ignored, and `greedy` beside it.
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` shaped like
+            the labels, 0 for ignored ones, and `greedy`.
 
         Raises:
-            UserError: s does not divide by t while gradients are taken under SP, or exceeds learned positions, a
-                cache is used while gradients are taken, or documents may each need rotary frequencies of their own.
+            UserError: with gradients, s does not divide by t under SP, or there is a cache; s exceeds learned
+                positions; or documents may need different rotary frequencies.
             ValueError: a shape that does not fit, an unknown reduction, documents beside a cache, `return_dict=False`.
             RuntimeError: a token id or label outside the vocabulary (on an accelerator: when it is next synchronised).
         """
@@ -118,7 +113,7 @@ class CausalLM(ParallelModel):
         if targets is not None:
             labelled = targets.transpose(0, 1).contiguous()
             if reduction == "none":
-                scores = self.head(hidden, labelled, sequence=sequence, each_token=True)
+                scores = self.head(hidden, labelled, sequence=sequence, per_token=True)
                 loss, greedy = (score.transpose(0, 1) for score in scores)
             else:
                 loss = self.head(hidden, labelled, sequence=sequence, divisor=num_items_in_batch)
@@ -134,8 +129,7 @@ class CausalLM(ParallelModel):
         document_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> tuple[Tensor, bool]:
-        """Return what the output layer takes, [s, b, h], and whether it is a shard of the sequence. Arguments: those of
-        `forward`."""
+        """Return (input of the output layer, [s, b, h], whether it is a sequence shard). Arguments: see `forward`."""
         self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         self._check_ids("token ids", input_ids)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
@@ -152,7 +146,7 @@ class CausalLM(ParallelModel):
         return hidden, sequence
 
     def _pieces(self, document_ids: Tensor, device: torch.device) -> Pieces:
-        """Find the pieces of documents. The planner's model, whose tensors hold no numbers, has other ones."""
+        """Find the pieces of documents; the planner's model, whose tensors have no data, overrides this."""
         return Pieces.of(document_ids, device)
 
     def _check_shapes(

@@ -1,4 +1,4 @@
-"""The context of a forward is what its layers share: masks, rotation, cache, and whether it runs on sequence shards.
+"""What all layers of a forward share: masks, rotation, cache, and whether it runs on sequence shards.
 
 s queries, k keys, b batch. Keys are the tokens that a cache still holds and the queries themselves.
 """
@@ -18,7 +18,7 @@ from zero_tp.models.position import Rotation
 
 
 def starts_of(documents: Tensor) -> npt.NDArray[np.int32]:
-    """Return where each run of equal neighbours in the rows of `documents` begins, and the number of all tokens."""
+    """Return the start of each run of equal neighbours in the rows of `documents`, and the number of all tokens."""
     numbers = documents.cpu().numpy()
     begins = np.ones(numbers.shape, dtype=bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -27,7 +27,7 @@ def starts_of(documents: Tensor) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces are the runs of neighbouring tokens of one document in the rows of a batch, counted row after row.
+    """Runs of neighbouring tokens of one document in the rows of a batch, counted row after row.
 
     Attributes:
         starts: where each of n pieces begins among all b·s tokens, and b·s at the end ("cu_seqlens"), int32 [n + 1].
@@ -42,15 +42,12 @@ class Pieces:
 
     @classmethod
     def of(cls, documents: Tensor, device: torch.device) -> Pieces:
-        """Find the pieces of `documents` [b, s], which number the document of each token.
-
-        They are found on the host, which waits for numbers that are on an accelerator, and for nothing else.
-        """
+        """Find the pieces of `documents` [b, s], each token's document number, on the host."""
         return cls.from_starts(starts_of(documents), documents.shape, device)
 
     @classmethod
     def from_starts(cls, starts: npt.NDArray[np.int32], shape: torch.Size, device: torch.device) -> Pieces:
-        """Move `starts`, which are on the host, to the device. `shape` is [b, s]."""
+        """Copy `starts` from the host to the device. `shape` is [b, s]."""
         there = torch.tensor(starts, pin_memory=device.type != "cpu").to(device, non_blocking=True)
         return cls(there, int(np.diff(starts).max()), *shape)
 
@@ -68,17 +65,16 @@ class Pieces:
 
 
 def documents_of(positions: Tensor) -> Tensor | None:
-    """Return the number of each token's document, [b, s], where `positions` [b, s] do not go on by one; None: all do.
+    """Return each token's document number, [b, s], from `positions` [b, s] that restart; None if none restarts.
 
-    So transformers reads rows of packed documents. An accelerator is waited for.
+    transformers reads rows of packed documents in this way. Synchronises with the device.
     """
     begun = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     return begun.cumsum(1) if begun.any() else None
 
 
 class Packed(NamedTuple):
-    """A Packed says who sees whom without a mask: a token sees its own piece, up to `window` tokens of it before
-    itself; with a negative `window` all of them."""
+    """Visibility without a mask: a token sees `window` tokens of its own piece before itself; all if it is negative."""
 
     pieces: Pieces
     window: int
@@ -86,17 +82,14 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """A mask says which token sees which: the causal order, past a cache, within a window, within a document, not
-    padding.
-
-    These are the facts; `seen` makes them a tensor.
+    """Which token sees which: causal order, cache, window, documents and padding. `seen` makes it a tensor.
 
     Attributes:
         queries, keys: s and k.
-        first_query, first_key: their places in the whole sequence; a cache with a window has dropped the keys before.
-        padding: [b, all tokens so far], 1 for a token and 0 for padding; None when nothing is padded.
-        pieces: of the documents; None when there is one document.
-        window: how many tokens a token sees, itself among them; None: all that it may see.
+        first_query, first_key: their places in the whole sequence; a cache with a window has dropped earlier keys.
+        padding: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
+        pieces: of the documents; None for one document per row.
+        window: how many tokens a token sees, including itself; None: no limit.
         causal: a token sees itself and those before it; else all of its row.
     """
 
@@ -111,8 +104,7 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether each token sees all keys, or where the order is causal itself and all before it, with keys
-        that end with the queries."""
+        """Return whether only causality hides keys, or nothing does, and keys end with the queries."""
         if not self.causal:
             return self.padding is None
         windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
@@ -121,10 +113,10 @@ class AttentionMask:
         return self.padding is None and self.pieces is None and not windowed and ends and aligned
 
     def seen(self, device: torch.device) -> Tensor:
-        """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] where the order is not causal.
+        """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
 
-        A token that sees none at all (padding on the left) sees itself, so that its softmax is defined; nobody reads
-        its output. In a row of nothing but padding they see all of it, where the order is not causal.
+        A token that would see none (padding on the left) sees itself, so that its softmax is defined; its output is
+        unused. If not causal, tokens of a row of padding see all of it.
         """
         if not self.causal:
             return self._seen_by_all(device)
@@ -137,29 +129,28 @@ class AttentionMask:
             numbers = self.pieces.numbers
             seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
         if self.padding is not None:
-            kept = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
+            visible = self.padding[:, self.first_key : self.first_key + self.keys].to(device).bool()
             # A cache of fixed length has more keys than there are tokens; causality hides them.
-            kept = torch.nn.functional.pad(kept, (0, self.keys - kept.shape[1]), value=True)
-            seen = seen & kept[:, None, None, :]
+            visible = torch.nn.functional.pad(visible, (0, self.keys - visible.shape[1]), value=True)
+            seen = seen & visible[:, None, None, :]
         return seen | ((key == query) & ~seen.any(-1, keepdim=True))
 
     def _seen_by_all(self, device: torch.device) -> Tensor:
         assert self.window is None and self.pieces is None and self.queries == self.keys
         if self.padding is None:
             return torch.ones(1, 1, 1, self.keys, dtype=torch.bool, device=device)
-        kept = self.padding.to(device).bool()
-        return (kept | ~kept.any(1, keepdim=True))[:, None, None, :]
+        visible = self.padding.to(device).bool()
+        return (visible | ~visible.any(1, keepdim=True))[:, None, None, :]
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The context holds what all layers of one forward share.
-
+    """
     Attributes:
-        sequence: between the linear layers a rank holds its sequence shard (SP).
+        sequence: between the linear layers a rank has its sequence shard (SP).
         masks: by window, see AttentionCore.mask.
         rotation: of rotary positions.
-        cache: keys and values of the tokens before, of this rank's KV heads; `update` adds the present ones.
+        cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present ones.
     """
 
     sequence: bool

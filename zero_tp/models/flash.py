@@ -1,6 +1,6 @@
-"""Attention on a CPU is made of matrix products, whose rate torch's own flash kernel does not come near.
+"""Flash attention on CPUs from matrix products, faster than torch's own kernel (benchmarks/tried.md).
 
-Both ways keep what a flash kernel keeps: Q, K, V, the output and the logarithm of each softmax's sum. b batch, a heads,
+It saves what a flash kernel saves: Q, K, V, the output and the logarithm of each softmax's sum. b batch, a heads,
 s sequence, d head size.
 """
 
@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from zero_tp import devices
 
 BLOCK = 128
-"""Queries of a block: a causal one has no keys after its last. Sequences of less than two have torch's own kernel."""
+"""Queries of a block; causal blocks skip later keys. Sequences shorter than two blocks use torch's own kernel."""
 BLOCK_ELEMENTS = 2**20
-"""Of the scores that exist at a time, which have to stay in a core's cache."""
+"""Scores that exist at a time; they have to fit a core's cache."""
 
 
 class _Flash(torch.autograd.Function):
@@ -28,7 +28,7 @@ class _Flash(torch.autograd.Function):
         mixed = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
         logarithms = query.new_empty(batch, heads, length, dtype=torch.float32)
         for own, shared, times in _blocks(query, key):
-            keys, values = (each[shared].repeat_interleave(times, 0) for each in (key, value))
+            keys, values = (tensor[shared].repeat_interleave(times, 0) for tensor in (key, value))
             _mix(query[own], keys, values, mixed[own], logarithms[own], causal=causal)
         ctx.save_for_backward(query, key, value, mixed, logarithms)
         ctx.causal = causal
@@ -40,21 +40,20 @@ class _Flash(torch.autograd.Function):
         query, key, value, mixed, logarithms = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for own, shared, times in _blocks(query, key):
-            keys, values = (each[shared].repeat_interleave(times, 0) for each in (key, value))
-            parts = (each[own] for each in (mixed, logarithms, gradient))
-            of_query[own], *found = _gradients(query[own], keys, values, *parts, causal=ctx.causal)
-            for whole, part in zip((of_key, of_value), found, strict=True):
+            keys, values = (tensor[shared].repeat_interleave(times, 0) for tensor in (key, value))
+            parts = (tensor[own] for tensor in (mixed, logarithms, gradient))
+            of_query[own], *key_and_value = _gradients(query[own], keys, values, *parts, causal=ctx.causal)
+            for whole, part in zip((of_key, of_value), key_and_value, strict=True):
                 whole[shared] += part.unflatten(0, (-1, times)).sum(1)
         return of_query, of_key, of_value, None
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
-    """Yield a row and those of its heads that are computed together, the row and their keys' heads, and how many of
-    the heads each of these serves: whole groups, or a part of one."""
+    """Yield (row and heads that are computed together, row and their KV heads, heads per KV head)."""
     batch, heads, length, _ = query.shape
     group = heads // key.shape[1]
     most = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
-    times = max(each for each in range(1, min(group, most) + 1) if group % each == 0)
+    times = max(size for size in range(1, min(group, most) + 1) if group % size == 0)
     together = max(times, most // times * times) if times == group else times
     for row in range(batch):
         for first in range(0, heads, together):
@@ -63,9 +62,9 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tup
 
 
 def _mix(query: Tensor, key: Tensor, value: Tensor, mixed: Tensor, logarithms: Tensor, *, causal: bool) -> None:
-    """Write softmax(QKᵀ/√d)V, [heads, s, d], and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], where they belong."""
+    """Write softmax(QKᵀ/√d)V, [heads, s, d], to `mixed` and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], to `logarithms`."""
     scale = query.shape[-1] ** -0.5
-    query, key, value = (each.contiguous() for each in (query, key, value))  # or each block copies its own
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))  # otherwise each block copies them
     length = query.shape[1]
     hidden = query.new_full((BLOCK, BLOCK), -torch.inf, dtype=torch.float32).triu_(1)
     for begin in range(0, length, BLOCK):
@@ -86,14 +85,14 @@ def _gradients(
     """Return the gradients of Q, K and V, all [heads, s, d], from those of the output.
 
     With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO ("FlashAttention-2",
-    arXiv 2307.08691, algorithm 2). What is subtracted is the product's last two columns, 16-bit numbers whose sum it
-    is, so that what a product rounds is what is left of the scores. (In fp32 they are one number and a zero.)
+    arXiv 2307.08691, algorithm 2). The subtrahend is part of the product, as two more columns of 16-bit numbers that
+    sum to it, so the product rounds the difference only. (In fp32 they are one number and a zero.)
 
     Args:
         logarithms: L, of the sums of the scores' exponentials, fp32 [heads, s].
     """
     scale = query.shape[-1] ** -0.5
-    query, key, gradient = (each.contiguous() for each in (query, key, gradient))
+    query, key, gradient = (tensor.contiguous() for tensor in (query, key, gradient))
     ones = query.new_ones(*key.shape[:2], 2)
     queries = torch.cat((query, _in_two(-logarithms / scale, query.dtype)), -1)
     outputs = torch.cat((gradient, _in_two(-(gradient.float() * mixed).sum(-1), query.dtype)), -1)
@@ -118,8 +117,7 @@ def _gradients(
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Return scaled scores, [heads, queries, keys], and of 16-bit ones what they have rounded off: the product again,
-    less them."""
+    """Return scaled scores, [heads, queries, keys], and the rounding error of 16-bit ones: the product minus them."""
     score = _scaled(left, right.mT, scale)
     if left.dtype == torch.float32:
         return score, None
@@ -131,7 +129,7 @@ def _scaled(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 def _in_two(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fp32 numbers as two columns of a dtype, whose sum they are."""
+    """Return fp32 numbers as two columns of a dtype that sum to them."""
     high = numbers.to(dtype)
     return torch.stack((high, (numbers - high).to(dtype)), -1)
 

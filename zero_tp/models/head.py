@@ -25,9 +25,9 @@ from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
 
 
 class VocabularyLayer(ElementwiseModule):
-    """A layer with a row a token; its weight [⌈v/t⌉, h] is the word embedding when tied.
+    """A layer with one row per token; its weight [⌈v/t⌉, h] is the word embedding when tied.
 
-    A tied weight is a parameter of this module too: ZeRO-3 gathers a parameter around the modules that own it.
+    A tied weight is a parameter of this module too, because ZeRO-3 gathers parameters around their modules.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
@@ -47,7 +47,7 @@ class VocabularyLayer(ElementwiseModule):
 
 
 class OutputLayer(VocabularyLayer):
-    """The output layer of a causal model gives each position's loss, scores or logits."""
+    """The output layer of a causal model: losses, scores or logits."""
 
     bias = None
 
@@ -57,16 +57,16 @@ class OutputLayer(VocabularyLayer):
         labels: Tensor | None,
         *,
         sequence: bool,
-        each_token: bool = False,
+        per_token: bool = False,
         divisor: Tensor | float | None = None,
         keep: int | Tensor = 0,
     ) -> Tensor | TokenScores:
         """Return the loss, scores or logits of [s, b, h], a shard when `sequence`.
 
-        With labels [s, b] the scalar loss, its sum over `divisor` if that is given, or with `each_token` the scores of
-        each label; without labels the logits [s, b, v] of the last `keep` positions, or of those it lists; 0: all.
+        With labels [s, b] the scalar loss (its sum over `divisor`, by default the mean), or with `per_token` each
+        label's scores; without labels the logits [s, b, v] of the last `keep` positions, or of those it lists; 0: all.
         """
-        if labels is not None and not each_token:
+        if labels is not None and not per_token:
             return vocab_parallel_cross_entropy(
                 hidden,
                 self.weight,
@@ -79,29 +79,28 @@ class OutputLayer(VocabularyLayer):
             )
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
-            kept = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
-            return vocab_parallel_logits(kept, self.weight, vocabulary=self.vocabulary, group=self.group)
+            chosen = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
+            return vocab_parallel_logits(chosen, self.weight, vocabulary=self.vocabulary, group=self.group)
         return vocab_parallel_token_scores(whole, self.weight, labels, vocabulary=self.vocabulary, group=self.group)
 
 
 class TokenDecoder(VocabularyLayer):
-    """The decoder of masked tokens has a bias of its own. It sees hidden states of chosen positions alone, whole on
-    every rank."""
+    """The decoder of masked tokens, with a bias, for hidden states of chosen positions, whole on every rank."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
         super().__init__(make, spec, embedding)
         self.bias = make.make("bias", (spec.vocabulary,), split_vocabulary(spec.vocabulary), Constant(0.0))
 
     def forward(
-        self, rows: Tensor, labels: Tensor | None, *, each_token: bool = False, divisor: Tensor | float | None = None
+        self, rows: Tensor, labels: Tensor | None, *, per_token: bool = False, divisor: Tensor | float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (loss, number of labels that are the first choice) of rows [n, 1, h] with labels [n, 1], or with
-        `each_token` the scores of each label [n, 1]; without labels (logits [n, 1, v], nothing)."""
+        """Return (loss, number of labels that are the argmax) of rows [n, 1, h] with labels [n, 1], or with `per_token`
+        each label's scores [n, 1]; without labels (logits [n, 1, v], an empty tensor)."""
         vocabulary, group = self.vocabulary, self.group
         if labels is None:
             logits = vocab_parallel_logits(rows, self.weight, bias=self.bias, vocabulary=vocabulary, group=group)
             return logits, logits.new_empty(0)
-        if each_token:
+        if per_token:
             return vocab_parallel_token_scores(
                 rows, self.weight, labels, bias=self.bias, vocabulary=vocabulary, group=group
             )
@@ -118,9 +117,9 @@ class TokenDecoder(VocabularyLayer):
 
 
 class MaskedTokenHead(nn.Module):
-    """The head of masked tokens is a dense layer, the MLP's activation, a norm, and the decoder (arXiv 1810.04805).
+    """The head of masked tokens: dense layer, the MLP's activation, norm, decoder (arXiv 1810.04805).
 
-    Whatever the sequence is split over, it works on whole rows that are the same on every TP rank.
+    It works on whole rows that are the same on every TP rank, even under SP.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
@@ -131,20 +130,22 @@ class MaskedTokenHead(nn.Module):
         self.decoder = TokenDecoder(make.child("decoder"), spec, embedding)
 
     def forward(
-        self, rows: Tensor, labels: Tensor | None, *, each_token: bool = False, divisor: Tensor | float | None = None
+        self, rows: Tensor, labels: Tensor | None, *, per_token: bool = False, divisor: Tensor | float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the decoder does, of hidden states [n, h] with labels [n], without the dimension of 1."""
+        """Return the decoder's results for hidden states [n, h] with labels [n], without the dimension of 1."""
         wide = self.norm(self.activation(self.dense(rows)))
         column = None if labels is None else labels.unsqueeze(1)
-        found, beside = self.decoder(wide.unsqueeze(1), column, each_token=each_token, divisor=divisor)
-        if labels is None or each_token:
-            found, beside = found.squeeze(1), beside.squeeze(-1)
-        return found, beside
+        scores, counts = self.decoder(wide.unsqueeze(1), column, per_token=per_token, divisor=divisor)
+        if labels is None or per_token:
+            scores, counts = scores.squeeze(1), counts.squeeze(-1)
+        return scores, counts
 
 
 class SentenceHead(nn.Module):
-    """The sentence head tells of a row's first token whether its segments are in order: the pooler, a dense layer with
-    tanh, and a linear layer with two outputs. [b, h] → [b, 2]; rows are the same on every TP rank."""
+    """Classify from a row's first token whether its segments are in order: pooler (dense, tanh), linear layer.
+
+    [b, h] → [b, 2]; rows are the same on every TP rank.
+    """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()

@@ -1,9 +1,9 @@
-"""MaskedLM is an encoder with the heads of masked pretraining (arXiv 1810.04805), split over the TP group.
+"""An encoder with the heads of masked pretraining (arXiv 1810.04805), split over the TP group.
 
 s sequence, b batch, h hidden, v vocabulary, t TP size, n labels that are not ignored.
 
-Only the positions that have a label go through the head of masked tokens: 15 % of all, and of the product with the
-vocabulary as much. Their hidden states are gathered on every TP rank, under SP by an all-reduce of [n, h].
+Only positions with a label, 15 % of all, go through the head of masked tokens. Their hidden states are gathered on
+every TP rank, under SP by an all-reduce of [n, h].
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from zero_tp.parallel.parameter import ParameterMaker
 
 @dataclass
 class PreTrainingOutput(ModelOutput):
-    """This output is what a forward returns; its first three are those of transformers' class.
+    """The first three are those of transformers' class.
 
     Attributes:
-        loss: masked_loss + sentence_loss, as far as they are there.
+        loss: masked_loss + sentence_loss, or the one that exists.
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
         seq_relationship_logits: [b, 2], likewise.
         masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
-        masked_accuracy, sentence_accuracy: the share of either that the model's first choice has right, divided as the
-            losses are, fp32 without gradient; with `reduction="none"` which, bool [b, s] and [b].
+        masked_accuracy, sentence_accuracy: share of correct argmaxes, divided like the losses, fp32 without gradient;
+            with `reduction="none"` bool [b, s] and [b].
     """
 
     loss: Tensor | None = None
@@ -51,12 +51,12 @@ FIGURES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy
 
 
 def places_of(labels: Tensor) -> Tensor:
-    """Return where labels [b, s] are not ignored: numbers of tokens, counted row after row, ascending. [n]"""
+    """Return the flat indices of labels [b, s] that are not ignored, ascending. [n]"""
     return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 class MaskedLM(ParallelModel):
-    """This model is an encoder with a head of masked tokens and, if its spec says so, a sentence head."""
+    """An encoder with a head of masked tokens and, if its spec has it, a sentence head."""
 
     causal = False
 
@@ -71,8 +71,8 @@ class MaskedLM(ParallelModel):
     def figures(self) -> tuple[str, ...]:
         return FIGURES if self.spec.sentence_head else ("masked_accuracy",)
 
-    def totals(self, output: Any, given: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        labels = {"masked": given["labels"], "sentence": given.get("next_sentence_label")}
+    def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        labels = {"masked": arguments["labels"], "sentence": arguments.get("next_sentence_label")}
         counts = {kind: (each != IGNORE_INDEX).sum() for kind, each in labels.items() if each is not None}
         kinds = {name: name.partition("_")[0] for name in FIGURES}
         return {
@@ -95,7 +95,7 @@ class MaskedLM(ParallelModel):
         num_items_in_batch: Tensor | float | None = None,
         num_rows_in_batch: Tensor | float | None = None,
     ) -> PreTrainingOutput:
-        """Return the losses and, when asked or when there are no labels, logits.
+        """Return the losses and, if requested or without labels, logits.
 
         Args:
             input_ids: [b, s].
@@ -103,21 +103,19 @@ class MaskedLM(ParallelModel):
             token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
-            label_places: where `labels` are not ignored, [n], as `places_of` gives it; without it an accelerator is
-                waited for.
+            label_places: `places_of(labels)`, [n]; without it the forward synchronises with the device.
             return_logits: also return both kinds of logits.
-            reduction: `none` gives each token's and each row's loss, for evaluation, without gradient.
-            num_items_in_batch: what the sum of the masked tokens' losses is divided by, instead of their number: the
-                forwards of one step can share a number.
+            reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
+            num_items_in_batch: divisor of the sum of the masked tokens' losses; by default their number.
             num_rows_in_batch: likewise of the rows' losses.
 
         Returns:
-            Losses are means, fp32, equal on all TP ranks; where every label is ignored nan, as torch's cross entropy
-            gives, but 0 with a number to divide by; with `none` `masked_loss` is [b, s], 0 where a label is
-            ignored, `sentence_loss` is [b], and `loss` is None.
+            Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a
+            divisor. With `none`, `masked_loss` is [b, s], 0 for ignored labels, `sentence_loss` is [b], and `loss` is
+            None.
 
         Raises:
-            UserError: s does not divide by t while gradients are taken under SP, or exceeds the positions.
+            UserError: with gradients, s does not divide by t under SP; or s exceeds the positions.
             ValueError: a shape that does not fit, an unknown reduction, a sentence label without a sentence head,
                 `return_dict=False`.
             RuntimeError: a token id, type or label out of its range (on an accelerator: when it is next synchronised).
@@ -198,7 +196,7 @@ class MaskedLM(ParallelModel):
             output.masked_loss, right = self.head(rows, wanted, divisor=divisor)
             output.masked_accuracy = right / (len(wanted) if divisor is None else nonzero(divisor))
             return
-        loss, right = self.head(rows, wanted, each_token=True)
+        loss, right = self.head(rows, wanted, per_token=True)
         output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
         output.masked_accuracy = right.new_zeros(batch * length).index_put((places,), right).view(batch, length)
 

@@ -1,4 +1,4 @@
-"""The MLP: its first weight is split by columns, its second by rows (arXiv 1909.08053, section 3)."""
+"""The MLP: first weight split by columns, second by rows (arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Activation(ElementwiseModule):
-    """An activation applies an elementwise function. [*] → [*]."""
+    """An elementwise function. [*] → [*]."""
 
     def __init__(self, function: Function):
         super().__init__()
@@ -39,7 +39,7 @@ def _of_gated(wide: Tensor, gradient: Tensor, function: Function) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """Compute activation(gate) · up; backward computes it again."""
+    """Compute activation(gate) · up, and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, wide: Tensor, function: Function, ops: ElementwiseOps) -> Tensor:
@@ -51,13 +51,12 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (wide,) = ctx.saved_tensors
-        given = [each.reshape(-1, each.shape[-1]) for each in (wide, gradient)]
-        return ctx.ops.rows(_of_gated, given, ctx.function).view(wide.shape), None, None
+        rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (wide, gradient)]
+        return ctx.ops.rows(_of_gated, rows, ctx.function).view(wide.shape), None, None
 
 
 class GatedActivation(Activation):
-    """A gated activation is activation(gate) · up of a tensor that holds both, which is all that backward keeps.
-    [*, 2n] → [*, n]."""
+    """activation(gate) · up of a tensor that holds both, and is all that backward keeps. [*, 2n] → [*, n]."""
 
     def forward(self, wide: Tensor) -> Tensor:
         output: Tensor = _Gate.apply(wide, self.function, self.elementwise)
@@ -65,7 +64,7 @@ class GatedActivation(Activation):
 
 
 class MLP(nn.Module):
-    """The MLP computes h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
+    """h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
@@ -80,9 +79,9 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """The gated MLP computes (activation(x Wᵍ) · x Wᵘ) Wᵈ (arXiv 2002.05202, equation 6).
+    """(activation(x Wᵍ) · x Wᵘ) Wᵈ, gate and up in one weight (arXiv 2002.05202, equation 6).
 
-    Gate and up are one weight with two parts. [s, b, h] → [s, b, h], sequence shards under SP.
+    [s, b, h] → [s, b, h], sequence shards under SP.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):

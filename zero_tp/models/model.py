@@ -33,24 +33,24 @@ CLASSES = {True: "causal_lm.CausalLM", False: "masked_lm.MaskedLM"}
 
 
 def model_class(spec: TransformerSpec) -> type[ParallelModel]:
-    """Return the class of the models of this spec. The other is not loaded."""
+    """Return the class of the models of this spec, without importing the other."""
     module, name = CLASSES[spec.causal].split(".")
     found: type[ParallelModel] = getattr(importlib.import_module(f"zero_tp.models.{module}"), name)
     return found
 
 
-def torch_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of a name such as "bfloat16", None where the config decides: without one, and of "auto".
+def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of a name such as "bfloat16"; None, for the config's, without one or with "auto".
 
     Raises:
         UserError: no floating dtype of torch.
     """
-    if given is None or given == "auto":
+    if dtype is None or dtype == "auto":
         return None
-    dtype = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(f'dtype: {shown(given)} is no floating dtype of torch; give one, such as "bfloat16", or "auto"')
-    return dtype
+    parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise UserError(f'dtype: {shown(dtype)} is no floating dtype of torch; give one, such as "bfloat16", or "auto"')
+    return parsed
 
 
 class ParallelModel(nn.Module, ABC):
@@ -60,15 +60,14 @@ class ParallelModel(nn.Module, ABC):
         config: a Hugging Face config of a supported model_type.
         topology: the TP × DP grid; by default one process.
         seed: of the initial weights and of dropout. Initial weights are the same for every TP size.
-        source: where the weights come from instead of the seed.
+        source: of the weights, instead of the seed.
         dtype: of the weights, such as "bfloat16"; by default, and with "auto", the config's, else fp32.
-        device: where the weights live; "meta" makes no data.
-        spec: what is built, by default what the config's architecture says; another one may have fewer layers.
+        device: of the weights; "meta" makes no data.
+        spec: by default that of the config's architecture; another one may have fewer layers.
 
     Attributes:
-        config: as it was given.
-        generation_config: what a causal model's config implies, or the source has; else None.
-        gradient_hooks: what sums partial gradients over TP, in any backward.
+        generation_config: of a causal model, implied by its config or the source's own; else None.
+        gradient_hooks: sum partial gradients over TP in every backward.
 
     Raises:
         UserError: an architecture, a field or a size that is not supported, or an architecture of another objective.
@@ -109,7 +108,7 @@ class ParallelModel(nn.Module, ABC):
         make = ParameterMaker(self.topology, source or SeededInit(seed), chosen, device)
         self.transformer = Transformer(make.child("transformer"), self.spec, self.streams)
         self._make_heads(make)
-        # Here, so that every backward is right, and before DeepSpeed makes an engine around the model.
+        # Before DeepSpeed makes an engine around the model.
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
@@ -119,17 +118,17 @@ class ParallelModel(nn.Module, ABC):
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Return which numbers of an output, divided as its loss is, tell of a training step beside the loss."""
+        """Return the names of an output's other figures, divided like its loss, for a training step's metrics."""
         return ()
 
     @abstractmethod
-    def totals(self, output: Any, given: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (sum, count) of each figure of an output with `reduction="none"`, fp64 and int64.
 
         The loss is the figure "loss", or the sum of those whose names end so.
 
         Args:
-            given: the forward's arguments.
+            arguments: the forward's arguments.
         """
 
     def set_deepspeed_parallelism(self, *_: Any) -> None:
@@ -151,7 +150,7 @@ class ParallelModel(nn.Module, ABC):
         return self.transformer.embedding.word
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count the elements of parameters as transformers does, those of the whole model on however many ranks."""
+        """Count the whole model's parameters, on any number of ranks, as transformers does."""
         embeddings = set(self.get_input_embeddings().parameters()) if exclude_embeddings else set()
         return sum(
             math.prod(whole_shape(parameter))
@@ -160,7 +159,7 @@ class ParallelModel(nn.Module, ABC):
         )
 
     def _runs_sequence_parallel(self, length: int) -> bool:
-        """Decide on SP for this forward: without gradients a length that does not divide runs without it."""
+        """Return whether this forward uses SP; without gradients, lengths that do not divide run without it."""
         topology = self.topology
         if not topology.sequence or length % topology.tensor == 0:
             return topology.sequence
@@ -177,7 +176,7 @@ class ParallelModel(nn.Module, ABC):
         return False
 
     def _check_ids(self, what: str, ids: Tensor, *, ignore: int | None = None) -> None:
-        # Under TP a token that no rank holds would silently look up zeros, a label be given a logit of zero.
+        # Under TP a token that no rank holds would silently look up zeros, and such a label get a logit of zero.
         inside = (ids >= 0) & (ids < self.spec.vocabulary)
         if ignore is not None:
             inside |= ids == ignore
@@ -195,11 +194,11 @@ class ParallelModel(nn.Module, ABC):
             raise UserError(f"sequence length {length} exceeds the model's {self.spec.positions} positions")
 
 
-def check_shape(name: str, given: Tensor | None, rows: tuple[int, ...], columns: int) -> None:
+def check_shape(name: str, tensor: Tensor | None, rows: tuple[int, ...], columns: int) -> None:
     """Check that an argument, if it is given, is [one of `rows`, columns].
 
     Raises:
         ValueError: it has another shape.
     """
-    if given is not None and (given.ndim != 2 or given.shape[0] not in rows or given.shape[1] != columns):
-        raise ValueError(f"{name} is {tuple(given.shape)}, expected {(rows[-1], columns)}")
+    if tensor is not None and (tensor.ndim != 2 or tensor.shape[0] not in rows or tensor.shape[1] != columns):
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {(rows[-1], columns)}")

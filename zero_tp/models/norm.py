@@ -1,8 +1,7 @@
-"""Norms go over the last dimension, of whole activations [s, b, h] or of this rank's part of them: a sequence shard
-[s/t, b, h] under SP, or the heads that the rank holds.
+"""Norms over the last dimension, of whole activations [s, b, h] or of this rank's part of them.
 
-On a part each TP rank sees some of the rows only, so its gradients of weight and bias are parts, which are summed over
-TP inside backward: one all-reduce for both, while the input's gradient is computed.
+A part is a sequence shard [s/t, b, h] under SP, or the rank's heads. Then the gradients of weight and bias are partial
+too, and backward sums them over TP: one all-reduce for both, while it computes the input's gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from zero_tp.parallel.parameter import Constant, ParameterMaker
 
 
 class Norm(ElementwiseModule):
-    """A norm has a weight, and says what sums its gradient.
+    """A norm with a weight, and the sum of its partial gradient.
 
     Args:
-        part: a rank sees a part of the rows.
+        part: a rank has a part of the rows.
     """
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
@@ -59,7 +58,7 @@ class _LayerNormOfPart(torch.autograd.Function):
 
 
 class LayerNorm(Norm):
-    """This norm is layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
+    """Layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
         super().__init__(make, size, epsilon, part=part)
@@ -73,7 +72,7 @@ class LayerNorm(Norm):
 
 
 def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the normed rows [n, h], rounded before the weight, and what each was scaled with, fp32 [n, 1]."""
+    """Return the normed rows [n, h], rounded before the weight, and their scales, fp32 [n, 1]."""
     wide = rows.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight * (wide * scale).to(rows.dtype), scale
@@ -109,13 +108,13 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         tensor, weight, scale = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        given = (_rows(gradient), _rows(tensor), scale)
+        rows = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
-            weight_gradient = ctx.ops.total(_of_weight, given).to(weight.dtype)
+            weight_gradient = ctx.ops.total(_of_weight, rows).to(weight.dtype)
             reducing = ctx.total.start(weight_gradient) if ctx.total is not None else None
         if needs_input:
-            input_gradient = ctx.ops.rows(_of_rows, given, weight).view(tensor.shape)
+            input_gradient = ctx.ops.rows(_of_rows, rows, weight).view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
         return input_gradient, weight_gradient, None, None, None
@@ -126,7 +125,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class RMSNorm(Norm):
-    """This norm is root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*, h]."""
+    """Root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*, h]."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         output: Tensor = _RMSNorm.apply(tensor, self.weight, self.epsilon, self.gradient_sum, self.elementwise)

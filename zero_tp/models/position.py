@@ -1,4 +1,4 @@
-"""Positions are added to the embedding, or turn queries and keys.
+"""Positions: learned vectors for the embedding, or rotations of queries and keys.
 
 s sequence, b batch, d head size, r features of a head that turn.
 """
@@ -18,8 +18,7 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class LearnedVectors(nn.Module):
-    """A vector is learned for each position, or each token type. Under SP each rank looks up those of its own tokens:
-    partial gradients."""
+    """One learned vector per position, or token type. Under SP each rank looks up its own tokens: partial gradients."""
 
     def __init__(self, make: ParameterMaker, count: int, hidden: int, *, init: Normal):
         super().__init__()
@@ -59,8 +58,7 @@ def _turn(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Turn by the angles; backward turns back, which rounds as the gradients of the operations would: both halves of an
-    angle's features turn by the same."""
+    """Rotate by the angles; backward rotates back, with the rounding of the operations' own gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
@@ -75,8 +73,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
-    """Each position is a row. [b, heads, s, d] → the same shape, with the positions outside in memory."""
-    by_position = [each.permute(2, 0, 1, 3) for each in (tensor, cosine, sine)]
+    """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
+    by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
     turned: Tensor = ops.rows(_turn, by_position)
     return turned.permute(1, 2, 0, 3)
 

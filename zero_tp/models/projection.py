@@ -1,4 +1,4 @@
-"""Queries, keys and values are projected for this rank's heads.
+"""Projections to the queries, keys and values of this rank's heads.
 
 s sequence, b batch, h hidden, a heads, k KV heads, d head size, t TP size.
 """
@@ -18,7 +18,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class FusedProjection(ColumnParallelLinear):
-    """The projection of as many KV heads as heads has one weight of Q | K | V blocks, each split by heads."""
+    """As many KV heads as heads: one weight of Q | K | V blocks, each split by heads."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         width = spec.heads * spec.head_size
@@ -33,15 +33,15 @@ class FusedProjection(ColumnParallelLinear):
         return query, key, value
 
     def for_each_query(self, key_or_value: Tensor) -> Tensor:
-        """Return keys or values as the core takes them: there is one for each query already."""
+        """Return keys or values unchanged: each query has its own."""
         return key_or_value
 
 
 class GroupedProjection(nn.Module):
-    """The projection of fewer KV heads (arXiv 2305.13245) has query, key and value weights of their own.
+    """Fewer KV heads than heads (arXiv 2305.13245): separate query, key and value weights.
 
-    Where k does not divide by t, keys and values are replicated: a rank computes those heads that its queries need, so
-    its gradients are parts, which a hook sums over TP. The parameters' names are the same on every topology.
+    If t does not divide k, keys and values are replicated: a rank computes the heads that its queries need, and a hook
+    sums the partial gradients over TP. The parameters' names are the same on every topology.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
@@ -70,7 +70,7 @@ class GroupedProjection(nn.Module):
         first, last = serving[0], serving[-1] + 1
         self.rows = None if split else (first * spec.head_size, last * spec.head_size)
         uses = [serving.count(head) for head in range(first, last)]
-        # The cores repeat evenly by themselves; with k = 3 and t = 2 a rank may hold 4 queries of one and 2 of another.
+        # The cores repeat evenly; with k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
         self.uses = None if len(set(uses)) == 1 else uses
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
@@ -82,14 +82,14 @@ class GroupedProjection(nn.Module):
         return query, key, value
 
     def for_each_query(self, key_or_value: Tensor) -> Tensor:
-        """Return keys or values [b, KV heads, s, d] as the core takes them: evenly many queries for each."""
+        """Return keys or values [b, KV heads, s, d] that each serve the same number of queries."""
         if self.uses is None:
             return key_or_value
-        # An index would be copied to the device, for which both wait.
+        # An index tensor would be copied to the device, which synchronises.
         heads = zip(key_or_value.split(1, 1), self.uses, strict=True)
         return torch.cat([head.expand(-1, uses, -1, -1) for head, uses in heads], 1)
 
 
 def projection(make: ParameterMaker, spec: TransformerSpec) -> FusedProjection | GroupedProjection:
-    """Return the projection of the spec's heads."""
+    """Return the projection for the spec's heads."""
     return (FusedProjection if spec.kv_heads == spec.heads else GroupedProjection)(make, spec)

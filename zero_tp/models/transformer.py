@@ -1,4 +1,4 @@
-"""The one Transformer has an embedding, layers and, unless each layer ends with a norm, a final one.
+"""The Transformer: embedding, layers and, unless each layer ends with a norm, a final norm.
 
 s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP [s/t, b, h].
 """
@@ -23,8 +23,10 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 
 
 class Embedding(nn.Module):
-    """The embedding adds words, token types and learned positions, as far as there are any, norms the sum if the spec
-    says so, and drops out. Token ids [s, b] → [s, b, h], [s/t, b, h] under SP."""
+    """Sum of words and, if the spec has them, token types and learned positions; then an optional norm, and dropout.
+
+    Token ids [s, b] → [s, b, h], [s/t, b, h] under SP.
+    """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
         super().__init__()
@@ -47,7 +49,7 @@ class Embedding(nn.Module):
         self.dropout = dropout
 
     def forward(self, tokens: Tensor, positions: Tensor, types: Tensor | None = None, *, sequence: bool) -> Tensor:
-        """Embed `tokens`; they, their `types` (by default 0) and `positions` [s, b or 1] are whole also under SP."""
+        """Embed `tokens`; `tokens`, `types` (by default 0) and `positions` [s, b or 1] are whole even under SP."""
         stream = self.word(tokens, sequence=sequence)
         length = stream.shape[0]
         first = self.tensor_rank * length if sequence else 0
@@ -81,7 +83,7 @@ class TransformerLayer(nn.Module):
 
 
 class SequentialLayer(TransformerLayer):
-    """In the pre-norm layer the MLP sees what attention has added."""
+    """Pre-norm: attention, then the MLP on its sum."""
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), context=context))
@@ -89,7 +91,7 @@ class SequentialLayer(TransformerLayer):
 
 
 class PostNormLayer(TransformerLayer):
-    """In the original layer the residual stream itself is normed, after each sum (arXiv 1706.03762, section 3.1)."""
+    """Post-norm: the residual stream itself is normed, after each sum (arXiv 1706.03762, section 3.1)."""
 
     recomputed_norms = (("attention_norm", "mlp"),)
 
@@ -114,11 +116,11 @@ LAYERS: dict[str, type[TransformerLayer]] = {
 
 
 class Transformer(nn.Module):
-    """The Transformer turns token ids [s, b] into hidden states [s, b, h], or a shard [s/t, b, h] when `sequence`."""
+    """Token ids [s, b] → hidden states [s, b, h], or a shard [s/t, b, h] when `sequence`."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams):
         super().__init__()
-        # Under SP a rank drops its own positions; without it TP ranks repeat the residual stream and must agree.
+        # Under SP a rank drops its own positions; without SP all TP ranks must drop the same.
         stream = PER_RANK if make.topology.sequence else SHARED
         self.spec = spec
         self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
@@ -145,11 +147,10 @@ class Transformer(nn.Module):
         pieces: Pieces | None = None,
         cache: Cache | None = None,
     ) -> ForwardContext:
-        """Return what all layers need for a forward of `length` tokens.
+        """Return what all layers share in a forward of `length` tokens.
 
         Args:
-            like: of the dtype and on the device of the activations.
-            sequence, positions, padding, pieces, cache: see `forward`.
+            like: has the dtype and device of the activations. The others: see `forward`.
         """
         past = int(cache.get_seq_length()) if cache is not None else 0
         mask = CORES[self.spec.attention].mask
@@ -183,13 +184,13 @@ class Transformer(nn.Module):
         """Return the hidden states after the last norm.
 
         Args:
-            padding: [b, all tokens so far], 1 for a token, 0 for padding; None when nothing is padded.
+            padding: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
             types: of the tokens, [s, b]; by default 0.
-            positions: [b or 1, s]; by default those after the cached ones. Where frequencies depend on the length
-                (`Rotary.by_length`), an accelerator is waited for to read the greatest of those that are given.
+            positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
+                (`Rotary.by_length`), reading the greatest position synchronises with the device.
             sequence: run on sequence shards (SP).
-            pieces: of documents, which tokens see alone.
-            cache: keys and values of the tokens before; gets the present ones.
+            pieces: the documents; a token attends to its own.
+            cache: keys and values of earlier tokens; gets the present ones.
         """
         length = tokens.shape[0]
         past = int(cache.get_seq_length()) if cache is not None else 0

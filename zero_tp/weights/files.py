@@ -90,11 +90,11 @@ def resolve(
     try:
         directory = _snapshot(name, revision, wanted, **hub)
     except Exception as error:  # its own types, those of its HTTP client, and the system's
-        at = f" --revision {revision}" if revision else ""
+        option = f" --revision {revision}" if revision else ""
         own = type(error).__module__.startswith("huggingface_hub")  # whose names say it, and whose texts are long
         why = class_in_words(error) if own else first_line(error)
         problem = f"no directory {model}, and the Hugging Face hub does not give it ({why})"
-        fetch = f"hf download {name}{at} --exclude '*/*' --local-dir DIR"
+        fetch = f"hf download {name}{option} --exclude '*/*' --local-dir DIR"
         remedy = f"give a Hugging Face model directory; where there is a network, `{fetch}` makes one"
         raise ConfigError(key or str(model), problem, remedy) from error
     return Resolved(directory, f"{name}@{directory.name}")

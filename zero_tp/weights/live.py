@@ -23,7 +23,7 @@ class LiveSource:
     """
 
     def __init__(self, model: Any):
-        self.tensors = {name: gathered(each) for name, each in model.named_parameters(remove_duplicate=False)}
+        self.tensors = {name: gathered(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.weights = {weight.ours: weight for weight in weights_of(model.config)}
         self.generation = getattr(model, "generation_config", None)
 

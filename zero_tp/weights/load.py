@@ -160,7 +160,7 @@ def _is_known(name: str, architecture: Architecture) -> bool:
     """Return whether a tensor, named with the prefix, belongs to another head or is no weight."""
     patterns = [*architecture.heads.values(), *(re.escape(architecture.base_prefix) + old for old in architecture.old)]
     bare = name.removeprefix(architecture.base_prefix)
-    return any(re.fullmatch(pattern, each) for pattern in patterns for each in (name, bare))
+    return any(re.fullmatch(pattern, form) for pattern in patterns for form in (name, bare))
 
 
 def _lacks(pattern: str, expected: Collection[str], stored: Collection[str]) -> bool:

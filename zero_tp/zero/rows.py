@@ -49,15 +49,15 @@ def wait(handle: Any, handle_dependency: bool = True) -> None:
         _wait_by_ranks(handle, handle_dependency)
         return
     handle.allgather_handle.wait()
-    first, at = handle.partitions[0], 0
+    first, offset = handle.partitions[0], 0
     rows = first.as_strided((handle.world_size, len(first)), (len(first), 1))
     for param in handle.params:
         assert param.ds_status == ZeroParamStatus.INFLIGHT, param.ds_summary()
         size = param.ds_tensor.ds_numel
-        whole = rows[:, at : at + size].clone(memory_format=torch.contiguous_format).view(-1)[: param.ds_numel]
+        whole = rows[:, offset : offset + size].clone(memory_format=torch.contiguous_format).view(-1)[: param.ds_numel]
         param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE
-        at += size
+        offset += size
     if not get_accelerator().is_synchronized_device():
         if handle_dependency:
             rows.record_stream(get_accelerator().current_stream())
@@ -80,19 +80,19 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     if len(tensors) == 1 and tensors[0].numel() % ranks == 0:
         rows = tensors[0].view(ranks, sizes[0])
     else:
-        rows, at = tensors[0].new_empty(ranks, sum(sizes)), 0
+        rows, offset = tensors[0].new_empty(ranks, sum(sizes)), 0
         for tensor, size in zip(tensors, sizes, strict=True):
             full, rest = divmod(tensor.numel(), size or 1)
             flat = tensor.view(-1)
-            rows[:full, at : at + size] = flat[: full * size].view(full, size)
-            rows[full : full + 1, at : at + rest] = flat[full * size :]
-            at += size
+            rows[:full, offset : offset + size] = flat[: full * size].view(full, size)
+            rows[full : full + 1, offset : offset + rest] = flat[full * size :]
+            offset += size
     rows.div_(ranks)
     own = rows[rank]
     coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), own, group=group)
     parts: list[Tensor] = []
-    at = 0
+    offset = 0
     for tensor, size in zip(tensors, sizes, strict=True):
-        parts.append(own[at : at + min(size, max(0, tensor.numel() - rank * size))])
-        at += size
+        parts.append(own[offset : offset + min(size, max(0, tensor.numel() - rank * size))])
+        offset += size
     return parts
