@@ -1,4 +1,4 @@
-"""Every command ends through `run` and reports bad arguments through `Parser`; ranks end by `process.lifecycle`."""
+"""Parse arguments and end a command with its exit status; ranks end through `process.lifecycle` instead."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, show_visibly
-from zero_tp.process.stuck import ends_at_signals
+from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, escape_unencodable_output, of_a_file
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
-END_SECONDS = 5.0  # from a signal on
 
 
 class Parser(argparse.ArgumentParser):
-    """A Parser reports bad arguments as one `UserError` line instead of the usage text and a line.
+    """Report bad arguments as one `UserError` line, without the usage text.
 
-    It shows texts as they are written, and takes options by their whole names.
+    Descriptions are shown as they are written, and options can't be abbreviated.
     """
 
     def __init__(self, prog: str | None = None, **options: Any):
@@ -50,35 +48,35 @@ def check_writable(directory: Path) -> None:
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    It ends with status 2 and one line `error: …` on stderr after a `UserError` or a system's error that names a file,
-    with 130 after Ctrl-C, with 143 after SIGTERM and with 141 when the reader of standard output has gone (`… | head`),
-    these without a traceback and each after what it has begun to write is cleaned up. A command that has not ended 5 s
-    after a signal, because a library does not return, is killed. Every other exception is a fault
-    of ours and keeps its traceback.
+    The status is 2, after one line `error: …` on stderr, for a `UserError`, a system's error that names a file and a
+    full disk; 130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of standard output has gone (`… | head`). Every
+    other exception is a fault of ours and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
-    show_visibly()
+    escape_unencodable_output()
     try:
-        with ends_at_signals(END_SECONDS):
-            status = main() or 0
-            sys.stdout.flush()
+        status = main() or 0
+        sys.stdout.flush()
     except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        status = BAD_INPUT
+        status = _refuse(error)
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _stdout_reader_gone():
-            # The interpreter flushes stdout once more at exit; give it somewhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = BROKEN_PIPE
-        elif (told := of_a_file(error)) is not None:
-            print(error_line(told), file=sys.stderr)
-            status = BAD_INPUT
+        elif (user_error := of_a_file(error)) is not None:
+            status = _refuse(user_error)
         else:
             raise  # another pipe or socket: a real fault
+        if error.filename is None:  # stdout is broken or full; the interpreter flushes it once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = INTERRUPTED
     sys.exit(status)
+
+
+def _refuse(error: UserError) -> int:
+    print(error_line(error), file=sys.stderr)
+    return BAD_INPUT
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -1,9 +1,9 @@
-"""One table holds the devices that runs compute on: their matrix rates, memory and links.
+"""The devices that runs compute on and are planned for: matrix rates, memory and links in one table.
 
 Rates are the vendors' for dense matrices (where a datasheet prints them with 2:4 sparsity, half of that) with fp32
-accumulation. Memory is what a process sees (torch's `total_memory`), which is less than the name says. Links are per
-device and direction; between nodes they are a property of the cluster: the table has what is usual (a network port a
-device). A device whose memory and links the table leaves out has an MFU, but can't be planned for by name.
+accumulation. Memory is torch's `total_memory`, which is less than the name says. Links are per device and direction;
+links between nodes depend on the cluster, the table assumes one network port a device. A device without memory and
+links in the table has an MFU, but can't be planned for by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Device(Block):
-    """A Device is one device to plan for. A person's own JSON file has these keys."""
+    """One device to plan for. A person's own JSON file has these keys."""
 
     name: str = Field(min_length=1, description="What the plan calls it.")
     memory_gib: Rate = Field(description="Memory that a process sees [GiB].")
@@ -76,25 +76,27 @@ class Device(Block):
 
 
 class Links(NamedTuple):
-    """Links have rates in GB/s: to the device's memory, to devices of the node, to other nodes, to the host."""
+    """Rates in GB/s: to the device's memory, to devices of the node, to other nodes, to the host."""
 
-    memory: float
-    intra: float
-    inter: float
-    host: float
+    memory_gbps: float
+    intra_gbps: float
+    inter_gbps: float
+    host_gbps: float
 
 
-class Known(NamedTuple):
-    """A row of the table says what is known of one kind of device.
+class DeviceSpec(NamedTuple):
+    """The table's row for one kind of device.
 
     Attributes:
         pattern: searched in `torch.cuda.get_device_name()`.
-        bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None where the matrix units don't have the type.
+        bf16, fp16, tf32, fp32: dense peaks [TFLOP/s]; None if the matrix units don't have the type.
         plans: name to plan for → GiB that a process sees.
-        units: multiprocessors. channels: those that a collective of NCCL's holds, which products then lack.
+        units: multiprocessors.
+        channels: multiprocessors that an NCCL collective occupies.
         share: of the 16-bit peak that the best product of a search over shapes reaches; None: not known.
         varlen: see `runs_varlen`.
-        per_node: devices that `links.intra` joins. host_memory_gib: of all these together.
+        per_node: devices that `links.intra_gbps` joins.
+        host_memory_gib: of all these together.
     """
 
     pattern: str
@@ -119,48 +121,50 @@ class Known(NamedTuple):
 # (github.com/zzc0721/torch-performance-test-data, issues 108 and 77). `channels`: NCCL's own log ("24 coll channels"),
 # one multiprocessor each (github.com/NVIDIA/nccl/issues/1656).
 DEVICES = (
-    Known(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
-    Known(r"\bV100-PCIE\b", None, 112, None, 14, "NVIDIA V100 datasheet, 2020"),
-    Known(r"\bV100-SXM\d\b", None, 125, None, 15.7, "NVIDIA V100 datasheet, 2020",
+    DeviceSpec(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
+    DeviceSpec(r"\bV100-PCIE\b", None, 112, None, 14, "NVIDIA V100 datasheet, 2020"),
+    DeviceSpec(r"\bV100-SXM\d\b", None, 125, None, 15.7, "NVIDIA V100 datasheet, 2020",
           {"v100-16gb": 15.8, "v100-32gb": 31.7}, Links(900, 150, 12.5, 12), 80, 12, 0.9, varlen=False),
     # Cards reach all others of a node over PCIe 4; NVLink bridges join them in pairs.
-    Known(r"\bA100-PCIE-40GB\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021; product brief PB-10137, 2020",
+    DeviceSpec(r"\bA100-PCIE-40GB\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021; product brief PB-10137, 2020",
           {"a100-pcie-40gb": 39.4}, Links(1555, 32, 25, 25), 108, share=0.774),
-    Known(r"\bA100 80GB PCIe\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021",
+    DeviceSpec(r"\bA100 80GB PCIe\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021",
           {"a100-pcie-80gb": 79.1}, Links(1935, 32, 25, 25), 108),
-    Known(r"\bA800-SXM4-80GB\b", 312, 312, 156, 19.5, "NVIDIA A800 datasheet, 2022: the A100's rates, NVLink 400 GB/s",
+    DeviceSpec(r"\bA800-SXM4-80GB\b", 312, 312, 156, 19.5,
+          "NVIDIA A800 datasheet, 2022: the A100's rates, NVLink 400 GB/s",
           {"a800-80gb": 79.2}, Links(2039, 200, 25, 25), 108),
-    Known(r"\bA800\b", 312, 312, 156, 19.5, "NVIDIA A800 datasheet, 2022 (PCIe and 40 GB)"),
-    Known(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM)",
+    DeviceSpec(r"\bA800\b", 312, 312, 156, 19.5, "NVIDIA A800 datasheet, 2022 (PCIe and 40 GB)"),
+    DeviceSpec(r"\bA100\b.*-40GB", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM)",
           {"a100-40gb": 39.4}, Links(1555, 300, 25, 25), 108, 24, 0.859),
-    Known(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM)",
+    DeviceSpec(r"\bA100\b", 312, 312, 156, 19.5, "NVIDIA A100 datasheet, 2021 (SXM)",
           {"a100-80gb": 79.2}, Links(2039, 300, 25, 25), 108, 24, 0.859),
-    Known(r"\bH100 PCIe\b", 756, 756, 378, 51, "NVIDIA H100 datasheet, 2022"),
-    Known(r"\bH100 NVL\b", 835, 835, 417, 60, "NVIDIA H100 datasheet, 2024"),
-    Known(r"\bH100 80GB HBM3\b", 989, 989, 494, 67, "NVIDIA H100 datasheet, 2023 (SXM)",
+    DeviceSpec(r"\bH100 PCIe\b", 756, 756, 378, 51, "NVIDIA H100 datasheet, 2022"),
+    DeviceSpec(r"\bH100 NVL\b", 835, 835, 417, 60, "NVIDIA H100 datasheet, 2024"),
+    DeviceSpec(r"\bH100 80GB HBM3\b", 989, 989, 494, 67, "NVIDIA H100 datasheet, 2023 (SXM)",
           {"h100-80gb": 79.1}, Links(3350, 450, 50, 50), 132, 24, 0.801),
-    Known(r"\bH800 PCIe\b", 756, 756, 378, 51, "NVIDIA H800 datasheet, 2023: the H100 PCIe's rates"),
-    Known(r"\bH800\b", 989, 989, 494, 67, "NVIDIA H800 datasheet, 2023 (SXM): the H100's rates, NVLink 400 GB/s",
+    DeviceSpec(r"\bH800 PCIe\b", 756, 756, 378, 51, "NVIDIA H800 datasheet, 2023: the H100 PCIe's rates"),
+    DeviceSpec(r"\bH800\b", 989, 989, 494, 67, "NVIDIA H800 datasheet, 2023 (SXM): the H100's rates, NVLink 400 GB/s",
           {"h800-80gb": 79.1}, Links(3350, 200, 50, 50), 132),
-    Known(r"\bH20$", 148, 148, 74, 44, "server makers' sheets, 2024; NVIDIA publishes none",
+    DeviceSpec(r"\bH20$", 148, 148, 74, 44, "server makers' sheets, 2024; NVIDIA publishes none",
           {"h20-96gb": 95.2}, Links(4000, 450, 50, 50), 78, share=0.961),
     # One superchip is one node: a Grace CPU with its memory behind NVLink-C2C, and a network port.
-    Known(r"\bGH200 (480|120)GB\b", 989, 989, 494, 67, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023 (HBM3)",
+    DeviceSpec(r"\bGH200 (480|120)GB\b", 989, 989, 494, 67,
+          "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023 (HBM3)",
           {"gh200-96gb": 94.5}, Links(4000, 50, 50, 450), 132, per_node=1, host_memory_gib=447),
-    Known(r"\bGH200\b", 989, 989, 494, 67, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023"),
+    DeviceSpec(r"\bGH200\b", 989, 989, 494, 67, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023"),
     # NVLink joins a rack; of each Grace CPU's NVLink-C2C (900 GB/s, both ways) two devices have half each.
-    Known(r"\bGB200\b", 2500, 2500, 1250, 80, "NVIDIA GB200 NVL72 datasheet, 2024, one of 72",
+    DeviceSpec(r"\bGB200\b", 2500, 2500, 1250, 80, "NVIDIA GB200 NVL72 datasheet, 2024, one of 72",
           {"gb200-186gb": 184.3}, Links(8000, 900, 50, 225), 152, per_node=72, host_memory_gib=15_832),
-    Known(r"\bH200 NVL\b", 835, 835, 417, 60, "NVIDIA H200 datasheet, 2024"),
-    Known(r"\bH200\b", 989, 989, 494, 67, "NVIDIA H200 datasheet, 2024 (SXM)",
+    DeviceSpec(r"\bH200 NVL\b", 835, 835, 417, 60, "NVIDIA H200 datasheet, 2024"),
+    DeviceSpec(r"\bH200\b", 989, 989, 494, 67, "NVIDIA H200 datasheet, 2024 (SXM)",
           {"h200-141gb": 139.8}, Links(4800, 450, 50, 50), 132, 24, 0.803),
-    Known(r"\bB200\b", 2250, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, 2025, one of eight",
+    DeviceSpec(r"\bB200\b", 2250, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, 2025, one of eight",
           {"b200-180gb": 178.3}, Links(8000, 900, 50, 50), 148, 24, 0.776),
-    Known(r"\bMI300X\b", 1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet, 2023",
+    DeviceSpec(r"\bMI300X\b", 1307.4, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet, 2023",
           {"mi300x-192gb": 191.5}, Links(5300, 448, 50, 50), 304, share=0.598, varlen=False),
-    Known(r"\bL40S\b", 362, 362, 183, 91.6, "NVIDIA L40S datasheet, 2023",
+    DeviceSpec(r"\bL40S\b", 362, 362, 183, 91.6, "NVIDIA L40S datasheet, 2023",
           {"l40s-48gb": 44.5}, Links(864, 32, 25, 25), 142),
-    Known(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",
+    DeviceSpec(r"\bRTX 4090$", 165.2, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, 2022, appendix A",
           {"rtx4090-24gb": 23.6}, Links(1008, 32, 12.5, 25), 128),
 )  # fmt: skip
 NAMES = (*(name for row in DEVICES for name in row.plans), "cpu")
@@ -177,17 +181,17 @@ def named_device(name: str, ranks: int = 1) -> Device:
     """
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":
-        return _this_cpu(ranks)
-    known = {each: row for row in DEVICES for each in row.plans}
+        return _cpu_device(ranks)
+    rows = {plan: row for row in DEVICES for plan in row.plans}
     if key == "v100":
         key = "v100-32gb"
-    alike = [each for each in known if each.split("-")[0] == key]
-    key = alike[0] if len(alike) == 1 else key
-    if key not in known:
+    candidates = [plan for plan in rows if plan.split("-")[0] == key]
+    key = candidates[0] if len(candidates) == 1 else key
+    if key not in rows:
         hint = did_you_mean(key, NAMES)
         listed = f"one of {', '.join(NAMES)}, or a JSON file (docs/planning.md)"
         raise ConfigError("--device", f"{name!r} is unknown", hint if "?" in hint else f"use {listed}")
-    row = known[key]
+    row = rows[key]
     assert row.links is not None
     measured = {} if row.share is None else {"matrix_share": row.share}
     return Device(
@@ -196,10 +200,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
         bf16_tflops=row.bf16,
         fp16_tflops=row.fp16,
         fp32_tflops=row.fp32,
-        memory_gbps=row.links.memory,
-        intra_gbps=row.links.intra,
-        inter_gbps=row.links.inter,
-        host_gbps=row.links.host,
+        **row.links._asdict(),
         units=row.units,
         channels=row.channels,
         per_node=row.per_node,
@@ -209,16 +210,16 @@ def named_device(name: str, ranks: int = 1) -> Device:
     )
 
 
-def _this_cpu(ranks: int) -> Device:
+def _cpu_device(ranks: int) -> Device:
     """Return one CPU rank as a device: its share of this machine's memory and cores. The rates are rough."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    cores = max(1.0, (os.cpu_count() or 1) / ranks)
-    share = min(1.0, (os.cpu_count() or 1) / ranks)
+    cores_per_rank = (os.cpu_count() or 1) / ranks
+    share = min(1.0, cores_per_rank)
     return Device(
         name="cpu",
         memory_gib=memory / ranks,
-        bf16_tflops=0.06 * cores * share,
-        fp32_tflops=0.06 * cores * share,
+        bf16_tflops=0.06 * cores_per_rank,
+        fp32_tflops=0.06 * cores_per_rank,
         memory_gbps=10 * share,
         intra_gbps=1.0,
         inter_gbps=1.0,
@@ -233,8 +234,8 @@ def _this_cpu(ranks: int) -> Device:
 # ---- the device that a run computes on -------------------------------------------------------------------------------
 
 
-def find_device(name: str) -> Known | None:
-    """Return the table's row for a device name as torch gives it; None for an unknown one or a MIG slice."""
+def find_device(name: str) -> DeviceSpec | None:
+    """Return the table's row for a device name of torch; None for an unknown device and for a MIG slice."""
     if re.search(r"\bMIG\b", name):
         return None
     return next((row for row in DEVICES if re.search(row.pattern, name)), None)
@@ -257,10 +258,9 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
 
 
 def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024) -> float:
-    """Measure what one rank reaches in a square matrix product in `dtype` [FLOP/s], while all the others do the same.
+    """Measure the FLOP/s of a square matrix product in `dtype`, on all ranks at once: they share cores and memory.
 
-    The ranks of a machine share its cores and memory, so it is measured on all at once. One product of 2·size³
-    FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
+    One product of 2·size³ FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
 
     Args:
         barrier: waits for the other ranks; called once, by every rank.
@@ -300,7 +300,7 @@ def describe_devices(device: torch.device, ranks: int) -> str:
 
 
 def why_on_cpu(nvidia: str = "/dev/nvidia0") -> str:
-    """Return why a run is on the CPU of a machine with an NVIDIA device; "" where there is none.
+    """Return why a run uses the CPU although the machine has an NVIDIA device; "" if it has none.
 
     Args:
         nvidia: the file of the machine's first device.
@@ -322,7 +322,7 @@ def why_on_cpu(nvidia: str = "/dev/nvidia0") -> str:
 def runs_varlen(device: torch.device) -> bool:
     """Return whether torch's flash kernels for packed pieces (`varlen_attn`) run on `device`.
 
-    They need CUDA of compute capability 8.0 or newer; of AMD's kernels it is not known that they have windows.
+    They need CUDA and compute capability 8.0. Whether AMD's kernels have windows is not known.
     """
     import torch
 

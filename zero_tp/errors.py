@@ -1,16 +1,16 @@
-"""Errors that a person can cause are one clear line; commands and ranks exit with the statuses below."""
+"""Errors that a person can cause, each in one clear line, and the exit statuses of commands and ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import errno
 import io
 import json
 import re
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 
 BAD_INPUT = 2
@@ -50,19 +50,19 @@ _PYTHON_PHRASES = (
         "{0}: expected one of ({2}), got {1}",
     ),
 )
-"""Patterns of what Python says of values of the wrong type, and the words instead."""
+"""Patterns in Python's messages about values of the wrong type, and the words that replace them."""
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
 class UserError(ValueError):
-    """A UserError reports bad input. Its text is one line: what is wrong, where (key, file, value), and the remedy.
+    """Bad input, in one line: what is wrong, where (key, file, value), and the remedy.
 
     Commands print it without a traceback and exit with status 2.
     """
 
 
 class ConfigError(UserError):
-    """A ConfigError refuses a config that can't be run. Its text is one line: `KEY: what is wrong; the remedy`.
+    """A config that can't be run, in one line: `KEY: what is wrong; the remedy`.
 
     Args:
         key: dotted path of the key in the JSON file, or the file's own path.
@@ -79,84 +79,50 @@ class ConfigError(UserError):
 
 
 def visible(text: str) -> str:
-    """Return `text` as a terminal may show it: what acts on it instead of being seen is escaped (`\\x1b`).
+    """Return `text` with the characters that a terminal would act on escaped (`\\x1b`).
 
-    Line breaks, tabs and every kind of blank stay, and the two joiners that scripts need.
+    Line breaks, tabs, blanks and the two joiners that some scripts need stay.
     """
     if text.isprintable():
         return text
-    return "".join(letter if _seen(letter) else letter.encode("unicode_escape").decode() for letter in text)
+    return "".join(letter if _is_visible(letter) else letter.encode("unicode_escape").decode() for letter in text)
 
 
-def _seen(letter: str) -> bool:
+def _is_visible(letter: str) -> bool:
     return letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
 
 
-@contextlib.contextmanager
-def _named(file: str) -> Iterator[None]:
-    """Let a system's error within say what it was about."""
-    try:
-        yield
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            error.filename = error.filename or file
-        raise
-
-
-class VisibleOutput(io.TextIOWrapper):
-    """A text stream shows what a terminal would obey: names of files and libraries' texts may hold anything.
-
-    It writes where another stream does, which is kept: its end would close the file.
-    """
-
-    def __init__(self, other: io.TextIOWrapper):
-        super().__init__(other.buffer, other.encoding, errors="backslashreplace", line_buffering=other.line_buffering)
-        self._other = other
-
-    def write(self, text: str) -> int:
-        with _named("standard output"):
-            super().write(visible(text))
-        return len(text)
-
-    def flush(self) -> None:
-        with _named("standard output"):
-            super().flush()
-
-
-def show_visibly() -> None:
-    """Have all that this process prints from now on go through `VisibleOutput`."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not isinstance(out, VisibleOutput):
-        out.flush()
-        sys.stdout = VisibleOutput(out)
+def escape_unencodable_output() -> None:
+    """Let standard output escape what its encoding lacks, such as bytes of file names that are not UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def one_line(text: str, limit: int | None = None) -> str:
-    """Return `text` with its lines and blanks joined by single blanks, what doesn't print escaped, and cut after
-    `limit` characters."""
+    """Return `text` in one line, with single blanks, unprintable characters escaped, cut after `limit` characters."""
     line = visible(" ".join(text.split()))
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
 
 def error_line(error: object, limit: int = _LONGEST) -> str:
-    """Return the one line that a person reads of `error`, its text cut after `limit` characters."""
+    """Return the line that a person reads, cut after `limit` characters."""
     return f"error: {one_line(str(error), limit)}"
 
 
 def of_a_file(error: OSError) -> UserError | None:
-    """Return what a person is told of a system's error that names a file; None where it names none."""
-    if error.filename is None:
+    """Return a system's error as a `UserError` if it names a file or the disk is full; else None: a real fault."""
+    if error.filename is None and error.errno != errno.ENOSPC:
         return None
-    told = UserError(f"{error.filename}: {error.strerror}")
-    told.__cause__ = error
-    return told
+    user_error = UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))
+    user_error.__cause__ = error
+    return user_error
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error in a person's words, for use inside another line.
+    """Return the first line of a library's error in plain words, for use inside another line.
 
-    An error that begins with an introduction ("… because:") gives all its lines, joined. An error without a text gives
-    the name of its class, in words. The text is cut after `_LONGEST_CAUSE` characters.
+    All lines are joined if the first one ends with a colon ("… because:"). An error without text gives the name of its
+    class in words. The result is cut after `_LONGEST_CAUSE` characters.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, KeyError) and len(error.args) == 1:
@@ -219,8 +185,10 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a JSON value as an error message shows it: as JSON, what doesn't print escaped, and cut after 60
-    characters. A value of YAML that JSON can't hold is shown as its kind (`an object`)."""
+    """Return a value for an error message: as JSON, unprintable characters escaped, cut after 60 characters.
+
+    A value of YAML that JSON can't represent is shown as its kind (`an object`).
+    """
     try:
         text = visible(json.dumps(value, ensure_ascii=False, default=str))
     except (TypeError, ValueError, RecursionError):  # a date as a key, a list in itself, an integer of 5,000 digits

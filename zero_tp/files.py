@@ -1,23 +1,29 @@
-"""Read files of bounded size, and write small ones whole or not at all; replace directories at once."""
+"""Read files of bounded size; write small ones and directories whole or not at all; wait for network file systems."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+
+import psutil
 
 from zero_tp.errors import UserError
 
 MOST_BYTES = 2**28
 """JSON files are at most as long as this, of which Python makes up to ten times as much."""
+VIEW_SECONDS = 60.0
+"""How old a machine's view of a network file system may be: NFS's default acregmax and acdirmax."""
+# File systems that one machine mounts alone.
+_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -55,25 +61,25 @@ def write_named(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
-    """Make an empty hidden directory beside `output`, of this process alone, which is gone at the end of the block.
+    """Make an empty hidden directory beside `output`, locked by this process and gone at the end of the block.
 
-    What a killed process left there is cleared first.
+    What a killed process left is cleared first; an output that it was about to replace is put back.
 
     Args:
-        own: names of directories that are written here. Every other one that is in it after `put_in_place` is a
-            person's, and goes back to `output`: it can't be in two places, as files can.
+        own: names of directories that are written here. When `put_in_place` replaces an output, every other directory
+            in the old one is a person's and is moved to the new one.
 
     Raises:
         UserError: another process is writing there.
         OSError: it cannot be made.
     """
-    partial = _partial(output)
+    partial = hidden_beside(output, "partial")
     partial.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        stack.callback(os.close, held)
+        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, descriptor)
         try:
-            locked = lock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"{output}: another process writes it now: wait for it, or choose another --output"
@@ -81,14 +87,13 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
         if not locked and any(partial.iterdir()):
             raise UserError(f"{partial} is left of another process: remove it unless that still runs")
         try:
-            _give_back(partial, output, own)
-            for each in partial.iterdir():
-                remove(each)
+            _finish_replacing(output, own)
+            for path in partial.iterdir():
+                remove(path)
             yield partial
         finally:
-            if partial.is_dir():  # no longer, where it has become the output
-                _give_back(partial, output, own)
-                shutil.rmtree(partial, ignore_errors=True)
+            _finish_replacing(output, own)
+            shutil.rmtree(partial, ignore_errors=True)  # it is gone if it has become the output
 
 
 def lock(file: IO[Any] | int, kind: int) -> bool:
@@ -121,45 +126,50 @@ def remove(path: Path) -> None:
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:
     """Clear what a killed process left of `output`; one that still runs keeps it. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
-        if _partial(output).is_dir():
+        if hidden_beside(output, "partial").is_dir() or hidden_beside(output, "replaced").is_dir():
             with partial_directory(output, own):
                 pass
 
 
 def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lambda name: False) -> None:
-    """Give what was written in a `partial_directory` its name, at once. What else a person keeps there stays there.
+    """Give a `partial_directory` the name of its output. Other files that a person keeps in the output stay there.
 
     Args:
-        stale: tells of a file's name whether it belongs to what is replaced; those that are written anew do.
+        stale: tells from a file's name whether it belongs to the old output; files that are written anew do.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written.
     """
-    old = list(output.iterdir()) if output.exists() else []
-    for file in old:
-        replaced = stale(file.name) or (written / file.name).exists()
-        if not replaced and (file.is_symlink() or not file.is_dir()):
+    for file in output.iterdir() if output.exists() else ():
+        is_replaced = stale(file.name) or (written / file.name).exists()
+        if not is_replaced and (file.is_symlink() or not file.is_dir()):
             try:
                 os.link(file, written / file.name, follow_symlinks=False)
             except OSError:  # a file system without hard links
                 shutil.copy2(file, written / file.name, follow_symlinks=False)
     sync(written)
-    if old:
-        exchange(written, output)
-    else:
-        os.replace(written, output)
+    replace_directory(written, output)
     sync(output.absolute().parent, below=False)
 
 
-def _give_back(left: Path, output: Path, own: Collection[str]) -> None:
-    for directory in left.iterdir() if output.is_dir() else ():
-        persons = directory.is_dir() and not directory.is_symlink() and directory.name not in own
-        if persons and not (output / directory.name).exists():
-            os.replace(directory, output / directory.name)
+def replace_directory(written: Path, output: Path) -> None:
+    """Replace a directory by two renames; between them the old one has the hidden name `.NAME.replaced`."""
+    if output.exists():
+        os.replace(output, hidden_beside(output, "replaced"))
+    os.replace(written, output)
 
 
-def _partial(output: Path) -> Path:
-    return hidden_beside(output, "partial")
+def _finish_replacing(output: Path, own: Collection[str]) -> None:
+    """Put a replaced directory back if nothing has taken its place; else keep only a person's directories of it."""
+    replaced = hidden_beside(output, "replaced")
+    if replaced.is_dir() and not output.exists():
+        os.replace(replaced, output)
+    elif replaced.is_dir():
+        for directory in replaced.iterdir():
+            is_persons = directory.is_dir() and not directory.is_symlink() and directory.name not in own
+            if is_persons and not (output / directory.name).exists():
+                os.replace(directory, output / directory.name)
+        shutil.rmtree(replaced)
 
 
 def hidden_beside(output: Path, ending: str) -> Path:
@@ -168,28 +178,6 @@ def hidden_beside(output: Path, ending: str) -> Path:
     if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     return output.absolute().parent / f".{name}.{ending}"
-
-
-def exchange(first: Path, second: Path) -> None:
-    """Exchange two files or directories of one file system, at once where the system can (Linux 3.15), else in three
-    renames.
-
-    Raises:
-        OSError: one is missing, or the directory cannot be written.
-    """
-    at_the_working_directory, exchanging = -100, 2
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is not None:
-        paths = (at_the_working_directory, os.fsencode(first), at_the_working_directory, os.fsencode(second))
-        if rename(*paths, ctypes.c_uint(exchanging)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):
-            raise OSError(number, os.strerror(number), str(second))
-    between = first.with_name(f"{first.name}.exchanged")
-    second.rename(between)
-    first.rename(second)
-    between.rename(first)
 
 
 def sync(directory: Path, *, below: bool = True) -> None:
@@ -206,6 +194,26 @@ def sync(directory: Path, *, below: bool = True) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
+    """Wait until this machine sees what another one has written in a directory; return False if it does not.
+
+    A local file system shows it at once or never. On any other one the wait ends after `VIEW_SECONDS` + 5.
+    """
+    deadline = time.monotonic() + (0 if is_local(directory) else VIEW_SECONDS + 5)
+    while not (visible := is_visible()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return visible
+
+
+def is_local(path: Path) -> bool:
+    """Return whether a path is on a file system that no other machine writes to."""
+    resolved = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    # The longest mount point is the innermost; of two with the same, the last covers the first.
+    innermost = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
+    return innermost is not None and innermost.fstype in _LOCAL
 
 
 @contextlib.contextmanager

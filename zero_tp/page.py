@@ -1,6 +1,6 @@
-"""A page is one HTML file in which nothing comes from a network; its pictures are in it, and beside it as PNG.
+"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files beside it.
 
-Tables for a terminal are laid out here too.
+Reports of runs, plans, profiles and corpora use it. Tables for a terminal are laid out here too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from typing import Any
 from zero_tp.errors import UserError
 from zero_tp.files import write_named
 
+# Paul Tol's "bright" scheme, which colour-blind people can tell apart.
+PALETTE = {
+    **{"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"},
+    **{"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"},
+}
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
   padding: 0 1rem; }
@@ -76,7 +81,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return a table's lines for a terminal: columns under each other, those of `left` flush left."""
+    """Return the lines of a table for a terminal; the columns of `left` are flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -108,8 +113,8 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def dressed(axes: Any, title: str) -> Any:
-    """Return axes with a title and without a frame."""
+def style_axes(axes: Any, title: str) -> Any:
+    """Give axes a title and remove their frame; return them."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=9)
@@ -117,5 +122,5 @@ def dressed(axes: Any, title: str) -> Any:
 
 
 def legend(axes: Any, *, reverse: bool = False) -> None:
-    """Name what is drawn, on the right of the axes."""
+    """Draw the legend to the right of the axes."""
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=reverse)

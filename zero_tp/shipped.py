@@ -21,9 +21,9 @@ def config_names() -> list[str]:
     return sorted(path.stem for path in shipped(CONFIGS).glob("*.json"))
 
 
-def config_file(given: str | Path) -> Path:
-    """Return the config that a person means: the file, or where there is none, the shipped one of that name."""
-    file = Path(given)
-    if not file.exists() and str(given) in config_names():
-        return shipped(CONFIGS) / f"{given}.json"
+def config_file(name: str | Path) -> Path:
+    """Return the file of this path; if there is none, the shipped config of this name."""
+    file = Path(name)
+    if not file.exists() and str(name) in config_names():
+        return shipped(CONFIGS) / f"{name}.json"
     return file

@@ -1,4 +1,4 @@
-"""Read JSON strictly: every key and number means one thing, and what does not is said with its place."""
+"""Read JSON strictly: every key and number has one meaning, and an error names its place."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _MOST_DIGITS, _MOST_LEVELS = 100, 100
 
 
 class InvalidJson(ValueError):
-    """An InvalidJson says what is wrong with a text that should be JSON, and where in it."""
+    """What is wrong with a text that should be JSON, and where."""
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return the value of a JSON text: strict UTF-8 JSON, whose every key and number means one thing.
+    """Return the value of a UTF-8 JSON text.
 
     Raises:
-        InvalidJson: it is not JSON (with line and column), holds a key twice, NaN or Infinity, an integer of more than
+        InvalidJson: it is not JSON (with line and column), has a key twice, NaN or Infinity, an integer of more than
             100 digits, an unpaired surrogate, or more than 100 levels.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
             raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
-        return found
+        return unique
 
     def finite(number: str) -> float:
         if not math.isfinite(float(number)):
@@ -54,27 +54,26 @@ def parse_json(text: bytes | str) -> Any:
         raise InvalidJson(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise InvalidJson("not valid JSON: nested too deeply") from None
-    _check_parts(value)
+    _check(value, _MOST_LEVELS)
     return value
 
 
-def _check_parts(value: Any) -> None:
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        for part in level:
-            if isinstance(part, str) and not part.isascii():
-                try:
-                    part.encode("utf-8")
-                except UnicodeEncodeError as error:
-                    raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
-        objects = (part for part in level if isinstance(part, dict))
-        lists = (part for part in level if isinstance(part, list))
-        level = [inner for part in objects for pair in part.items() for inner in pair] + [
-            inner for part in lists for inner in part
-        ]
-        if not level:
-            return
-    raise InvalidJson("not valid JSON: nested too deeply")
+def _check(value: Any, levels: int) -> None:
+    """Refuse deep nesting, which later code could not walk, and strings that can't be written as UTF-8."""
+    if not levels:
+        raise InvalidJson("not valid JSON: nested too deeply")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
+    elif isinstance(value, list):
+        for inner in value:
+            _check(inner, levels - 1)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check(key, levels - 1)
+            _check(inner, levels - 1)
 
 
 def read_object(path: Path) -> dict[str, Any]:

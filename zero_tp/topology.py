@@ -1,4 +1,4 @@
-"""Ranks form a TP × DP grid, which has process groups, coordinates and seeds and is DeepSpeed's `mpu`.
+"""The TP × DP grid of ranks, with its process groups, coordinates and seeds: DeepSpeed's `mpu`.
 
 Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a tensor-parallel (TP)
 group, and ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
@@ -26,8 +26,9 @@ def name_ranks(ranks: Iterable[int]) -> str:
     words = [str(rank) for rank in ranks]
     if len(words) == 1:
         return f"rank {words[0]}"
-    shown = words if len(words) <= MOST_NAMED else [*words[: MOST_NAMED - 1], f"{len(words) - MOST_NAMED + 1} more"]
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+    if len(words) > MOST_NAMED:
+        words = [*words[: MOST_NAMED - 1], f"{len(words) - MOST_NAMED + 1} more"]
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
 def data_parallel_size(world: int, tensor: int) -> int:
@@ -48,7 +49,7 @@ def data_parallel_size(world: int, tensor: int) -> int:
 
 
 class Topology:
-    """A Topology says where one rank stands in the TP × DP grid.
+    """The place of one rank in the TP × DP grid.
 
     It is the `mpu` that `deepspeed.initialize` asks for: the `get_*` methods below are exactly those DeepSpeed needs.
     There must be none named `get_sequence_*` nor `initialize_sequence_parallel`: DeepSpeed takes these for Ulysses and

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers.rows import Table
-from zero_tp.page import dressed, legend, new_figure
+from zero_tp.page import legend, new_figure, style_axes
 from zero_tp.planning.pictures import COLOURS as KINDS
 from zero_tp.planning.report import TITLES
 
@@ -28,7 +28,7 @@ def bars(tables: Mapping[str, Table]) -> Any:
     figure = new_figure(8.4, 0.9 * len(panels) + 0.17 * sum(heights))
     every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (heading, unit, rows) in zip(every, panels, strict=True):
-        _panel(dressed(axes, heading), rows)
+        _panel(style_axes(axes, heading), rows)
         axes.set_xlabel(unit, fontsize=9)
     return figure
 
@@ -36,7 +36,7 @@ def bars(tables: Mapping[str, Table]) -> Any:
 def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
     """Draw the first figure of each row as columns: the tables beside each other, a colour for each label of a row."""
     figure = new_figure(8.4, 3.8)
-    axes = dressed(figure.add_subplot(), title)
+    axes = style_axes(figure.add_subplot(), title)
     labels = list(dict.fromkeys(row.label for rows in tables.values() for row in rows))
     width = 0.8 / len(labels)
     for number, name in enumerate(labels):
@@ -62,7 +62,7 @@ def by_length(title: str, tables: Mapping[str, Table]) -> Any:
     every = figure.subplots(-(-len(tables) // 2), 2, squeeze=False).flatten()
     figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
     for axes, (heading, rows) in zip(every, tables.items(), strict=False):
-        dressed(axes, "").set_title(heading, loc="left", fontsize=9)
+        style_axes(axes, "").set_title(heading, loc="left", fontsize=9)
         lengths = {int(row.label.split()[1].rstrip(",")): row for row in rows if row.label.endswith(", b 1")}
         for name, style in {"formula": ":", "planned": "-", "measured": "o"}.items():
             drawn = {length: row.figures[name] for length, row in lengths.items() if name in row.figures}
@@ -81,7 +81,7 @@ def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, fl
     """Draw memory and time over the number of micro-batches that keep everything: (GiB, seconds) of 0, 1, 2, …"""
     figure = new_figure(8.4, 3.4)
     left, right = figure.subplots(1, 2)
-    dressed(left, title), dressed(right, "")
+    style_axes(left, title), style_axes(right, "")
     for (name, points), colour in zip(curves.items(), SERIES, strict=False):
         share = [100 * number / (len(points) - 1) for number in range(len(points))]
         sizes, seconds = zip(*points, strict=True)
@@ -122,7 +122,7 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
     figure = new_figure(8.4, 0.32 * sum(heights))
     every = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (heading, (unit, stacks)) in zip(every, groups.items(), strict=True):
-        dressed(axes, heading)
+        style_axes(axes, heading)
         ends = dict.fromkeys(stacks, 0.0)
         for kind in next(iter(stacks.values())):
             sizes = [stack[kind] for stack in stacks.values()]
@@ -148,7 +148,7 @@ def losses(panels: Mapping[str, Mapping[str, Sequence[float]]], of: str) -> Call
         figure = new_figure(8.4, 3.8)
         every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axes, (heading, lines) in zip(every, panels.items(), strict=True):
-            dressed(axes, heading)
+            style_axes(axes, heading)
             for number, (name, values) in enumerate(lines.items()):
                 width = 1.2 + 1.6 * (len(lines) - 1 - number)
                 colour = LINES[number % len(LINES)]

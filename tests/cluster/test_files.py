@@ -14,7 +14,7 @@ from tests.cluster.starts import alone, torchrun
 from tests.cluster.test_ends import LONG, kill_all, say_once, steps, trained
 from tests.cluster.test_starting import losses
 from tests.waits import patience, wait_until
-from zero_tp.machine import VIEW_SECONDS
+from zero_tp.files import VIEW_SECONDS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

@@ -100,7 +100,7 @@ def start_with_an_old_view(path: str, run: str) -> str:
     views = ["is of an old view"] if dist.get_rank() == dist.get_world_size() - 1 else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume_point, "read_manifest", read_late)
-        patch.setattr("zero_tp.machine.is_local", lambda directory: False)
+        patch.setattr("zero_tp.files.is_local", lambda directory: False)
         return str(resume_point.load_resume_point(first, Path(run), config, verify).checkpoint)
 
 

@@ -250,7 +250,7 @@ def test_an_output_is_on_the_disk_and_takes_its_place_at_once(tmp_path: Path, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", noting)
-    monkeypatch.setattr("zero_tp.files.exchange", killed)
+    monkeypatch.setattr("zero_tp.files.replace_directory", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare([tmp_path / "out.jsonl"], output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
     assert run(tmp_path).reused, "the one before"

@@ -1,4 +1,4 @@
-"""What a run logs goes to its monitors: every value, under the run's name, on through a resumed run."""
+"""What a run logs goes to its trackers: every value, under the run's name, on through a resumed run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.tiers import THOROUGH
 from tests.unit.test_config import written
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import BLOCK_OF, TRACKERS
-from zero_tp.monitors.feed import Monitors
-from zero_tp.monitors.sinks import IDENTITIES, SERVICES, CsvFiles, Thinned
+from zero_tp.monitors.callback import Trackers
+from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Thinning
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "mfu": None, "skipped_steps": 0},
@@ -31,13 +31,24 @@ def config_of(tmp_path: Path, *overrides: str) -> RunConfig:
     return RunConfig.load(written(tmp_path), overrides, world_size=4)
 
 
-def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0) -> list[str]:
-    """A start of a run that goes on from `step`; what is to be said of its monitors."""
+def started(config: RunConfig, run: Path, step: int = 0) -> Any:
+    """The state of a run that resumes from `step`; `printed` has the lines of its trackers."""
     run.mkdir(exist_ok=True)
-    monitors = Monitors.of(config, run, step)
+    printed: list[str] = []
+    return types.SimpleNamespace(
+        is_rank_zero=True, directory=run, config=config, step=step, error=None, print=printed.append, printed=printed
+    )
+
+
+def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0) -> list[str]:
+    """Log lines in a start of a run that resumes from `step`; return what its trackers printed."""
+    state, trackers = started(config, run, step), Trackers()
+    trackers.on_start(state)
     for line in lines:
-        monitors.write(line)
-    return list(monitors.close(failing=False))
+        trackers.on_log(state, line)
+    trackers.on_end(state)
+    printed: list[str] = state.printed
+    return printed
 
 
 def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path) -> None:
@@ -54,7 +65,7 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
     assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n"
     assert (files / "mfu.csv").read_text() == "step,mfu\n", "what was not known was not written"
     placed = config_of(tmp_path, "csv_monitor.enabled=true", f"csv_monitor.output_path={tmp_path}/out")
-    CsvFiles(tmp_path / "out" / "mine", 0).log({"loss": 1.0}, step=9)
+    CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
     assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
 
@@ -129,7 +140,7 @@ def test_wandb_has_the_runs_name_and_config_and_goes_on_in_it(tmp_path: Path, ca
     assert logged[0] == {"loss": 2.5, "skipped_steps": 0, "step": 1}
     assert logged[2] == {"validation_loss": 2.25, "lambada/accuracy": 0.5, "step": 2}
     assert [name for name, _ in rest][-1] == "finish" and len(logged) == len(LINES)
-    assert json.loads((run / IDENTITIES).read_text()) == {"wandb": "run-1"}
+    assert json.loads((run / RUN_IDS).read_text()) == {"wandb": "run-1"}
     calls.clear()
     assert log(config, run, LINES, step=2) == []
     assert calls[0][1]["id"] == "run-1" and calls[0][1]["resume"] == "allow"
@@ -163,18 +174,12 @@ def test_thinning_is_deepspeeds(seed: int) -> None:
     interval, batch, step = draw.randrange(1, 50), draw.randrange(1, 9), 0
     passed: list[tuple[str, int]] = []
 
-    class Kept:
-        def log(self, values: dict[str, Any], step: int | None = None) -> None:
-            passed.extend((name, step or 0) for name in values)
-
-        def finish(self) -> None: ...
-
-    theirs, ours, expected = EventsLogScheduler(interval), Thinned(Kept(), interval, batch), []
+    theirs, ours, expected = EventsLogScheduler(interval), Thinning(interval, batch), []
     for _ in range(60):
         step += draw.randrange(1, 4)
         names = [name for name in ("loss", "norm") if draw.random() < 0.7]
         expected += [(name, step) for name in names if theirs.needs_logging(name, step * batch)]
-        ours.log(dict.fromkeys(names, 0.0), step=step)
+        passed += [(name, step) for name in ours(dict.fromkeys(names, 0.0), step)]
     assert passed == expected
 
 

@@ -1,122 +1,129 @@
-"""A monitor that hangs, fails or is not there costs its own lines, and a person one line."""
+"""A tracker that hangs, fails or is not installed loses its own values, and a person reads one line."""
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.test_monitors import config_of
+from tests.unit.test_monitors import config_of, started
 from zero_tp.errors import ConfigError
-from zero_tp.monitors import feed
-from zero_tp.monitors.feed import Monitors
-from zero_tp.monitors.sinks import check_installed
+from zero_tp.monitors import callback
+from zero_tp.monitors.callback import Trackers
+from zero_tp.monitors.trackers import check_installed
 
 
-class Hanging:
-    """A service that never answers."""
+class Recording:
+    """A tracker whose service refuses the loss 2.0 and the loss 4.0."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self.address = listener.getsockname()
-
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        with socket.create_connection(self.address) as asked:
-            asked.recv(1)
-
-    def finish(self) -> None: ...
-
-
-class Taking:
     def __init__(self) -> None:
-        self.taken: list[tuple[int | None, dict[str, Any]]] = []
+        self.logged: list[int | None] = []
 
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        if values["loss"] == 2.0:
-            raise RuntimeError("the service is gone\x1b\nfor ever")
-        self.taken.append((step, values))
+    def log(self, values: dict[str, float], step: int) -> None:
+        if values["loss"] in (2.0, 4.0):
+            raise RuntimeError(f"the service is gone at {step}\x1b\nfor ever")
+        self.logged.append(step)
 
     def finish(self) -> None:
-        self.taken.append((None, {}))
+        self.logged.append(None)
 
 
-def test_a_service_that_hangs_or_fails_costs_its_own_lines_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "SLOW_SECONDS", 0.05)
-    monkeypatch.setattr(feed, "LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(feed, "MOST_WAITING", 3)
+class Hanging(Recording):
+    """A tracker whose service answers nothing until it is released."""
 
-    def never_opened() -> Taking:
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.asked.set()
+        self.released.wait(60)
+        super().log(values, step)
+
+
+def start(
+    trackers: Mapping[str, Callable[[], Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Trackers, Any]:
+    """Start a run that has these trackers."""
+    chosen = {key: (None, lambda run, make=make: make()) for key, make in trackers.items()}
+    monkeypatch.setattr(callback, "trackers_of", lambda config: chosen)
+    state, of_run = started(config_of(tmp_path), tmp_path / "run"), Trackers()
+    of_run.on_start(state)
+    return of_run, state
+
+
+def test_a_service_that_hangs_or_fails_loses_only_its_own_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callback, "CLOSE_SECONDS", 0.5)
+
+    def refused() -> Recording:
         raise SystemExit("no key")
 
-    sound = Taking()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        opened: dict[str, Callable[[], Any]] = {
-            "hangs": lambda: Hanging(listener),
-            "fails": lambda: sound,
-            "closed": never_opened,
-        }
-        monitors = Monitors(opened)
-        began, told = time.monotonic(), []
-        for step in range(1, 7):
-            monitors.write({"step": step, "loss": float(step)})
-            time.sleep(0.03)
-            told += list(monitors.notes())
-        told += list(monitors.close(failing=False))
-        assert time.monotonic() - began < 30
-    assert [step for step, _ in sound.taken] == [1, 3, 4, 5, 6, None]
-    assert told.count("fails: did not take what was logged (the service is gone\\x1b); the run goes on") == 1
-    assert "fails: 1 line was lost" in told and "closed: 6 lines were lost" in told
-    assert "closed: could not be opened (no key); the run goes on" in told
-    about = [line for line in told if line.startswith("hangs: ")]
-    assert about[0] == "hangs: no answer for 0 s; the run goes on"
-    assert about[1] == "hangs: 3 lines wait for it; the run goes on without the next ones"
-    assert "it is left behind" in about[2] and about[3] == "hangs: 6 lines were lost"
-
-
-def test_one_that_is_behind_when_the_run_ends_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "MOST_WAITING", 2)
-    asked, answers, sound = threading.Event(), threading.Event(), Taking()
-
-    class Late:
-        def log(self, values: dict[str, Any], step: int | None = None) -> None:
-            asked.set()
-            answers.wait(60)
-            sound.log(values, step)
-
-        finish = sound.finish
-
-    monitors = Monitors({"late": Late})
-    monitors.write({"step": 1, "loss": 1.0})
-    asked.wait(60)
-    for step in (3, 4, 5):
-        monitors.write({"step": step, "loss": 1.0})
-    threading.Timer(0.05, answers.set).start()
-    waits = "late: 2 lines wait for it; the run goes on without the next ones"
-    assert list(monitors.close(failing=False)) == [waits, "late: 1 line was lost"]
-    assert [step for step, _ in sound.taken] == [1, 3, 4, None]
-
-
-def test_a_failing_run_does_not_wait_for_its_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "FAILED_LEAVE_SECONDS", 0.05)
-    opened = threading.Event()
-
-    def late() -> Taking:
-        opened.wait(60)
-        return Taking()
-
-    monitors = Monitors({"slow": late})
+    sound, hanging = Recording(), Hanging()
+    trackers, state = start(
+        {"hangs": lambda: hanging, "fails": lambda: sound, "closed": refused}, tmp_path, monkeypatch
+    )
     began = time.monotonic()
-    assert list(monitors.close(failing=True)) == ["slow: not done 0 s after the run; it is left behind"]
-    assert time.monotonic() - began < feed.LEAVE_SECONDS
-    opened.set()
+    for step in range(1, 7):
+        trackers.on_log(state, {"step": step, "loss": float(step), "mfu": None})
+    trackers.on_end(state)
+    assert time.monotonic() - began < 30
+    hanging.released.set()
+    assert sound.logged == [1, 3, 5, 6, None]
+    assert sorted(state.printed) == [
+        "closed failed (no key); the run goes on",
+        "fails failed (the service is gone at 2\\x1b); the run goes on",
+        "hangs: not done 0 s after the run; its last values are lost",
+    ]
+
+
+def test_a_failure_is_reported_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trackers, state = start({"fails": Recording}, tmp_path, monkeypatch)
+    deadline = time.monotonic() + 60
+    while not state.printed and time.monotonic() < deadline:
+        trackers.on_log(state, {"step": 2, "loss": 2.0})
+        time.sleep(0.01)
+    assert state.printed == ["fails failed (the service is gone at 2\\x1b); the run goes on"]
+    trackers.on_end(state)
+    assert len(state.printed) == 1
+
+
+def test_a_tracker_that_is_behind_when_the_run_ends_gets_every_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Hanging()
+    trackers, state = start({"late": lambda: late}, tmp_path, monkeypatch)
+    for step in (1, 3, 5):
+        trackers.on_log(state, {"step": step, "loss": 1.0})
+    assert late.asked.wait(60)
+    threading.Timer(0.05, late.released.set).start()
+    trackers.on_end(state)
+    assert state.printed == [] and late.logged == [1, 3, 5, None]
+
+
+def test_a_failing_run_does_not_wait_for_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callback, "CLOSE_SECONDS_AFTER_ERROR", 0.05)
+    released = threading.Event()
+
+    def late() -> Recording:
+        released.wait(60)
+        return Recording()
+
+    trackers, state = start({"slow": late}, tmp_path, monkeypatch)
+    began, state.error = time.monotonic(), RuntimeError()
+    trackers.on_end(state)
+    assert state.printed == ["slow: not done 0 s after the run; its last values are lost"]
+    assert time.monotonic() - began < callback.CLOSE_SECONDS
+    released.set()
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("wandb.enabled=true", "wandb: the package wandb is not installed; pip install wandb"),
         ('zero_tp.logging.trackers=["aim"]', "zero_tp.logging.trackers.aim: the package aim is not installed"),
@@ -124,10 +131,10 @@ def test_a_failing_run_does_not_wait_for_its_monitors(monkeypatch: pytest.Monkey
         ('zero_tp.logging.trackers={"mlfow": {}}', 'did you mean "mlflow"?'),
     ],
 )
-def test_a_monitor_that_cannot_be_is_one_line(
-    tmp_path: Path, override: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_a_tracker_that_is_not_installed_is_one_line(
+    tmp_path: Path, override: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero_tp.monitors.sinks.find_spec", lambda package: None)
+    monkeypatch.setattr("zero_tp.monitors.trackers.find_spec", lambda package: None)
     with pytest.raises(ConfigError) as refused:
         check_installed(config_of(tmp_path, override))
-    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -16,23 +16,27 @@ import pytest
 from tests.launched import ROOT, environment
 from tests.unit.test_config import written
 from tests.unit.test_monitors import LINES, config_of
-from zero_tp.monitors import feed
+from zero_tp.monitors import callback
 
 pytestmark = pytest.mark.heavy
 
 START = """
 import json, os, sys
 from pathlib import Path
+from tests.unit.test_monitors import started
 from zero_tp.config import RunConfig
-from zero_tp.monitors import feed
+from zero_tp.monitors import callback
 
 def main():
-    path, run, step, lines, overrides, feed.LEAVE_SECONDS = json.loads(sys.argv[1])
-    monitors = feed.Monitors.of(RunConfig.load(path, overrides, world_size=4), Path(run), step)
+    path, run, step, lines, overrides, callback.CLOSE_SECONDS = json.loads(sys.argv[1])
+    state = started(RunConfig.load(path, overrides, world_size=4), Path(run), step)
+    trackers = callback.Trackers()
+    trackers.on_start(state)
     for line in lines:
-        monitors.write(line)
-    for note in monitors.close(failing=False):
-        print("note:", note)
+        trackers.on_log(state, line)
+    trackers.on_end(state)
+    for line in state.printed:
+        print("printed:", line)
     sys.stdout.flush()
     os._exit(0)  # as a rank does
 
@@ -190,18 +194,18 @@ class Library:
     finite: bool = False
 
 
-def tracker(name: str) -> tuple[str, ...]:
+def only(name: str) -> tuple[str, ...]:
     return (f'zero_tp.logging.trackers=["{name}"]',)
 
 
 LIBRARIES = {
-    "mlflow": Library("mlflow-skinny", MLFLOW, tracker("mlflow"), {"MLFLOW_ALLOW_FILE_STORE": "true"}),
+    "mlflow": Library("mlflow-skinny", MLFLOW, only("mlflow"), {"MLFLOW_ALLOW_FILE_STORE": "true"}),
     "wandb": Library("wandb", WANDB, ("wandb.enabled=true",), {"WANDB_MODE": "offline"}),
-    "aim": Library("aim", AIM, tracker("aim")),
-    "clearml": Library("clearml", CLEARML, tracker("clearml"), {"CLEARML_OFFLINE_MODE": "1"}, False, True),
-    "dvclive": Library("dvclive", DVCLIVE, tracker("dvclive")),
-    "swanlab": Library("swanlab", SWANLAB, tracker("swanlab"), {"SWANLAB_MODE": "offline"}),
-    "trackio": Library("trackio", TRACKIO, tracker("trackio"), {"TRACKIO_DIR": "trackio"}),
+    "aim": Library("aim", AIM, only("aim")),
+    "clearml": Library("clearml", CLEARML, only("clearml"), {"CLEARML_OFFLINE_MODE": "1"}, False, True),
+    "dvclive": Library("dvclive", DVCLIVE, only("dvclive")),
+    "swanlab": Library("swanlab", SWANLAB, only("swanlab"), {"SWANLAB_MODE": "offline"}),
+    "trackio": Library("trackio", TRACKIO, only("trackio"), {"TRACKIO_DIR": "trackio"}),
 }
 
 
@@ -233,10 +237,10 @@ class Workplace:
     def start(
         self, step: int, lines: list[dict[str, Any]], script: str = START, leave: float = 100, **environment: str
     ) -> list[str]:
-        """Return what was said of the monitors, which `leave` is waited for in the end. [seconds]"""
+        """Return what the trackers printed; the end waits `leave` seconds for them."""
         config, run = str(written(self.directory)), str(self.directory / "mine")
         words = json.dumps([config, run, step, lines, self.library.overrides, leave])
-        return [line for line in self.python(script, words, **environment).splitlines() if line.startswith("note:")]
+        return [line for line in self.python(script, words, **environment).splitlines() if line.startswith("printed:")]
 
 
 def values_of(lines: list[dict[str, Any]], finite: bool) -> dict[str, list[tuple[int, str]]]:
@@ -269,20 +273,20 @@ def test_an_mlflow_server_that_never_answers_stops_no_run(tmp_path: Path) -> Non
     place = Workplace(LIBRARIES["mlflow"], tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        told = place.start(0, LINES, leave=feed.LEAVE_SECONDS, MLFLOW_TRACKING_URI=server)
-    key = "note: zero_tp.logging.trackers.mlflow"
-    assert told == [f"{key}: not done 10 s after the run; it is left behind", f"{key}: 4 lines were lost"]
+        told = place.start(0, LINES, leave=callback.CLOSE_SECONDS, MLFLOW_TRACKING_URI=server)
+    tracker = "zero_tp.logging.trackers.mlflow"
+    assert told == [f"printed: {tracker}: not done 10 s after the run; its last values are lost"]
 
 
 def test_clearml_forks_no_rank(tmp_path: Path) -> None:
     """A process that outlives a rank would keep the sockets open on which the rank's peers wait."""
     script = START.replace(
-        "    for note in",
+        "    trackers.on_end(state)",
         """
     import psutil, time
-    while monitors._feeds[0]._waiting.qsize():
+    while trackers._threads[0]._queue.qsize():
         time.sleep(0.1)
-    print("note: children", [each.name() for each in psutil.Process().children()])
-    for note in""",
+    print("printed: children", [each.name() for each in psutil.Process().children()])
+    trackers.on_end(state)""",
     )
-    assert Workplace(LIBRARIES["clearml"], tmp_path).start(0, LINES, script) == ["note: children []"]
+    assert Workplace(LIBRARIES["clearml"], tmp_path).start(0, LINES, script) == ["printed: children []"]

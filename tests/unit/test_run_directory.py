@@ -171,7 +171,7 @@ def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(files, "exchange", killed)
+        patched.setattr(files, "replace_directory", killed)
         export(target, overwrite=True)
     assert {name: (target / name).read_bytes() for name in before} == before
     export(target, overwrite=True)
@@ -183,27 +183,48 @@ def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatc
 def test_a_person_s_directories_outlive_an_export_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, left = tmp_path / "model", tmp_path / ".model.partial"
+    target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
     export(target)
     (target / "figures").mkdir()
     (target / "figures" / "loss.png").touch()
-    exchanged = files.exchange
+    replace_directory = files.replace_directory
 
-    def ended(*paths: Path) -> None:
-        exchanged(*paths)
+    def ended(written: Path, output: Path) -> None:
+        replace_directory(written, output)
         raise SystemExit
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(files, "exchange", ended)
+        patched.setattr(files, "replace_directory", ended)
         export(target, overwrite=True)
-    assert (target / "figures" / "loss.png").exists() and not left.exists()
-    left.mkdir()  # as SIGKILL leaves it there
-    (target / "figures").rename(left / "figures")
-    (left / "model.safetensors").write_bytes(b"half")
+    assert (target / "figures" / "loss.png").exists() and not replaced.exists()
+    replaced.mkdir()  # as SIGKILL leaves it there
+    (target / "figures").rename(replaced / "figures")
+    (replaced / "model.safetensors").write_bytes(b"old")
     export(target, overwrite=True)
-    assert (target / "figures" / "loss.png").exists() and not left.exists()
+    assert (target / "figures" / "loss.png").exists() and not replaced.exists()
     with partial_directory(target), pytest.raises(UserError, match="another process writes it now"):
         export(target, overwrite=True)
+
+
+def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
+    export(target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    replace = os.replace
+
+    def killed(source: Path, destination: Path) -> None:
+        if source.name == ".model.partial":
+            raise KeyboardInterrupt
+        replace(source, destination)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", killed)
+        export(target, overwrite=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    target.rename(replaced)  # as SIGKILL between the two renames leaves it
+    files.clear_partial(target)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_links_in_an_export_stay_and_an_export_may_be_one(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ from zero_tp.checkpoint.manifest import (
     parse_manifest,
 )
 from zero_tp.errors import UserError
-from zero_tp.files import lock, read_regular, remove, sync, write_atomically
-from zero_tp.machine import wait_until_visible
+from zero_tp.files import lock, read_regular, remove, sync, wait_until_visible, write_atomically
 from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:

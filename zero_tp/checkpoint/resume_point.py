@@ -12,7 +12,7 @@ from zero_tp.checkpoint.directory import Damaged, read_manifest
 from zero_tp.checkpoint.manifest import Manifest, check_same_run
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
-from zero_tp.machine import wait_until_visible
+from zero_tp.files import wait_until_visible
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
 
 

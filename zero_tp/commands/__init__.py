@@ -1,7 +1,7 @@
-"""The commands stand in one table; `zero-tp`, and the scripts of launch/ and eval/, start the same code of each.
+"""The table of commands, which `zero-tp` and the scripts of launch/ and eval/ start.
 
-A command is the module of its name here. `add_arguments(parser)` says what it takes, and `main(options)` does it; one
-whose process may be one rank of several has `start(parse, verbose)` instead, which ends the process.
+Each command is a module of its name with `add_arguments(parser)` and `main(options)`. A command that may run as one of
+several ranks has `start(parse, verbose)` instead of `main`; it ends the process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zero_tp.process.quiet import quiet_libraries
 
 @dataclass(frozen=True)
 class Command:
-    """A command is described by one line.
+    """A command's line in `zero-tp --help`, and how it is started.
 
     Attributes:
         ranks: its process may be one rank of several.
-        quiet: what its libraries print is dropped; else it sets no variable of theirs.
+        quiet: drop what its libraries print.
     """
 
     summary: str
@@ -57,12 +57,12 @@ def module(name: str) -> Any:
 
 
 def start(name: str, words: Sequence[str] | None = None, prog: str | None = None, **options: Any) -> NoReturn:
-    """Be a command to the end of this process.
+    """Run a command and end this process.
 
     Args:
-        words: its arguments, by default those of this process.
-        prog: what a person has called it, by default the script.
-        options: further arguments of the command's own `start`.
+        words: its arguments; by default those of this process.
+        prog: its name in messages; by default the script's.
+        options: of the command's own `start`.
     """
     command, words = COMMANDS[name], sys.argv[1:] if words is None else words
     verbose = "--verbose" in words

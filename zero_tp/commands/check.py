@@ -63,7 +63,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     from zero_tp.config import RunConfig, describe
-    from zero_tp.monitors.sinks import check_installed
+    from zero_tp.monitors.trackers import check_installed
     from zero_tp.weights.files import find_weights, resolve
 
     config = RunConfig.load(options.check, options.set, options.world_size)

@@ -54,26 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens a window advances by; each window after a text's first scores its last N only "
         "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
     )
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of lm-eval's tasks")
-    parser.add_argument(
-        "--apply-chat-template",
-        "--apply_chat_template",
-        action="store_true",
-        help="put the requests of lm-eval's tasks into the tokenizer's chat template, examples as turns of their own",
-    )
-    parser.add_argument(
-        "--log-samples",
-        "--log_samples",
-        action="store_true",
-        help="write each request of lm-eval's tasks and the model's answer beside --output, JSON lines for each task",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
-    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
-    parser.add_argument(
-        "--allow-task-code",
-        action="store_true",
-        help="let the task files of --include-path run Python (!function), if you trust their source",
-    )
+    _add_lm_eval_arguments(parser)
     parser.add_argument(
         "--tensor-parallel",
         type=int,
@@ -102,6 +83,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
 
 
+def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of lm-eval's tasks")
+    parser.add_argument(
+        "--apply-chat-template",
+        "--apply_chat_template",
+        action="store_true",
+        help="put the requests of lm-eval's tasks into the tokenizer's chat template, examples as turns of their own",
+    )
+    parser.add_argument(
+        "--log-samples",
+        "--log_samples",
+        action="store_true",
+        help="write each request of lm-eval's tasks and the model's answer beside --output, JSON lines for each task",
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
+    parser.add_argument(
+        "--allow-task-code",
+        action="store_true",
+        help="let the task files of --include-path run Python (!function), if you trust their source",
+    )
+
+
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     if options.compare is None and (options.model is None or options.tasks is None):
         raise UserError("--model and --tasks are needed, or --compare")
@@ -121,14 +125,14 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
 
     names = parse_tasks(options.tasks)
-    settings = EvaluationSettings(**{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)})
-    found = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
+    settings = EvaluationSettings(**{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)})
+    results = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
     if environment.rank == 0:
-        print(report.table(found))
+        print(report.table(results))
         if options.output:
-            for file in report.write_samples(options.output, found):
+            for file in report.write_samples(options.output, results):
                 print(f"wrote {file}")
-            report.write_report(options.output, found)
+            report.write_report(options.output, results)
             print(f"wrote {options.output}")
 
 

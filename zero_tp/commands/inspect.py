@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Let a command take a run or a checkpoint."""
+    """Add the argument that is a run or a checkpoint."""
     parser.add_argument(
         "source", type=Path, metavar="RUN|CHECKPOINT", help="a run (its newest checkpoint) or RUN/checkpoints/step_N"
     )
@@ -23,5 +23,5 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     from zero_tp.checkpoint.inspect import inspect, table
 
-    found = inspect(options.source, verify=options.verify)
-    print(json.dumps(found, indent=2) if options.json else table(found))
+    contents = inspect(options.source, verify=options.verify)
+    print(json.dumps(contents, indent=2) if options.json else table(contents))

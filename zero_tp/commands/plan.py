@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "file", FILE)
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of devices")
     parser.add_argument(
-        "--device",
-        required=True,
-        metavar="NAME|JSON",
-        help=f"{', '.join(NAMES)}, or a JSON file that describes one",
+        "--device", required=True, metavar="NAME|JSON", help=f"{', '.join(NAMES)}, or a JSON file that describes one"
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of FILE; may be repeated"
@@ -35,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="try other settings at the same global batch")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="candidates that --search shows (default 10)")
     parser.add_argument("--write", type=Path, metavar="OUT", help="with --search: write the fastest as a run config")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="run all layers with fake tensors and compare",
-    )
+    parser.add_argument("--dry-run", action="store_true", help="run all layers with fake tensors and compare")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with pictures, and PNGs beside it")
 
 

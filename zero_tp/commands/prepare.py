@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero_tp.errors import UserError
+
+if TYPE_CHECKING:
+    from zero_tp.data.settings import Prepared
 
 EPILOG = """\
 example:
@@ -37,11 +43,7 @@ def _shard(text: str) -> tuple[int, int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--input",
-        nargs="+",
-        action="extend",
-        metavar="FILE|DIR|GLOB|-|hf:NAME",
-        help="what to read, see below",
+        "--input", nargs="+", action="extend", metavar="FILE|DIR|GLOB|-|hf:NAME", help="what to read, see below"
     )
     parser.add_argument(
         "--tokenizer",
@@ -64,8 +66,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--sample", type=int, default=3, metavar="N", help="how many of each (default: 3)")
     show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="of samples (default: 256)")
     show.add_argument("--html", type=Path, metavar="FILE", help="draw the corpus of --show as one page instead")
+    _add_document_arguments(parser)
+    _add_step_arguments(
+        parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
+    parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
+    parser.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N of the work, on this machine of several"
+    )
+    parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an OUTPUT, or what an interrupted start read, of other inputs or settings",
+    )
+
+
+def _add_document_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--validation-fraction",
+        dest="validation",
         type=float,
         default=0.02,
         metavar="F|COUNT",
@@ -81,12 +102,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stdin-kind",
+        dest="stdin",
         choices=("jsonl", "json", "txt", "csv"),
         default="jsonl",
         help="what --input - reads (default: jsonl)",
     )
-    steps = parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
-    steps.add_argument("--repair-unicode", action="store_true", help="mend Unicode (ftfy)")
+
+
+def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
+    steps.add_argument("--repair-unicode", dest="repair", action="store_true", help="mend Unicode (ftfy)")
     steps.add_argument(
         "--min-tokens",
         type=int,
@@ -112,98 +136,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument(
         "--split-sentences",
+        dest="sentences",
         metavar="LANGUAGE",
         help="keep where sentences begin, by the rules of a language (its ISO 639 code, such as en; general rules for "
         "one that has none): the masked objective's two segments meet there",
     )
-    parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
-    parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
-    parser.add_argument(
-        "--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N of the work, on this machine of several"
-    )
-    parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an OUTPUT, or what an interrupted start read, of other inputs or settings",
-    )
 
 
-def main(arguments: argparse.Namespace) -> None:
-    if arguments.show is not None:
-        from zero_tp.data.show import shown, write_page
-
-        if arguments.html is not None:
-            write_page(arguments.show, arguments.html)
-            print(f"wrote {arguments.html}")
-            return
-        for text in shown(arguments.show, arguments.sample, arguments.sequence_length):
-            print(text)
+def main(options: argparse.Namespace) -> None:
+    if options.show is not None:
+        _show(options)
         return
-    if missing := [f"--{name}" for name in ("input", "tokenizer", "output") if getattr(arguments, name) is None]:
+    if missing := [f"--{name}" for name in ("input", "tokenizer", "output") if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
-    if arguments.html is not None:
+    if options.html is not None:
         raise UserError("--html draws the corpus of --show DIR")
 
     from zero_tp.data import PrepareSettings, prepare
-    from zero_tp.data.tokenizer_training import suggested_size
 
-    settings = PrepareSettings(
-        arguments.tokenizer,
-        arguments.validation_fraction,
-        arguments.seed,
-        arguments.text_key,
-        arguments.documents,
-        arguments.stdin_kind,
-        arguments.repair_unicode,
-        arguments.min_tokens,
-        arguments.deduplicate,
-        tuple(arguments.decontaminate),
-        arguments.split_sentences,
-        arguments.eos,
-        arguments.tokenizer_documents,
-    )
+    settings = {field.name: getattr(options, field.name) for field in fields(PrepareSettings)}
     prepared = prepare(
-        arguments.input,
-        arguments.output,
-        settings,
-        overwrite=arguments.overwrite,
-        strict=arguments.strict,
-        processes=arguments.processes,
-        shard=arguments.shard,
-        merge=arguments.merge,
+        options.input,
+        options.output,
+        PrepareSettings(**settings | {"decontaminate": tuple(options.decontaminate)}),
+        overwrite=options.overwrite,
+        strict=options.strict,
+        processes=options.processes,
+        shard=options.shard,
+        merge=options.merge,
     )
+    print("\n".join(_summary(prepared, is_shard=options.shard is not None)))
+
+
+def _show(options: argparse.Namespace) -> None:
+    from zero_tp.data.show import shown, write_page
+
+    if options.html is not None:
+        write_page(options.show, options.html)
+        print(f"wrote {options.html}")
+        return
+    for text in shown(options.show, options.sample, options.sequence_length):
+        print(text)
+
+
+def _summary(prepared: Prepared, is_shard: bool) -> Iterator[str]:
+    """Yield the lines that describe a prepared corpus."""
+    from zero_tp.data.tokenizer_training import suggested_size
 
     report = prepared.report
     if prepared.reused:
         by = (
             "" if prepared.compared == "content" else f" (compared by {prepared.compared}: its report has no checksums)"
         )
-        print(f"{prepared.output} is up to date: made from the same inputs and settings{by}")
+        yield f"{prepared.output} is up to date: made from the same inputs and settings{by}"
     if prepared.resumed:
-        print(f"went on from an interrupted start, which had read {prepared.resumed:,} documents")
+        yield f"went on from an interrupted start, which had read {prepared.resumed:,} documents"
     if (documents := report.get("documents")) and documents["dropped"]:
-        why = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
-        print(f"   dropped: {documents['read'] - documents['kept']:,} of {documents['read']:,} documents: {why}")
-        for problem in documents["problems"]:
-            print(f"            {problem['where']}: {problem['detail']}")
-    if arguments.shard is not None:
-        print(f"{prepared.output}: {report['documents']['kept']:,} documents; --merge puts it together with the others")
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
+        dropped = documents["read"] - documents["kept"]
+        yield f"   dropped: {dropped:,} of {documents['read']:,} documents: {reasons}"
+        yield from (f"            {problem['where']}: {problem['detail']}" for problem in documents["problems"])
+    if is_shard:
+        yield f"{prepared.output}: {report['documents']['kept']:,} documents; --merge puts it together with the others"
         return
     for split, figures in report["splits"].items():
-        print(
-            f"{split:>10}: {figures['documents']:,} documents, {figures['characters']:,} characters, "
-            f"{figures['tokens']:,} tokens"
-        )
-    unigram = report["unigram"]
-    size = report["vocabulary_size"]
+        counts = ", ".join(f"{figures[name]:,} {name}" for name in ("documents", "characters", "tokens"))
+        yield f"{split:>10}: {counts}"
+    unigram, size = report["unigram"], report["vocabulary_size"]
     advice = f"; a vocab_size of {suggested_size(size):,} suits any TP size" if size != suggested_size(size) else ""
-    print(f"vocabulary: {size:,} tokens{advice}")
+    yield f"vocabulary: {size:,} tokens{advice}"
     if (end := report.get("end_of_document")) is not None:
-        print(f"   each document ends with {end}")
-    print(
+        yield f"   each document ends with {end}"
+    yield (
         f"   unigram: {unigram['train_entropy']:.3f} nats a token "
         f"(validation {unigram['validation_cross_entropy']:.3f}): a model must get below this to have learnt any order"
     )
     if not prepared.reused:
-        print(f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s")
+        yield f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s"

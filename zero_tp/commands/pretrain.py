@@ -71,7 +71,7 @@ def pretrain(
 
     from zero_tp.checkpoint.run import saved_start
     from zero_tp.config import RunConfig
-    from zero_tp.monitors.sinks import check_installed
+    from zero_tp.monitors.trackers import check_installed
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Before anything heavy is imported: a mistake in the file is told within a second or two.
@@ -86,7 +86,7 @@ def pretrain(
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.checkpoint.parent import Origin
-    from zero_tp.monitors.feed import Trackers
+    from zero_tp.monitors.callback import Trackers
     from zero_tp.training.loop import train
     from zero_tp.training.run import RunInputs
     from zero_tp.training.run_callbacks import run_callbacks

@@ -1,4 +1,4 @@
-"""Prints text that a Hugging Face model, as transformers' own class computes it, continues a prompt with."""
+"""Print how a Hugging Face model, as transformers' own class computes it, continues a prompt."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def main(options: argparse.Namespace) -> None:
     from zero_tp.checkpoint.convert import as_huggingface
 
     with as_huggingface(options.model) as directory:
-        print(continued(options, directory))
+        print(continue_prompt(options, directory))
 
 
-def continued(options: argparse.Namespace, directory: Path) -> str:
-    """Return the prompt and what the model in a Hugging Face directory continues it with."""
+def continue_prompt(options: argparse.Namespace, directory: Path) -> str:
+    """Return the prompt and its continuation by the model in a Hugging Face directory."""
     from transformers import set_seed
 
     from zero_tp.data.tokenizer import open_tokenizer

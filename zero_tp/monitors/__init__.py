@@ -1,1 +1,1 @@
-"""What a run logs goes to TensorBoard, W&B, Comet, CSV and accelerate's trackers too: beside training."""
+"""What a run logs also goes to CSV files and to accelerate's trackers."""

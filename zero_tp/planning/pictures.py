@@ -8,20 +8,19 @@ from itertools import groupby
 from typing import Any
 
 from zero_tp.constants import GIB
-from zero_tp.page import dressed, legend, new_figure
+from zero_tp.page import PALETTE, legend, new_figure, style_axes
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.plan import Plan
 from zero_tp.planning.report import TITLES
 
-# Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 COLOURS = {
-    "parameters": "#4477AA",
-    "gathered": "#66CCEE",
-    "gradients": "#228833",
-    "optimizer": "#CCBB44",
-    "buffers": "#BBBBBB",
-    "activations": "#EE6677",
-    "transients": "#AA3377",
+    "parameters": PALETTE["blue"],
+    "gathered": PALETTE["cyan"],
+    "gradients": PALETTE["green"],
+    "optimizer": PALETTE["yellow"],
+    "buffers": PALETTE["grey"],
+    "activations": PALETTE["red"],
+    "transients": PALETTE["purple"],
 }
 LIMIT = "#222222"
 PHASES = {"forward": 0.0, "backward": 1.0, "optimizer": 2.0}
@@ -32,7 +31,7 @@ PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 def _axes(title: str, height: float = 3.6) -> tuple[Any, Any]:
     """Return a new figure and its axes."""
     figure = new_figure(8.4, height)
-    return figure, dressed(figure.add_subplot(), title)
+    return figure, style_axes(figure.add_subplot(), title)
 
 
 def _present(stacks: Sequence[Mapping[str, float]]) -> list[str]:
@@ -130,7 +129,7 @@ def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one
     shown = {name: value for name, value in terms.items() if value > 0}
     figure, axes = _axes(title, 1.3 + 0.32 * len(shown))
     total = sum(shown.values())
-    axes.barh(list(shown), list(shown.values()), color="#4477AA", height=0.65)
+    axes.barh(list(shown), list(shown.values()), color=PALETTE["blue"], height=0.65)
     for number, value in enumerate(shown.values()):
         axes.text(value, number, f" {value:.3g} s, {value / total:.0%}", va="center", fontsize=9)
     axes.set_xlim(0, 1.25 * max(shown.values()))

@@ -36,7 +36,15 @@ from typing import NoReturn
 
 import psutil
 
-from zero_tp.errors import BAD_INPUT, INTERRUPTED, UserError, error_line, of_a_file, one_line, show_visibly
+from zero_tp.errors import (
+    BAD_INPUT,
+    INTERRUPTED,
+    UserError,
+    error_line,
+    escape_unencodable_output,
+    of_a_file,
+    one_line,
+)
 from zero_tp.process.across import MEET_SECONDS, Across
 from zero_tp.process.environment import RankEnvironment, Siblings, describe_end, is_alive
 from zero_tp.process.first_word import FirstWord, write_stderr
@@ -96,7 +104,7 @@ class _Rank:
         self.leaving = False
 
     def run(self, main: Callable[[], int | None]) -> NoReturn:
-        show_visibly()
+        escape_unencodable_output()
         faulthandler.enable()  # a crash in C++ shows where
         launchers = self.environment.launchers()
         if launchers:

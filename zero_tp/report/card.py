@@ -1,9 +1,10 @@
-"""A model card tells, beside an exported model, which run made it and how."""
+"""Write the model card of an exported model: which run trained it, and how."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
@@ -17,18 +18,20 @@ LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 def model_card(checkpoint: Path, manifest: Manifest) -> str:
     """Return the card of a model that is exported from a checkpoint, by its manifest and its run's metrics.
 
-    Corpora and the parent are named by the last parts of their paths: a card is for others to read.
+    A card is for others to read: only the last two parts of the paths of corpora and of the parent are shown.
     """
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])
-    rows = "\n".join(f"| {name} | {told} |" for name, told in facts(checkpoint, manifest).items() if told)
-    title = checkpoint.resolve().parent.parent.name
+    run = checkpoint.resolve().parent.parent
+    facts = _facts(manifest) | {"losses": _losses(run, manifest.step)}
+    facts["libraries"] = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    rows = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact)
     table = f"| | |\n| --- | --- |\n{rows}\n"
-    return f"---\n{data.to_yaml()}\n---\n\n# {title}\n\nTrained and exported by zero_tp.\n\n{table}"
+    return f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\nTrained and exported by zero_tp.\n\n{table}"
 
 
-def facts(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
-    """Return what a card says of a checkpoint; "" where nothing is known, as of one that Trainer saved."""
+def _facts(manifest: Manifest) -> dict[str, str]:
+    """Return what the manifest says of the training; "" for what it doesn't, such as that of a Trainer's checkpoint."""
     fixed, step, parent = manifest.fixed, manifest.step, manifest.parent
     parameters = sum(math.prod(entry.shape) for entry in manifest.parameters.values())
     trained = f"{step:,} steps"
@@ -39,34 +42,33 @@ def facts(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
     return {
         "architecture": f"`{manifest.model['model_type']}`, {parameters:,} parameters",
         "trained": trained,
-        "started from": "" if parent is None else f"{_short(parent.checkpoint)}, {parent.tokens:,} tokens before",
-        "objective": _settings(fixed.get("zero_tp.objective", {})),
-        "corpora": ", ".join(f"{_short(name)} (weight {part:g})" for name, part in fixed.get("zero_tp.data.train", [])),
-        "optimizer": " ".join([*filter(None, [optimizer.get("type")]), _settings(optimizer.get("params", {}))]).strip(),
+        "started from": "" if parent is None else f"{_shortened(parent.checkpoint)}, {parent.tokens:,} tokens before",
+        "objective": _listed(fixed.get("zero_tp.objective", {})),
+        "corpora": ", ".join(
+            f"{_shortened(name)} (weight {weight:g})" for name, weight in fixed.get("zero_tp.data.train", [])
+        ),
+        "optimizer": f"{optimizer.get('type', '')} {_listed(optimizer.get('params', {}))}".strip(),
         "seed": str(fixed.get("zero_tp.training.seed", "")),
         "ranks": str(Parallelism.saved(manifest)),
-        "losses": _losses(checkpoint, step),
-        "libraries": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
 
 
-def _short(path: str) -> str:
+def _shortened(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def _settings(given: dict[str, object]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in given.items())
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def _losses(checkpoint: Path, step: int) -> str:
-    """Return the last losses up to this step; "" where the run's metrics are not there."""
+def _losses(run: Path, step: int) -> str:
+    """Return the last losses up to this step; "" if the run's metrics are gone: an export needs none."""
     try:
-        (run,) = read_runs([checkpoint.resolve().parent.parent])
-    except UserError:  # an export needs none
+        (metrics,) = read_runs([run])
+    except UserError:
         return ""
-    found = []
-    for name, told in LOSSES.items():
-        series = run.get(name)
-        before = [pair for pair in zip(series.steps, series.values, strict=True) if pair[0] <= step]
-        found += [f"{told} {value:.4f} at step {at:,}" for at, value in before[-1:]]
-    return ", ".join(found)
+    losses = []
+    for name, label in LOSSES.items():
+        logged = [pair for pair in metrics.series.get(name, {}).items() if pair[0] <= step]
+        losses += [f"{label} {value:.4f} at step {at_step:,}" for at_step, value in logged[-1:]]
+    return ", ".join(losses)

@@ -1,85 +1,54 @@
-"""The curves of runs are drawn as one matplotlib figure."""
+"""Draw the curves of runs as one matplotlib figure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from zero_tp.page import dressed, new_figure
-from zero_tp.report.runs import VALIDATION, Run, Series
+from zero_tp.page import PALETTE, new_figure, style_axes
+from zero_tp.report.runs import VALIDATION, Run
 
-# Paul Tol's "bright" scheme, which colour-blind people can tell apart.
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#BBBBBB")
+COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))
 SPAN = 50
-"""A smoothed curve follows changes of a fiftieth of what is shown."""
-MOST_POINTS = 1_000
-"""Of a drawn line; a longer one has the lowest and highest value of each stretch."""
+"""A smoothed curve averages over a fiftieth of what is shown."""
 
-Axis = Callable[[Run, int], float]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A panel shows a series in one way.
-
-    Attributes:
-        name: as in metrics.jsonl.
-        label: what it is, where a panel has several.
-        style: "smoothed" over the raw values, "raw", or "points" with a line through them.
-        factor: of its values.
-    """
-
-    name: str
-    label: str = ""
-    style: str = "raw"
-    factor: float = 1.0
+PANELS = {
+    "loss": {"loss": "training", f"{VALIDATION}loss": "validation"},
+    "learning rate": {"learning_rate": ""},
+    "gradient norm": {"grad_norm": ""},
+    "tokens a second": {"tokens_per_second": ""},
+    "utilisation of the peak [%]": {"mfu": "MFU", "hfu": "HFU"},
+    "peak memory of a rank [GiB]": {"memory_gib": ""},
+    "loss scale": {"loss_scale": ""},
+    "skipped steps": {"skipped_steps": ""},
+}
+"""Title → names in metrics.jsonl and their labels in the legend."""
+NOT_NOISY = ("learning_rate", "memory_gib", "loss_scale", "skipped_steps")
+PERCENT = ("mfu", "hfu")
+LOGARITHMIC = ("gradient norm", "loss scale")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A panel has axes of its own; `scale` is matplotlib's name of the vertical one's."""
-
-    title: str
-    lines: tuple[Line, ...]
-    scale: str = "linear"
-
-
-def panels(runs: list[Run]) -> list[Panel]:
-    """Return the panels of which some run has logged something."""
-    found = [
-        Panel("loss", (Line("loss", "training", "smoothed"), Line(f"{VALIDATION}loss", "validation", "points"))),
-        Panel("learning rate", (Line("learning_rate"),)),
-        Panel("gradient norm", (Line("grad_norm", style="smoothed"),), "log"),
-        Panel("tokens a second", (Line("tokens_per_second", style="smoothed"),)),
-        Panel(
-            "utilisation of the peak [%]",
-            (Line("mfu", "MFU", "smoothed", factor=100), Line("hfu", "HFU", "smoothed", factor=100)),
-        ),
-        Panel("peak memory of a rank [GiB]", (Line("memory_gib"),)),
-        Panel("loss scale", (Line("loss_scale"),), "log"),
-        Panel("skipped steps", (Line("skipped_steps"),)),
-    ]
+def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
+    """Return the panels that have something to show: PANELS, then evaluations, then the objective's other figures."""
     names = dict.fromkeys(name for run in runs for name in run.series)
-    drawn = {line.name for panel in found for line in panel.lines} | {f"{VALIDATION}perplexity"}  # exp of the loss
-    others = [name for name in names if "/" in name or (name.startswith(VALIDATION) and name not in drawn)]
-    found += [Panel(name.replace("_", " "), (Line(name, style="points"),)) for name in others]
-    found += [
-        Panel(name.replace("_", " "), (Line(name, style="smoothed"),))
-        for name in names
-        if name.endswith(("_accuracy", "_loss")) and not name.startswith(VALIDATION) and "/" not in name
-    ]
-    return [panel for panel in found if any(_worth_drawing(run, line) for run in runs for line in panel.lines)]
+    drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}  # exp of the loss
+    evaluations = [name for name in names if _is_evaluation(name) and name not in drawn]
+    others = [name for name in names if name.endswith(("_accuracy", "_loss")) and not _is_evaluation(name)]
+    shown = PANELS | {name.replace("_", " "): {name: ""} for name in (*evaluations, *others)}
+    return {title: series for title, series in shown.items() if any(_has(run, name) for run in runs for name in series)}
 
 
-def _worth_drawing(run: Run, line: Line) -> bool:
-    values = run.get(line.name).finite
-    return any(values) if line.name == "skipped_steps" else bool(values)
+def _is_evaluation(name: str) -> bool:
+    return "/" in name or name.startswith(VALIDATION)
 
 
-def sheet(runs: list[Run], against: str) -> Any:
-    """Draw all panels, two beside each other.
+def _has(run: Run, name: str) -> bool:
+    values = run.finite(name).values()
+    return any(values) if name == "skipped_steps" else bool(values)
+
+
+def draw_runs(runs: list[Run], against: str) -> Any:
+    """Draw all panels, two in a row.
 
     Args:
         against: "step" or "tokens".
@@ -91,12 +60,14 @@ def sheet(runs: list[Run], against: str) -> Any:
     rows = -(-len(shown) // 2)
     figure = new_figure(11.0, 2.9 * rows + 0.3)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    axis: Axis = _tokens if against == "tokens" else _steps
-    last = max(axis(run, run.last_step) for run in runs)
-    for number, panel in enumerate(shown):
-        axes = dressed(figure.add_subplot(rows, 2, number + 1), panel.title)
-        _draw(axes, runs, panel, axis)
-        axes.set_yscale(panel.scale)
+    units = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
+    last = max(run.last_step * unit for run, unit in zip(runs, units, strict=True))
+    for number, (title, labels) in enumerate(shown.items()):
+        axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
+        _draw(axes, runs, units, labels)
+        if title == "loss":
+            _fit_to_later_losses(axes, runs)
+        axes.set_yscale("log" if title in LOGARITHMIC else "linear")
         axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -105,84 +76,59 @@ def sheet(runs: list[Run], against: str) -> Any:
     return figure
 
 
-def _steps(run: Run, step: int) -> float:
-    return float(step)
-
-
-def _tokens(run: Run, step: int) -> float:
-    return step * float(run.tokens_per_step or math.nan)
-
-
-def _draw(axes: Any, runs: list[Run], panel: Panel, axis: Axis) -> None:
-    several = len(panel.lines) > 1
-    for number, run in enumerate(runs):
-        for turn, line in enumerate(panel.lines):
-            series = run.get(line.name)
-            if not series.finite:
-                continue
-            # One run: a colour for each line; several: one for each run, and dashes for the second line.
-            colour = COLOURS[(number if len(runs) > 1 else turn) % len(COLOURS)]
-            label = ", ".join(part for part in (run.name if len(runs) > 1 else "", line.label) if part)
-            _draw_line(axes, run, series, line, axis, color=colour, label=label, dashed=len(runs) > 1 and turn > 0)
-    if several or len(runs) > 1:
+def _draw(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> None:
+    """Draw one run with a colour for each series, or several with a colour for each run and dashes for the second."""
+    several = len(runs) > 1
+    for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
+        for turn, (name, label) in enumerate(labels.items()):
+            if run.finite(name):
+                full_label = ", ".join(part for part in (run.name if several else "", label) if part)
+                colour = COLOURS[(number if several else turn) % len(COLOURS)]
+                look = {"color": colour, "label": full_label, "linestyle": "--" if several and turn else "-"}
+                _draw_series(axes, run, name, unit, look)
+    if several or len(labels) > 1:
         axes.legend(fontsize=8, frameon=False)
-    if panel.title == "loss":
-        _leave_out_the_start(axes, runs)
 
 
-def _leave_out_the_start(axes: Any, runs: list[Run]) -> None:
-    """Fit the loss' axis to what follows the first tenth of the steps, where its fall from where every model begins
-    would leave that less than a third of the height."""
-    losses = [run.get("loss").finite for run in runs if run.get("loss").finite]
-    later = [value for each in losses for value in each[len(each) // 10 :]]
+def _draw_series(axes: Any, run: Run, name: str, unit: float, look: dict[str, Any]) -> None:
+    """Draw evaluations as points that are joined, and noisy series as pale values below their average."""
+    places = [unit * step for step in run.series[name]]
+    values = [value * (100 if name in PERCENT else 1) for value in run.series[name].values()]
+    if _is_evaluation(name):
+        axes.plot(places, values, marker="o", markersize=3.5, linewidth=1.2, **look)
+    elif name not in NOT_NOISY and len(values) > SPAN:
+        axes.plot(places, values, alpha=0.3, linewidth=0.8, **look | {"label": None})
+        axes.plot(places, smoothed(values), linewidth=1.5, **look)
+    else:
+        axes.plot(places, values, linewidth=1.2, **look)
+
+
+def _fit_to_later_losses(axes: Any, runs: list[Run]) -> None:
+    """Fit the axis to the losses after the first tenth of the steps, if the initial fall would take most of the height.
+
+    Every model falls from the same height, and the differences between runs would be less than a third of the picture.
+    """
+    losses = [list(run.finite("loss").values()) for run in runs if run.finite("loss")]
+    later = [value for run_losses in losses for value in run_losses[len(run_losses) // 10 :]]
     if not later:
         return
-    later += [value for run in runs for value in run.get(f"{VALIDATION}loss").finite]
+    later += [value for run in runs for value in run.finite(f"{VALIDATION}loss").values()]
     low, high = min(later), max(later)
     if 3 * (high - low) < max(map(max, losses)) - low:
         room = 0.05 * (high - low) or 0.1
         axes.set_ylim(low - room, high + room)
 
 
-def _draw_line(axes: Any, run: Run, series: Series, line: Line, axis: Axis, *, dashed: bool, **look: Any) -> None:
-    values = [line.factor * value for value in series.values]
-    if line.style == "points":
-        marks = {"marker": "o", "markersize": 3.5, "linewidth": 1.2, "linestyle": "--" if dashed else "-"}
-        axes.plot([axis(run, step) for step in series.steps], values, **marks, **look)
-        return
-    smooth = line.style == "smoothed" and len(values) > SPAN
-    label = look.pop("label")
-    raw = {"alpha": 0.3, "linewidth": 0.8} if smooth else {"linewidth": 1.2, "label": label}
-    for drawn, how in ((values, raw), (smoothed(values), {"linewidth": 1.5, "label": label}))[: 1 + smooth]:
-        places, heights = zip(*thinned(series.steps, drawn), strict=True)
-        linestyle = "--" if dashed else "-"
-        axes.plot([axis(run, step) for step in places], heights, linestyle=linestyle, **how, **look)
-
-
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average over a fiftieth of the values, unbiased at its start, over what is no nan.
+    """Return the exponential moving average over a fiftieth of the values, unbiased at its start; nan is skipped.
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
     decay = 1 - 2 / (max(1.0, len(values) / SPAN) + 1)
     total = weight = 0.0
-    found = []
+    averages = []
     for value in values:
         if math.isfinite(value):
             total, weight = decay * total + value, decay * weight + 1
-        found.append(total / weight if weight else math.nan)
-    return found
-
-
-def thinned(steps: list[int], values: list[float]) -> Iterator[tuple[int, float]]:
-    """Yield the points of a line; of many, the lowest and the highest of each stretch, and a gap that is in it."""
-    length = -(-len(values) // (MOST_POINTS // 2))
-    if length <= 2:
-        yield from zip(steps, values, strict=True)
-        return
-    for start in range(0, len(values), length):
-        stretch = range(start, min(start + length, len(values)))
-        finite = [index for index in stretch if math.isfinite(values[index])]
-        chosen = {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
-        chosen |= set(stretch[:1]) if not finite else set()
-        yield from ((steps[index], values[index]) for index in sorted(chosen))
+        averages.append(total / weight if weight else math.nan)
+    return averages

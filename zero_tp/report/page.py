@@ -1,26 +1,27 @@
-"""The report of runs is a page: their curves, their figures, and what sets them apart."""
+"""Write the report of runs as a page: their curves, their figures and the differences between their configs."""
 
 from __future__ import annotations
 
 import html
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 from zero_tp import page
 from zero_tp.checkpoint.run import CONFIG
 from zero_tp.errors import UserError
-from zero_tp.report.curves import sheet
+from zero_tp.report.curves import draw_runs
 from zero_tp.report.runs import VALIDATION, Run, Series, differing, read_runs
 from zero_tp.training.metrics_file import METRICS_FILE
 
 
 def write_report(directories: list[Path], to: Path | None = None, against: str | None = None) -> list[Path]:
-    """Write the report of runs, which may be going on.
+    """Write the report of runs, which may still be training.
 
     Args:
-        to: the page; by default report.html in the run's directory, or of several runs where the command is.
-        against: what the curves lie over; by default tokens where the runs' steps have different ones, else steps.
+        to: the page; by default report.html in the run's directory, or in the working directory for several runs.
+        against: the horizontal axis; by default "tokens" if the runs differ in tokens per step, else "step".
 
     Returns:
         The files written: the page, then a PNG of its curves.
@@ -33,69 +34,59 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
     if against == "tokens" and None in sizes:
         without = next(run for run in runs if run.tokens_per_step is None)
         raise UserError(f"{without.directory / CONFIG}: says no tokens of a step; draw against step")
-    chosen = against or ("tokens" if len(sizes) > 1 and None not in sizes else "step")
-    to = to or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
-    figure = sheet(runs, chosen)
-    parts = [page.svg(figure), "<h2>Figures</h2>", _figures(runs)]
-    parts += [f"<p>{html.escape(note)}</p>" for note in _notes(runs)]
+    figure = draw_runs(runs, against or ("tokens" if len(sizes) > 1 and None not in sizes else "step"))
+    names = [run.name for run in runs]
+    parts = [page.svg(figure), "<h2>Figures</h2>", page.table(("", *names), _figures(runs), "keys")]
+    for run in runs:
+        if run.unreadable:
+            lines = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''}"
+            parts.append(f"<p>{html.escape(str(run.directory / METRICS_FILE))}: {lines} left out</p>")
     if len(runs) > 1:
         rows = [(key, *values) for key, values in differing(runs)]
         parts.append("<h2>What differs between their configs</h2>")
-        parts.append(page.table(("", *(run.name for run in runs)), rows, "keys") if rows else "<p>Nothing.</p>")
+        parts.append(page.table(("", *names), rows, "keys") if rows else "<p>Nothing.</p>")
     for run in runs:
-        shown = html.escape(json.dumps(run.config, indent=2, ensure_ascii=False))
-        parts.append(f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{shown}</pre></details>")
-    return page.write(to, ", ".join(run.name for run in runs), parts, {"curves": figure})
+        config = html.escape(json.dumps(run.config, indent=2, ensure_ascii=False))
+        parts.append(f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{config}</pre></details>")
+    to = to or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
+    return page.write(to, ", ".join(names), parts, {"curves": figure})
 
 
-def _notes(runs: list[Run]) -> list[str]:
-    return [
-        f"{run.directory / METRICS_FILE}: {run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''} left out"
-        for run in runs
-        if run.unreadable
+def _figures(runs: list[Run]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of figures, without those that no run has."""
+
+    def row(label: str, name: str, summary: Callable[[Series], str]) -> tuple[str, ...]:
+        return (label, *(summary(series) if (series := run.finite(name)) else "" for run in runs))
+
+    tasks = dict.fromkeys(name for run in runs for name in run.series if "/" in name)
+    rows = [
+        ("step", *(f"{run.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "") for run in runs)),
+        ("tokens", *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs)),
+        row("training loss, mean of the last 50 lines", "loss", _mean_of_last_50),
+        row("validation loss, last", f"{VALIDATION}loss", _last("{:.4f}")),
+        row("validation loss, best", f"{VALIDATION}loss", _best),
+        *(row(name, name, _last("{:.4g}")) for name in tasks),
+        row("tokens a second, median", "tokens_per_second", _median("{:,.0f}")),
+        row("MFU, median", "mfu", _median("{:.1%}")),
+        row("HFU, median", "hfu", _median("{:.1%}")),
+        row("peak memory of a rank [GiB]", "memory_gib", _last("{:.2f}")),
+        row("skipped steps", "skipped_steps", _last("{:.0f}")),
     ]
+    return [cells for cells in rows if any(cells[1:])]
 
 
-def _figures(runs: list[Run]) -> str:
-    rows: list[tuple[str, list[str]]] = [
-        ("step", [f"{run.last_step:,}{_of(run)}" for run in runs]),
-        ("tokens", ["" if (size := run.tokens_per_step) is None else f"{run.last_step * size:,}" for run in runs]),
-        ("training loss, mean of the last 50 lines", [_mean(run.get("loss"), "{:.4f}", last=50) for run in runs]),
-        ("validation loss, last", [_last(run.get(f"{VALIDATION}loss"), "{:.4f}") for run in runs]),
-        ("validation loss, best", [_best(run.get(f"{VALIDATION}loss")) for run in runs]),
-        *((name, [_last(run.get(name), "{:.4g}") for run in runs]) for name in _task_names(runs)),
-        ("tokens a second, median", [_median(run.get("tokens_per_second"), "{:,.0f}") for run in runs]),
-        ("MFU, median", [_median(run.get("mfu"), "{:.1%}") for run in runs]),
-        ("HFU, median", [_median(run.get("hfu"), "{:.1%}") for run in runs]),
-        ("peak memory of a rank [GiB]", [_last(run.get("memory_gib"), "{:.2f}") for run in runs]),
-        ("skipped steps", [_last(run.get("skipped_steps"), "{:.0f}") for run in runs]),
-    ]
-    shown = [(name, *cells) for name, cells in rows if any(cells)]
-    return page.table(("", *(run.name for run in runs)), shown, "keys")
+def _last(form: str) -> Callable[[Series], str]:
+    return lambda series: form.format([*series.values()][-1])
 
 
-def _task_names(runs: list[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.tasks))
+def _median(form: str) -> Callable[[Series], str]:
+    return lambda series: form.format(statistics.median(series.values()))
 
 
-def _of(run: Run) -> str:
-    return "" if run.steps is None else f" of {run.steps:,}"
-
-
-def _last(series: Series, form: str) -> str:
-    return form.format(series.finite[-1]) if series.finite else ""
-
-
-def _mean(series: Series, form: str, *, last: int) -> str:
-    return form.format(statistics.fmean(series.finite[-last:])) if series.finite else ""
-
-
-def _median(series: Series, form: str) -> str:
-    return form.format(statistics.median(series.finite)) if series.finite else ""
+def _mean_of_last_50(series: Series) -> str:
+    return f"{statistics.fmean([*series.values()][-50:]):.4f}"
 
 
 def _best(series: Series) -> str:
-    if not series.finite:
-        return ""
-    least = min(series.finite)
-    return f"{least:.4f} at step {series.steps[series.values.index(least)]:,}"
+    step = min(series, key=series.__getitem__)
+    return f"{series[step]:.4f} at step {step:,}"

@@ -1,9 +1,9 @@
-"""A run is read from its directory as it stands, also while it is written."""
+"""Read a run from its directory, also while it is written."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,19 @@ from zero_tp.strict_json import InvalidJson, read_object
 from zero_tp.training.metrics_file import METRICS_FILE, read_line
 
 VALIDATION = "validation_"
-
-
-@dataclass(frozen=True)
-class Series:
-    """A series has a value at some steps, ascending; one that was not finite is nan."""
-
-    steps: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
-
-    @property
-    def finite(self) -> list[float]:
-        return [value for value in self.values if math.isfinite(value)]
+Series = dict[int, float]
+"""Step → value, ascending; nan for a value that was not finite."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run is what its directory says.
+    """A run as its directory describes it.
 
     Attributes:
         name: of the directory; with its parent's where runs share one.
         series: by the names of metrics.jsonl.
-        config: resolved; empty where there is none yet.
-        unreadable: lines of metrics.jsonl that are no records. Half a line at its end, being written, is none of them.
+        config: resolved; empty if it is not written yet.
+        unreadable: number of broken lines in metrics.jsonl. Half a line at its end is still being written: not counted.
     """
 
     name: str
@@ -46,22 +36,22 @@ class Run:
     config: dict[str, Any]
     unreadable: int
 
-    def get(self, name: str) -> Series:
-        """Return a series, empty where nothing of it was logged."""
-        return self.series.get(name, Series())
+    def finite(self, name: str) -> Series:
+        """Return the finite values of a series, empty if nothing of this name was logged."""
+        return {step: value for step, value in self.series.get(name, {}).items() if math.isfinite(value)}
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Return the tokens of a step; None where the config doesn't say."""
-        length, batch = self._count("zero_tp", "data", "sequence_length"), self._count("train_batch_size")
+        length, batch = self._integer("zero_tp", "data", "sequence_length"), self._integer("train_batch_size")
         return None if length is None or batch is None else length * batch
 
     @property
     def steps(self) -> int | None:
-        """Return the steps that it is to train; None where the config doesn't say."""
-        return self._count("zero_tp", "training", "steps")
+        """Return the number of steps to train."""
+        return self._integer("zero_tp", "training", "steps")
 
-    def _count(self, *keys: str) -> int | None:
+    def _integer(self, *keys: str) -> int | None:
+        """Return a number of the config, None if a person has changed what is there."""
         value: Any = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -69,67 +59,59 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Return the last step of which something was logged."""
-        return max(series.steps[-1] for series in self.series.values())
-
-    @property
-    def tasks(self) -> list[str]:
-        """Return the names of the evaluations' figures, `task/figure`."""
-        return [name for name in self.series if "/" in name]
+        return max(max(series) for series in self.series.values())
 
 
 def read_runs(directories: list[Path]) -> list[Run]:
-    """Read runs, in the order given, each with a name of its own.
+    """Read runs in the order given, each with a name of its own.
 
     Raises:
         UserError: a directory is no run's, or is given twice.
     """
-    whole = [path.resolve() for path in directories]
-    for number, path in enumerate(whole):
-        if path in whole[:number]:
+    absolute = [path.resolve() for path in directories]
+    for number, path in enumerate(absolute):
+        if path in absolute[:number]:
             raise UserError(f"{directories[number]}: given twice")
     parts = 1
-    while len({_name(path, parts) for path in whole}) < len(whole):
+    while len(names := {"/".join(path.parts[-parts:]): path for path in absolute}) < len(absolute):
         parts += 1
-    return [_read(given, _name(path, parts)) for given, path in zip(directories, whole, strict=True)]
-
-
-def _name(path: Path, parts: int) -> str:
-    return "/".join(path.parts[-parts:])
+    return [_read(directory, name) for directory, name in zip(directories, names, strict=True)]
 
 
 def _read(directory: Path, name: str) -> Run:
-    path = directory / METRICS_FILE
-    unreadable, by_name = 0, dict[str, dict[int, float]]()
-    try:
-        with open_regular(path) as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                found = read_line(line)
-                if found is None:
-                    unreadable += 1
-                    continue
-                step, values = found
-                for key, value in values.items():
-                    by_name.setdefault(key, {})[step] = value
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    series, unreadable = _read_metrics(directory / METRICS_FILE)
     try:
         config = read_object(directory / CONFIG)
     except FileNotFoundError:
         config = {}
     except (InvalidJson, OSError) as error:
         raise UserError(f"{directory / CONFIG}: not a run's config ({error})") from None
-    series = {key: Series(sorted(each), [each[step] for step in sorted(each)]) for key, each in by_name.items()}
-    if not series:
-        raise UserError(f"{path}: nothing was logged yet; try again after the first step")
     return Run(name, directory, series, config, unreadable)
 
 
+def _read_metrics(path: Path) -> tuple[dict[str, Series], int]:
+    """Return the series by name, and the number of broken lines."""
+    unreadable, unsorted = 0, dict[str, Series]()
+    try:
+        with open_regular(path) as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                if (record := read_line(line)) is None:
+                    unreadable += 1
+                    continue
+                for key, value in record[1].items():
+                    unsorted.setdefault(key, {})[record[0]] = value
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    if not unsorted:
+        raise UserError(f"{path}: nothing was logged yet; try again after the first step")
+    return {key: dict(sorted(series.items())) for key, series in unsorted.items()}, unreadable
+
+
 def differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return each key of the configs that is not the same in all runs, with its value in each."""
+    """Return each key whose value is not the same in all configs, with its value in each."""
     flat = [{key: str(value) for key, value in leaves(run.config)} for run in runs]
-    keys = dict.fromkeys(key for each in flat for key in each)
-    rows = [(key, [each.get(key, "") for each in flat]) for key in keys]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [(key, [config.get(key, "") for config in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

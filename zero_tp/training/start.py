@@ -24,7 +24,7 @@ from zero_tp.checkpoint.run import run_directory, write_config
 from zero_tp.config.schema import Timeouts
 from zero_tp.devices import describe_devices, why_on_cpu
 from zero_tp.errors import UserError
-from zero_tp.machine import wait_until_visible
+from zero_tp.files import wait_until_visible
 from zero_tp.models.attention import described
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import all_gather_object, most_machines, on_rank_zero, require_same_on_all_ranks

@@ -1,0 +1,312 @@
+"""Open accelerate's trackers for a run: under its name, with its config, and continued when the run is resumed.
+
+One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine does not get the
+blocks: its own monitor writes only the learning rate, names no run and starts anew on a resume.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from zero_tp.config import RunConfig
+from zero_tp.config.resolve import leaves
+from zero_tp.errors import ConfigError
+from zero_tp.files import write_atomically
+from zero_tp.strict_json import read_object
+
+RUN_IDS = "monitors.json"
+"""In the run directory: each service's id of this run, so that a resumed run continues it."""
+PROJECT = "zero_tp"
+_RUN_IDS_LOCK = threading.Lock()  # each tracker is opened by a thread of its own
+
+Values = dict[str, float]
+Options = Mapping[str, Any]
+"""A monitor's block, or its arguments in `zero_tp.logging.trackers`."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A start of a run, which resumes from `step`; 0 for a new run."""
+
+    directory: Path
+    config: RunConfig
+    step: int
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the config with dotted keys; values that are no strings or numbers are written as JSON."""
+        return {
+            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
+            for key, value in leaves(self.config.resolved())
+        }
+
+    def run_id(self, name: str) -> str | None:
+        """Return the id by which a service knows the run that is resumed."""
+        return self._run_ids().get(name) if self.step else None
+
+    def save_run_id(self, name: str, run_id: object) -> None:
+        with _RUN_IDS_LOCK:
+            run_ids = self._run_ids() | {name: str(run_id)}
+            write_atomically(self.directory / RUN_IDS, json.dumps(run_ids, indent=2) + "\n")
+
+    def _run_ids(self) -> dict[str, Any]:
+        path = self.directory / RUN_IDS
+        return read_object(path) if path.exists() else {}
+
+
+class Thinning:
+    """Select each value at most once in `interval` samples, as DeepSpeed's `comet.samples_log_interval` says."""
+
+    def __init__(self, interval: int, samples_per_step: int) -> None:
+        self.interval, self.samples_per_step = interval, samples_per_step
+        self._last = dict[str, int]()
+
+    def __call__(self, values: Values, step: int) -> Values:
+        samples = step * self.samples_per_step
+        due = [name for name in values if samples - self._last.get(name, -self.interval) >= self.interval]
+        self._last |= dict.fromkeys(due, samples)
+        return {name: values[name] for name in due}
+
+
+def _finite(values: Values, step: int) -> Values:
+    """ClearML would write 0 for NaN."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class Service:
+    """How accelerate's tracker of a service is opened and fed.
+
+    Attributes:
+        package: to install; also the tracker's name in accelerate.
+        arguments: of the tracker, from the run, the options and the service's id of the resumed run. None is left out.
+        run_id: reads that id from the service's own object; without it a resumed run starts another one there.
+        setup: called at each start, instead of storing the config as parameters at the first.
+        selection: makes the function that selects which values of a step are logged.
+        step_is_value: "step" is logged as a value. W&B drops steps below its own counter, as a resumed run's are.
+    """
+
+    package: str
+    arguments: Callable[[RunInfo, Options, str | None], dict[str, Any]]
+    run_id: Callable[[Any], object] | None = None
+    setup: Callable[[Any, RunInfo, Options], None] | None = None
+    selection: Callable[[RunInfo, Options], Callable[[Values, int], Values]] | None = None
+    step_is_value: bool = False
+
+
+class Tracker:
+    """Accelerate's tracker of a service, opened for a run."""
+
+    def __init__(self, name: str, service: Service, options: Options, run: RunInfo) -> None:
+        """Open it.
+
+        Args:
+            name: of the block or the tracker in the config.
+        """
+        from accelerate import tracking
+
+        if not isinstance(tracking.logger, _Logger):
+            tracking.logger = _Logger(logging.getLogger(tracking.__name__), {})
+        run_id = run.run_id(name)
+        arguments = service.arguments(run, options, run_id).items()
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**{key: x for key, x in arguments if x is not None})
+        tracker.main_process_only = False  # only rank 0 opens it
+        tracker.start()
+        if service.setup is not None:
+            service.setup(tracker, run, options)
+        elif run_id is None:
+            tracker.store_init_configuration(run.parameters())
+        if service.run_id is not None:
+            run.save_run_id(name, service.run_id(tracker.tracker))
+        self._tracker, self._step_is_value = tracker, service.step_is_value
+        self._select = service.selection(run, options) if service.selection else lambda values, step: values
+
+    def log(self, values: Values, step: int) -> None:
+        selected = self._select(values, step)
+        if self._step_is_value:
+            self._tracker.log({**selected, "step": step})
+        elif selected:
+            self._tracker.log(selected, step=step)
+
+    def finish(self) -> None:
+        self._tracker.finish()
+
+
+class _Logger(logging.LoggerAdapter[logging.Logger]):
+    """Replaces accelerate's logger, which needs accelerate's state: making that would choose a device and threads."""
+
+    warning_once = logging.LoggerAdapter.warning
+
+
+def _tensorboard(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
+    return {
+        "run_name": block.get("job_name") or run.name,
+        "logging_dir": str(block.get("output_path") or run.directory / "tensorboard"),
+        # Readers then hide what an earlier start wrote after the step that this one resumes from.
+        "purge_step": run.step + 1 if run.step else None,
+    }
+
+
+def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
+    """TensorBoard would show parameters as a second run."""
+    lines = json.dumps(run.config.resolved(), indent=2, ensure_ascii=False).splitlines()
+    tracker.log({"config": "".join(f"    {line}\n" for line in lines)}, step=run.step)
+
+
+def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
+    return {
+        **{"run_name": block.get("project", "deepspeed"), "group": block.get("group"), "entity": block.get("team")},
+        **{"name": run.name, "dir": str(run.directory), "config": run.config.resolved()},
+        **_resume(id=run_id),
+    }
+
+
+def _define_step_axis(tracker: Any, run: RunInfo, block: Options) -> None:
+    tracker.tracker.define_metric("step")
+    tracker.tracker.define_metric("*", step_metric="step")
+
+
+def _comet(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
+    names = ("workspace", "api_key", "experiment_key", "mode", "online")
+    arguments = {"run_name": block.get("project"), **{name: block.get(name) for name in names}}
+    return arguments | ({"experiment_key": run_id, "mode": "get_or_create"} if run_id else {})
+
+
+def _name_experiment(tracker: Any, run: RunInfo, block: Options) -> None:
+    tracker.tracker.set_name(block.get("experiment_name") or run.name)
+    tracker.store_init_configuration(run.parameters())
+
+
+def _resume(**run_id: str | None) -> dict[str, Any]:
+    return {**run_id, "resume": "allow"} if all(run_id.values()) else {}
+
+
+def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
+    """Give each start a task of its own, without hooks in argparse and torch.
+
+    ClearML would fork a process that sends. If the rank were killed, that process would keep the sockets open that the
+    rank's peers wait on. A thread sends instead.
+    """
+    from clearml.config import config_obj
+
+    config_obj.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
+    hooks = {"auto_connect_arg_parser": False, "auto_connect_frameworks": False}
+    return {"run_name": PROJECT, "task_name": run.name, "reuse_last_task_id": False, **hooks, **options}
+
+
+def _dvclive(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
+    """Runs in one directory would delete each other's files; a dvc.yaml inside it would grow at each step."""
+    paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
+    return {**paths, "exp_name": run.name, "resume": True if run_id else None, **options}
+
+
+BLOCKS = {
+    "tensorboard": Service("tensorboard", _tensorboard, setup=_log_config_as_text),
+    "wandb": Service("wandb", _wandb, lambda run: run.id, _define_step_axis, step_is_value=True),
+    "comet": Service(
+        "comet_ml",
+        _comet,
+        lambda experiment: experiment.get_key(),
+        _name_experiment,
+        lambda run, block: Thinning(block.get("samples_log_interval", 100), run.config.global_batch),
+    ),
+}
+"""DeepSpeed's blocks that accelerate has a tracker for."""
+SERVICES = {
+    "mlflow": Service(
+        "mlflow",
+        lambda run, options, run_id: {"experiment_name": PROJECT, "run_name": run.name, "run_id": run_id, **options},
+        lambda run: run.info.run_id,
+    ),
+    "aim": Service(
+        "aim",
+        lambda run, options, run_id: {"run_name": run.name, "run_hash": run_id, **options},
+        lambda run: run.hash,
+    ),
+    "clearml": Service("clearml", _clearml, selection=lambda run, options: _finite),
+    "dvclive": Service("dvclive", _dvclive, lambda live: live.dir),
+    "swanlab": Service(
+        "swanlab",
+        lambda run, options, run_id: {
+            **{"run_name": PROJECT, "experiment_name": run.name},
+            **_resume(id=run_id),
+            **options,
+        },
+        lambda run: run.id,
+    ),
+    "trackio": Service(
+        "trackio",
+        lambda run, options, run_id: {"run_name": PROJECT, "name": run.name, **_resume(name=run_id), **options},
+        lambda run: run.name,
+    ),
+}
+"""The trackers of `zero_tp.logging.trackers`."""
+
+
+class CsvFiles:
+    """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them.
+
+    Lines after the step that a run resumes from are removed: those steps are trained again.
+    """
+
+    def __init__(self, block: Options, run: RunInfo) -> None:
+        self.directory = Path(block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.glob("*.csv"):
+            with path.open(newline="") as file:
+                header, *rows = list(csv.reader(file)) or [[]]
+            rows = [row for row in rows if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step]
+            write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
+
+    def log(self, values: Values, step: int) -> None:
+        for name, value in values.items():
+            path = self.directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            header = "" if path.exists() else f"step,{name.rsplit('/', 1)[-1]}\n"
+            with path.open("a", newline="") as file:
+                file.write(f"{header}{step},{value}\n")
+
+    def finish(self) -> None:
+        """Nothing is left to write."""
+
+
+Open = Callable[[RunInfo], Tracker | CsvFiles]
+
+
+def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, Open]]:
+    """Return the trackers of a run by their keys in the config: the package that each needs, and how it is opened."""
+    raw = config.resolved()
+    trackers: dict[str, tuple[str | None, Open]] = {
+        name: (service.package, partial(Tracker, name, service, raw[name]))
+        for name, service in BLOCKS.items()
+        if raw.get(name, {}).get("enabled")
+    }
+    if raw.get("csv_monitor", {}).get("enabled"):
+        trackers["csv_monitor"] = None, partial(CsvFiles, raw["csv_monitor"])
+    for name, options in config.zero_tp.logging.trackers.items():
+        service = SERVICES[name]
+        trackers[f"zero_tp.logging.trackers.{name}"] = service.package, partial(Tracker, name, service, options)
+    return trackers
+
+
+def check_installed(config: RunConfig) -> None:
+    """Check that the packages of the run's trackers are installed, without importing them.
+
+    Raises:
+        ConfigError: names the first that is not.
+    """
+    for key, (package, _) in trackers_of(config).items():
+        if package is not None and find_spec(package) is None:
+            raise ConfigError(key, f"the package {package} is not installed", f"pip install {package}, or leave it out")
