@@ -122,7 +122,7 @@ def test_answers_that_are_read_late_come_one_step_later_on_all_ranks(ranks: Pool
 
 @pytest.mark.parametrize("launcher", in_tiers([None, "deepspeed"], [None]))
 def test_one_rank_is_told_to_save_and_another_to_stop(workplace: Path, launcher: str | None) -> None:
-    with running(workplace, "told", launcher) as run:
+    with running(workplace, f"told_{launcher}", launcher) as run:
         os.kill(int((run.run / PROCESS).read_text()), signal.SIGUSR1)
         wait_for("the checkpoint", lambda: len(complete_steps(run.run)) == 1)
         before = run.steps()
