@@ -19,7 +19,7 @@ from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import architecture_of
 from zero_tp.config.refusals import check_deepspeed
 from zero_tp.config.resolve import dtype_name
-from zero_tp.config.view import Door, View
+from zero_tp.config.typed import Door
 from zero_tp.constants import DTYPES
 from zero_tp.models.model import ParallelModel
 from zero_tp.models.model import model_class as default_model_class
@@ -75,7 +75,7 @@ def build(
 ) -> BuiltEngine:
     """Build the model and DeepSpeed's engine. Collective over all ranks. Arguments and errors: see `TrainingEngine`."""
     without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
-    check_deepspeed(View.without_block(deepspeed_config, topology, Door.ENGINE, recompute))
+    check_deepspeed(deepspeed_config, topology, Door.ENGINE, recompute)
     zero = zero_engine(deepspeed_config, topology)
     dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
     # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
