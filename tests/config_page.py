@@ -20,16 +20,17 @@ from pydantic_core import PydanticUndefined
 from zero_tp.architectures import ARCHITECTURES
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 from zero_tp.architectures.rotary import ROPE_KEYS
+from zero_tp.config import RunConfig
 from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
-from zero_tp.config.effects import PARTIAL, WITHOUT_EFFECT
-from zero_tp.config.hyperparameters import ODD
+from zero_tp.config.effects import caution_rows, without_effect_rows
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
-from zero_tp.config.refusals import NOT_BUILT, REFUSALS
+from zero_tp.config.refusals import NOT_BUILT, refusals
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.errors import shown
 from zero_tp.validation import fields_by_name
 
+ROOT = Path(__file__).resolve().parents[1]
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
 ANCHORS = {
     "zero_optimization": "zero-optimizations-for-fp16-training",
@@ -54,7 +55,8 @@ NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "
 
 
 def page() -> str:
-    """The whole of docs/config.md."""
+    """The whole of docs/config.md. The rows of refusals and notes are the same for every config."""
+    config = RunConfig.load(ROOT / "ds_configs" / "quickstart.json").typed
     return "\n".join(
         [
             "# The config file",
@@ -72,19 +74,19 @@ def page() -> str:
             "",
             "`recompute` as an object ([training.md](training.md#activation-memory) says what each choice keeps):",
             "",
-            *_table(("key", "type", "default", "meaning"), _rows(RecomputePolicy, "recompute.", mark=False)),
+            *_table(("key", "type", "default", "meaning"), _rows(RecomputePolicy, "recompute.")),
             "",
             "`objective` as an object; `masked` alone has these defaults:",
             "",
-            *_table(("key", "type", "default", "meaning"), _rows(MaskedObjective, "objective.", mark=False)),
+            *_table(("key", "type", "default", "meaning"), _rows(MaskedObjective, "objective.")),
             "",
             "`training.spike` ([training.md](training.md#checks-during-training)):",
             "",
-            *_table(("key", "type", "default", "meaning"), _rows(Spike, "training.spike.", mark=False)),
+            *_table(("key", "type", "default", "meaning"), _rows(Spike, "training.spike.")),
             "",
             "`training.timeout_minutes` as an object:",
             "",
-            *_table(("key", "type", "default", "meaning"), _rows(Timeouts, "training.timeout_minutes.", mark=False)),
+            *_table(("key", "type", "default", "meaning"), _rows(Timeouts, "training.timeout_minutes.")),
             "",
             "### `model`",
             "",
@@ -122,7 +124,7 @@ def page() -> str:
             "",
             *_table(
                 ("key", "refused", "reason", "instead"),
-                ((f"`{row.key}`", row.when, row.reason, row.remedy) for row in REFUSALS),
+                ((f"`{row.key}`", row.when, row.reason, row.remedy) for row in refusals(config)),
             ),
             "",
             "### Blocks that stay off",
@@ -135,13 +137,7 @@ def page() -> str:
             "",
             "### Not built yet",
             "",
-            *_table(
-                ("key", "can be"),
-                (
-                    (f"`{key}`", " or ".join(f"`{shown(value)}`" for value in values))
-                    for key, values in NOT_BUILT.items()
-                ),
-            ),
+            *_table(("key", "can be"), ((f"`{key}`", "`false`") for key in NOT_BUILT)),
             "",
             f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
             "",
@@ -149,11 +145,11 @@ def page() -> str:
             "",
             "A key that changes nothing may stay; `zero-tp check` and the run's first lines name it.",
             "",
-            *_table(("keys", "when"), ((_patterns(row.keys), row.reason) for row in WITHOUT_EFFECT)),
+            *_table(("keys", "when"), ((_patterns(row.keys), row.reason) for row in without_effect_rows(config))),
             "",
             "### Accepted with a note",
             "",
-            *_table(("key", "note"), ((_patterns(row.keys), row.reason) for row in (*PARTIAL, *ODD))),
+            *_table(("key", "note"), ((_patterns(row.keys), row.reason) for row in caution_rows(config))),
             "",
             "### Removed from DeepSpeed, or renamed",
             "",
@@ -166,16 +162,13 @@ def page() -> str:
     )
 
 
-def _rows(model: type[BaseModel], prefix: str, mark: bool = True) -> Iterator[tuple[str, ...]]:
+def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
     for name, field in fields_by_name(model).items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _rows(field.annotation, f"{prefix}{name}.", mark)
+            yield from _rows(field.annotation, f"{prefix}{name}.")
             continue
         key = f"{prefix}{name}"
-        meaning = field.description or ""
-        if mark and f"zero_tp.{key}" in NOT_BUILT:
-            meaning += " *Other values are not built yet.*"
-        yield f"`{key}`", _type(field), _default(field), meaning
+        yield f"`{key}`", _type(field), _default(field), field.description or ""
 
 
 def _type(field: FieldInfo) -> str:
@@ -256,9 +249,9 @@ def _listed(names: typing.Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _patterns(patterns: typing.Iterable[str]) -> str:
+def _patterns(patterns: str) -> str:
     """The patterns of keys as a reader writes them: a class of letters is part of a star."""
-    return _listed(dict.fromkeys(re.sub(r"\w?\[!\w\]\*", "*", pattern) for pattern in patterns))
+    return _listed(dict.fromkeys(re.sub(r"\w?\[!\w\]\*", "*", pattern) for pattern in patterns.split()))
 
 
 def _table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> Iterator[str]:

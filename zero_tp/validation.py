@@ -69,20 +69,6 @@ def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
             check_keys(inner, value, where)
 
 
-def refuse_nul(raw: Any, path: str = "") -> None:
-    """Refuse a NUL character in a key or a string at any depth: no name of a file has one.
-
-    Raises:
-        ConfigError: names the first.
-    """
-    inner = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
-    if isinstance(raw, str) and "\0" in raw:
-        raise ConfigError(path, f"{shown(raw)} has a NUL character", "write it without")
-    for key, value in inner:
-        refuse_nul(str(key), path)
-        refuse_nul(value, f"{path}.{key}" if path else str(key))
-
-
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields by every name that JSON may use: the alias, and the field's own where the model allows it."""
     found: dict[str, FieldInfo] = {}

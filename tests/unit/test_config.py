@@ -19,7 +19,7 @@ from tests.mistakes import MISTAKES, RIGHT, Mistake
 from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe
 from zero_tp.config.resolve import resolve_batch
-from zero_tp.config.schema import RecomputePolicy, ZeroTP
+from zero_tp.config.schema import RecomputePolicy
 from zero_tp.files import MOST_BYTES
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import nested_names, validate
@@ -331,14 +331,8 @@ JSON = st.recursive(
 PATHS = sorted(
     {path for mistake in MISTAKES for path in mistake.changes}
     | {"optimizer.params", "scheduler", "scheduler.params", "zero_tp.model", "zero_tp.data", "zero_tp.parallel"}
-    | {f"zero_tp.{key}" for key in nested_names(ZeroTP)}
     | {f"zero_tp.model.{key}" for key in ("vocab_size", "n_inner", "eos_token_id", "n_positions", "hidden_size")}
-    | set(deepspeed.known_keys())
-    | {
-        f"{block}.{key}"
-        for block, model in {**deepspeed.OWN_BLOCKS, **deepspeed.deepspeed_models()}.items()
-        for key in nested_names(model)
-    }
+    | set(nested_names(deepspeed.config_model()))
 )
 
 

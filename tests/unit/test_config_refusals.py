@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from tests.mistakes import Mistake
+from tests.mistakes import RIGHT, Mistake
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
 from tests.tools.fuzz.configs import BASE, LLAMA, ODD, at, places
 from zero_tp.config import ConfigError, RunConfig, describe
 from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.optimizer import REFUSED_OPTIMIZERS, choose_implementation
-from zero_tp.config.refusals import NOT_BUILT, REFUSALS, check_deepspeed
+from zero_tp.config.refusals import NOT_BUILT, check_deepspeed, refusals
 from zero_tp.config.schema import Parallel, ZeroTP
-from zero_tp.config.view import Door, View
+from zero_tp.config.typed import Door, TypedConfig
 from zero_tp.topology import Topology
 
 ACTIVATIONS = "activation_checkpointing"
@@ -111,8 +111,11 @@ def line(changes: dict[str, Any], tmp_path: Path) -> str:
 
 def rows(changes: dict[str, Any]) -> set[tuple[str, str]]:
     config = Mistake(changes, "", ()).config()
-    view = View(config, ZeroTP(**config.pop("zero_tp")))
-    return {(row.key, row.when) for row in REFUSALS if row.test(view)}
+    if "total_num_steps" in config["scheduler"]["params"]:
+        config["scheduler"]["params"]["total_num_steps"] = 100
+    choose_implementation(config)
+    typed = TypedConfig.parse(config, ZeroTP(**config.pop("zero_tp")))
+    return {(row.key, row.when) for row in refusals(typed) if row.applies}
 
 
 IN_TRAINER: dict[str, dict[str, Any]] = {
@@ -124,10 +127,11 @@ IN_TRAINER: dict[str, dict[str, Any]] = {
 
 def rows_in_trainer() -> set[tuple[str, str]]:
     batch = {"train_batch_size": 1}
-    views = [
-        View.without_block({**batch, key: block}, Topology(world=1), Door.TRAINER) for key, block in IN_TRAINER.items()
+    configs = [
+        TypedConfig.without_block({**batch, key: block}, Topology(world=1), Door.TRAINER)
+        for key, block in IN_TRAINER.items()
     ]
-    return {(row.key, row.when) for view in views for row in REFUSALS if row.test(view)}
+    return {(row.key, row.when) for config in configs for row in refusals(config) if row.applies}
 
 
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
@@ -149,7 +153,7 @@ def test_other_doors_refuse_what_a_file_is_refused_for(door: Door, tmp_path: Pat
             config["scheduler"]["params"]["total_num_steps"] = 100
         choose_implementation(config)
         with pytest.raises(ConfigError) as caught:
-            check_deepspeed(View.without_block(config, Topology(parallel.tensor, True, world=2), door))
+            check_deepspeed(config, Topology(parallel.tensor, True, world=2), door)
         if "in ZeroTPTrainer" not in str(caught.value):
             assert str(caught.value) == line(changes, tmp_path)
             compared += 1
@@ -169,8 +173,10 @@ def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_every_refusal_has_a_config_here_and_the_right_config_has_none() -> None:
+    config = RIGHT | {"scheduler": {"type": "WarmupLR"}}
+    every = refusals(TypedConfig.parse(config, ZeroTP(**config["zero_tp"])))
     assert rows({}) == set()
-    assert set().union(rows_in_trainer(), *map(rows, REFUSED)) == {(row.key, row.when) for row in REFUSALS}
+    assert set().union(rows_in_trainer(), *map(rows, REFUSED)) == {(row.key, row.when) for row in every}
 
 
 @pytest.mark.parametrize("key", NOT_BUILT_VALUES)

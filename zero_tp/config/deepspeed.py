@@ -8,20 +8,20 @@ with the keys that DeepSpeed reads.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pkgutil
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, create_model
 
-from zero_tp.config.optimizer import check_optimizer, check_scheduler
+from zero_tp.config.optimizer import OptimizerBlock, TypedBlock
 from zero_tp.config.schema import ZeroTP
-from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Block, NonNegative, Positive, nested_names, validate
+from zero_tp.errors import ConfigError, shown
+from zero_tp.validation import Block, NonNegative, Positive
 
 Dtype = Literal["fp32", "fp16", "bf16"]
-LOG_LEVELS = Literal["debug", "info", "warning", "error", "critical"]
 
 
 class Scalars(Block):
@@ -49,7 +49,7 @@ class Scalars(Block):
     zero_force_ds_cpu_optimizer: bool = True
     use_data_before_expert_parallelism: bool = False
     vocabulary_size: Positive | None = None
-    log_level: LOG_LEVELS | None = None
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
 
 
 class ActivationCheckpointing(Block):
@@ -132,19 +132,16 @@ DEEPSPEED_BLOCKS = {
 """Blocks of pydantic models in DeepSpeed's package; that of `timers` is the one key `throughput` in it."""
 TIMERS = {"throughput": {"enabled": False}}
 """Default of `timers`: DeepSpeed's own default synchronises with the device twice a micro-batch."""
-
-
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Blocks that zero_tp obeys itself, with DeepSpeed's keys: its engine would write the learning rate beside us."""
 
 
-def deepspeed_models() -> dict[str, type[BaseModel]]:
-    """Return DeepSpeed's pydantic models by block. This imports DeepSpeed: about two seconds, and quietly."""
-    with _quiet():
-        found = {block: pkgutil.resolve_name(f"deepspeed.{place}") for block, place in DEEPSPEED_BLOCKS.items()}
-    throughput = found["timers"]
-    field = throughput, throughput(**TIMERS["throughput"])
-    return {**found, "timers": create_model("Timers", __base__=Block, throughput=field)}
+class OffBlock(Block):
+    """The switches of a block that has to stay off, in the positions that they may have."""
+
+    enabled: Literal[False] = False
+    autotp_size: Literal[0, 1] = 0
+    deepcompile: Literal[False] = False
 
 
 OFF_BLOCKS: dict[str, str] = {
@@ -161,9 +158,6 @@ OFF_BLOCKS: dict[str, str] = {
     "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
 }
 """Blocks that zero_tp has to keep switched off, with the reason and the remedy."""
-
-SWITCHES = {"enabled": (False,), "autotp_size": (0, 1), "deepcompile": (False,)}
-"""What may stand in a block of OFF_BLOCKS: the switches, in these positions."""
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
@@ -201,92 +195,56 @@ RENAMED: dict[str, str] = {
 """Names that DeepSpeed still takes, or takes only when the new name is absent: its own fields' names among them."""
 
 
-def known_keys() -> list[str]:
-    """Return every key that may stand at the top level of the file."""
-    blocks = ["optimizer", "scheduler", *OWN_BLOCKS, *DEEPSPEED_BLOCKS, *OFF_BLOCKS]
-    return [*Scalars.model_fields, *blocks, "zero_tp"]
+def deepspeed_models() -> dict[str, type[BaseModel]]:
+    """Return DeepSpeed's pydantic models by block. This imports DeepSpeed: about two seconds, and quietly."""
+    with _quiet():
+        models = {block: pkgutil.resolve_name(f"deepspeed.{place}") for block, place in DEEPSPEED_BLOCKS.items()}
+    defaults: dict[str, Any] = {name: (type(value), value) for name, value in TIMERS["throughput"].items()}
+    throughput = create_model("Throughput", __base__=models["timers"], **defaults)
+    field = throughput, Field(default_factory=throughput)
+    return {**models, "timers": create_model("Timers", __base__=Block, throughput=field)}
 
 
-def check_names(raw: dict[str, Any]) -> None:
-    """Check the names at the top level, and those that were removed or renamed.
+@functools.cache
+def config_model() -> type[BaseModel]:
+    """Return the model of a whole config file, with the default of every key."""
+    blocks = {**OWN_BLOCKS, **deepspeed_models()}
+    fields: dict[str, Any] = {
+        "optimizer": (OptimizerBlock, None),
+        "scheduler": (TypedBlock, None),
+        **{name: (model, Field(default_factory=model)) for name, model in blocks.items()},
+        **{name: (OffBlock | Literal[False] | None, Field(None, description=why)) for name, why in OFF_BLOCKS.items()},
+        "zero_tp": (ZeroTP, None),
+    }
+    return create_model("Config", __base__=Scalars, **fields)
+
+
+def check_names(values: dict[str, Any]) -> None:
+    """Refuse keys that DeepSpeed removed or renamed, and blocks that have to stay off.
 
     Raises:
-        ConfigError: naming the key and the nearest valid one, or its replacement.
+        ConfigError: naming the key and what to write instead.
     """
-    zero = raw.get("zero_optimization")
-    present = [*raw, *(f"zero_optimization.{key}" for key in (zero if isinstance(zero, dict) else ()))]
-    for key in present:
+    zero = values.get("zero_optimization")
+    for key in (*values, *(f"zero_optimization.{name}" for name in (zero if isinstance(zero, dict) else ()))):
         if key in REMOVED:
             raise ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
         if key in RENAMED:
             raise ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
-    names = known_keys()
-    for key in raw:
-        if key not in names:
-            raise ConfigError(key, "unknown key", did_you_mean(key, [*names, *_inner_names()]))
+    for name in OFF_BLOCKS.keys() & values.keys():
+        _check_off(name, values[name])
 
 
-def check_values(raw: dict[str, Any], needs_optimizer: bool = True) -> None:
-    """Check DeepSpeed's part of a config whose "auto" values are resolved.
-
-    Args:
-        needs_optimizer: refuse a config without an `optimizer` block.
-
-    Raises:
-        ConfigError: see `validate`; a block that has to stay off; an "auto" that is left.
-    """
-    refuse_auto({key: value for key, value in raw.items() if key != "zero_tp"})
-    validate(Scalars, {key: value for key, value in raw.items() if key in Scalars.model_fields}, "")
-    for name, model in {**OWN_BLOCKS, **deepspeed_models()}.items():
-        if name in raw:
-            validate(model, raw[name], name)
-    for name in OFF_BLOCKS.keys() & raw.keys():
-        check_off(name, raw[name])
-    offload = raw.get("zero_optimization", {}).get("offload_optimizer") or {}
-    checks: dict[str, Callable[[Any], None]] = {
-        "optimizer": lambda block: check_optimizer(block, offload.get("device", "none") != "none"),
-        "scheduler": check_scheduler,
-    }
-    for name, check in checks.items():
-        if name in raw:
-            check(raw[name])
-    if needs_optimizer and "optimizer" not in raw:
-        raise ConfigError("optimizer", "required, but not given", 'as in {"type": "AdamW", "params": {"lr": 3e-4}}')
-
-
-DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
-"""Keys whose "auto" stays: DeepSpeed decides it, or the run's device."""
-
-
-def refuse_auto(value: Any, path: str = "") -> None:
-    """Raise a ConfigError naming the first "auto" in `value` that nothing resolves."""
-    if value == "auto" and path not in DECIDED_LATER:
-        raise ConfigError(path, '"auto" is not known for this key', "write the value")
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            refuse_auto(inner, f"{path}.{key}" if path else key)
-
-
-def check_off(name: str, value: Any) -> None:
-    """Raise a ConfigError if a block of OFF_BLOCKS is not switched off."""
-    if value is False or value is None:
+def _check_off(name: str, block: Any) -> None:
+    if block is False or block is None:
         return
-    if isinstance(value, dict):
-        wrong = [key for key, inner in value.items() if inner not in SWITCHES.get(key, ()) or key not in SWITCHES]
-        if not wrong:
-            return
-        reason, _, remedy = OFF_BLOCKS[name].partition("; ")
-        key = f"{name}.{wrong[0]}"
-        raise ConfigError(key, f"{shown(value[wrong[0]])} is refused: {reason}", remedy or "leave the block out")
-    raise ConfigError(name, f"expected an object, got {shown(value)}", "leave the block out")
-
-
-def _inner_names() -> Iterator[str]:
-    """Return the names inside the blocks of ours, for a right key in a wrong place."""
-    yield from nested_names(ZeroTP, "zero_tp.")
-    for block, model in OWN_BLOCKS.items():
-        yield from nested_names(model, f"{block}.")
-    yield from ("zero_optimization.stage", "optimizer.params.lr")
+    if not isinstance(block, dict):
+        raise ConfigError(name, f"expected an object, got {shown(block)}", "leave the block out")
+    for key, value in block.items():
+        if key not in OffBlock.model_fields or value not in get_args(OffBlock.model_fields[key].annotation):
+            reason, _, remedy = OFF_BLOCKS[name].partition("; ")
+            problem = f"{shown(value)} is refused: {reason}"
+            raise ConfigError(f"{name}.{key}", problem, remedy or "leave the block out")
 
 
 @contextlib.contextmanager

@@ -1,222 +1,216 @@
-"""Keys that may be given and change nothing, or less than they say: one row each, with the reason."""
+"""Keys that may be written and change nothing, do less than they say, or are unusual: one row each, with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
-from zero_tp.config.hyperparameters import ODD
 from zero_tp.config.resolve import leaves
-from zero_tp.config.view import Door, Note, View
-
-
-def _always(_: View) -> bool:
-    return True
-
-
-def _off(block: str) -> Callable[[View], bool]:
-    return lambda view: not view.get(f"{block}.enabled", False)
-
-
-def _by_bf16_optimizer(view: View) -> bool:
-    """Tell whether DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`)."""
-    accumulated = view.get("data_types.grad_accum_dtype")
-    offloaded = view.offloaded("offload_optimizer")
-    return view.stage == 1 and (view.dtype, accumulated, offloaded) == ("bf16", "fp32", False)
-
+from zero_tp.config.typed import Door, TypedConfig
 
 ZERO = "zero_optimization"
-BY_ZERO_OPTIMIZERS = ("use_multi_rank_*", "parameter_alignment", "contiguous_gradients", "reduce_scatter", "overlap_*")
+OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
+USUAL_EPS, USUAL_RATE, USUAL_SCALE_POWER = 1e-2, 1.0, 24
 SWITCHED = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks whose other keys mean nothing while `enabled` is false."""
 NVME = {"offload_optimizer": ("buffer_count", "pipeline_*", "fast_init"), "offload_param": ("buffer_*", "max_in_cpu")}
 """Keys of the offload blocks that DeepSpeed reads for NVMe."""
-WITH_OFFLOAD_PARAM = ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings")
 
-WITHOUT_EFFECT: tuple[Note, ...] = (
-    Note(
-        ("zero_tp.evaluation.interval",),
-        lambda view: not view.zero_tp.data.validation and not view.zero_tp.evaluation.tasks,
-        "there is neither zero_tp.data.validation nor a task to evaluate",
-    ),
-    Note(
-        ("zero_tp.evaluation.batches",),
-        lambda view: not view.zero_tp.data.validation,
-        "there is no zero_tp.data.validation",
-    ),
-    Note(
-        ("zero_tp.evaluation.task_limit", "zero_tp.evaluation.task_include_path"),
-        lambda view: not view.zero_tp.evaluation.tasks,
-        "there is no task",
-    ),
-    Note(
-        ("zero_tp.data.document_attention",),
-        lambda view: view.zero_tp.masked is not None,
-        "a sample of the masked objective is of one document",
-    ),
-    Note(
-        ("activation_checkpointing.number_checkpoints",),
-        lambda view: not view.get("activation_checkpointing.contiguous_memory_optimization"),
-        "only contiguous_memory_optimization has slots",
-    ),
-    Note(
-        ("aio.*",),
-        lambda view: (
-            not any(view.get(f"{ZERO}.{block}.device") == "nvme" for block in ("offload_optimizer", "offload_param"))
-        ),
-        "nothing is offloaded to NVMe",
-    ),
-    *(Note((f"{block}.[!e]*", f"{block}.e[!n]*"), _off(block), f"{block}.enabled is not true") for block in SWITCHED),
-    Note(("timers.throughput.synchronized",), _off("timers.throughput"), "timers.throughput.enabled is not true"),
-    Note(
-        tuple(f"fp16.{key}" for key in ("initial_scale_power", "loss_scale_window", "*hysteresis", "min_loss_scale")),
-        lambda view: view.get("fp16.loss_scale", 0) > 0,
-        "fp16.loss_scale is fixed",
-    ),
-    Note(
-        ("bf16.immediate_grad_update",),
-        lambda view: not _by_bf16_optimizer(view),
-        "only ZeRO-1 with data_types.grad_accum_dtype fp32 reads it",
-    ),
-    Note(
-        ("scheduler.params.cycle_*mom*",),
-        lambda view: view.get("optimizer.type") == "SGD",
-        "the optimizer has no betas",
-    ),
-    Note(
-        ("scheduler.params.cycle_m??_mom",),
-        lambda view: view.get("scheduler.params.cycle_momentum") is False,
-        "scheduler.params.cycle_momentum is false",
-    ),
-    Note(
-        ("scheduler.params.decay_lr_rate", "scheduler.params.decay_step_size"),
-        lambda view: not all(view.get(f"scheduler.params.{key}", 0) for key in ("decay_step_size", "decay_lr_rate")),
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """What a person should know of keys that are written.
+
+    Attributes:
+        keys: dotted keys, or patterns of them (`fnmatch`), separated by blanks.
+        applies: whether it is true of the config.
+        reason: why the keys change nothing, or what they do.
+    """
+
+    keys: str
+    applies: bool
+    reason: str
+
+
+def without_effect_rows(config: TypedConfig) -> list[Note]:
+    """Return every note on keys that change nothing, whether it is true of this config or not."""
+    return [*_in_zero_tp(config), *_in_optimization(config), *_never_read(config), *_in_zero(config)]
+
+
+def _in_zero_tp(config: TypedConfig) -> Iterator[Note]:
+    if config.door is not Door.RUN:  # there is no such block
+        return
+    data, tasks = config.zero_tp.data, config.zero_tp.evaluation.tasks
+    no_data = not data.validation
+    neither = "there is neither zero_tp.data.validation nor a task to evaluate"
+    yield Note("zero_tp.evaluation.interval", no_data and not tasks, neither)
+    yield Note("zero_tp.evaluation.batches", no_data, "there is no zero_tp.data.validation")
+    yield Note("zero_tp.evaluation.task_limit zero_tp.evaluation.task_include_path", not tasks, "there is no task")
+    of_one = "a sample of the masked objective is of one document"
+    yield Note("zero_tp.data.document_attention", config.zero_tp.masked is not None, of_one)
+
+
+def _in_optimization(config: TypedConfig) -> Iterator[Note]:
+    """Yield what switches and optimizers leave unread."""
+    for block in SWITCHED:
+        keys = f"{block}.[!e]* {block}.e[!n]*"
+        yield Note(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
+    throughput = config.blocks.timers.throughput
+    yield Note("timers.throughput.synchronized", not throughput.enabled, "timers.throughput.enabled is not true")
+    slots = config.blocks.activation_checkpointing.contiguous_memory_optimization
+    yield Note(
+        "activation_checkpointing.number_checkpoints", not slots, "only contiguous_memory_optimization has slots"
+    )
+    scaling = "fp16.initial_scale_power fp16.loss_scale_window fp16.*hysteresis fp16.min_loss_scale"
+    yield Note(scaling, config.blocks.fp16.loss_scale > 0, "fp16.loss_scale is fixed")
+    is_sgd = config["optimizer.type"] == "SGD"
+    yield Note(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
+    no_momentum = config[f"{SCHEDULER}.cycle_momentum"] is False
+    yield Note(f"{SCHEDULER}.cycle_m??_mom", no_momentum, f"{SCHEDULER}.cycle_momentum is false")
+    yield Note(
+        f"{SCHEDULER}.decay_lr_rate {SCHEDULER}.decay_step_size",
+        not (config[f"{SCHEDULER}.decay_lr_rate"] and config[f"{SCHEDULER}.decay_step_size"]),
         "the rate falls after the cycle only if decay_lr_rate and decay_step_size are both above 0",
-    ),
-    Note(
-        ("optimizer.params.dampening",),
-        lambda view: not view.get("optimizer.params.momentum", 0),
-        "optimizer.params.momentum is 0",
-    ),
-    Note(
-        ("zero_allow_untested_optimizer",),
-        lambda view: view.stage == 0 or view.get("optimizer.type") != "SGD",
-        "only SGD under ZeRO is one",
-    ),
-    Note(
-        ("gradient_predivide_factor",),
-        lambda view: bool(view.get("prescale_gradients", False)),
-        "prescale_gradients divides by the number of replicas",
-    ),
-    Note(
-        ("disable_allgather", f"{ZERO}.allgather_partitions", f"{ZERO}.allgather_bucket_size"),
-        _always,
-        "DeepSpeed 0.19.8 on torch 2.13 does not read it",
-    ),
-    Note(("vocabulary_size",), _always, "DeepSpeed only warns of a size that is no multiple of 8"),
-    Note(
-        ("zero_force_ds_cpu_optimizer",),
-        lambda view: view.door is not Door.TRAINER,
-        "it is about an optimizer that a script makes itself",
-    ),
-    Note(("data_types.buffer_dtype", "data_types.keep_in_fp32_modules"), _always, "the models have no buffers to cast"),
-    Note(
-        ("checkpoint.tag_validation", f"{ZERO}.load_from_fp32_weights", f"{ZERO}.stage3_gather_16bit_*"),
-        _always,
-        "zero_tp writes and reads its checkpoints itself",
-    ),
-    Note((f"{ZERO}.save_muon_momentum_buffer_in_memory",), _always, "Muon is refused"),
-    Note(
-        tuple(f"{ZERO}.{key}" for key in ("stage3_*", "sub_group_size", "enable_sanity_checks", *WITH_OFFLOAD_PARAM)),
-        lambda view: view.stage < 3,
+    )
+    yield Note(f"{OPTIMIZER}.dampening", not config[f"{OPTIMIZER}.momentum"], f"{OPTIMIZER}.momentum is 0")
+    yield Note("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
+    prescaled = "prescale_gradients divides by the number of replicas"
+    yield Note("gradient_predivide_factor", config.blocks.prescale_gradients, prescaled)
+    of_a_script = "it is about an optimizer that a script makes itself"
+    yield Note("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, of_a_script)
+
+
+def _never_read(_: TypedConfig) -> Iterator[Note]:
+    unread = f"disable_allgather {_zero_keys('allgather_partitions', 'allgather_bucket_size')}"
+    checkpoints = f"checkpoint.tag_validation {_zero_keys('load_from_fp32_weights', 'stage3_gather_16bit_*')}"
+    yield Note(unread, True, "DeepSpeed 0.19.8 on torch 2.13 does not read it")
+    yield Note("vocabulary_size", True, "DeepSpeed only warns of a size that is no multiple of 8")
+    yield Note("data_types.buffer_dtype data_types.keep_in_fp32_modules", True, "the models have no buffers to cast")
+    yield Note(checkpoints, True, "zero_tp writes and reads its checkpoints itself")
+    yield Note(_zero_keys("save_muon_momentum_buffer_in_memory"), True, "Muon is refused")
+
+
+def _in_zero(config: TypedConfig) -> Iterator[Note]:
+    """Yield what ZeRO's stages and its offloading leave unread."""
+    in_fp32 = config.dtype == "bf16" and config.blocks.data_types.grad_accum_dtype == "fp32"
+    # DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
+    by_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
+    flat = config.stage in (1, 2)
+    yield Note(
+        "bf16.immediate_grad_update",
+        not by_bf16_optimizer,
+        "only ZeRO-1 with data_types.grad_accum_dtype fp32 reads it",
+    )
+    yield Note(
+        _zero_keys(
+            *("stage3_*", "sub_group_size", "enable_sanity_checks", "memory_efficient_linear"),
+            *("override_module_apply", "log_trace_cache_warnings"),
+        ),
+        config.stage < 3,
         "only ZeRO-3 reads it",
-    ),
-    Note(
-        tuple(f"{ZERO}.{key}" for key in BY_ZERO_OPTIMIZERS),
-        _by_bf16_optimizer,
+    )
+    yield Note(
+        _zero_keys("use_multi_rank_*", "parameter_alignment", "contiguous_gradients", "reduce_scatter", "overlap_*"),
+        by_bf16_optimizer,
         "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
-    ),
-    Note(
-        (f"{ZERO}.use_multi_rank_*", f"{ZERO}.parameter_alignment"),
-        lambda view: view.stage not in (1, 2),
-        "only ZeRO-1 and ZeRO-2 read it",
-    ),
-    Note(
-        (f"{ZERO}.use_multi_rank_*",),
-        lambda view: view.get(f"{ZERO}.contiguous_gradients") is False,
-        "it is for contiguous_gradients",
-    ),
-    Note(
-        (f"{ZERO}.ignore_unused_parameters",),
-        lambda view: view.stage not in (1, 2) or not view.offloaded("offload_optimizer"),
+    )
+    yield Note(_zero_keys("use_multi_rank_*", "parameter_alignment"), not flat, "only ZeRO-1 and ZeRO-2 read it")
+    scattered = not config.blocks.zero_optimization.contiguous_gradients
+    yield Note(_zero_keys("use_multi_rank_*"), scattered, "it is for contiguous_gradients")
+    yield Note(
+        _zero_keys("ignore_unused_parameters"),
+        not (flat and config.offloads("offload_optimizer")),
         "only ZeRO-1 and ZeRO-2 with an offloaded optimizer read it",
-    ),
-    Note(
-        tuple(f"{ZERO}.{key}" for key in ("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_*")),
-        lambda view: view.stage == 0,
-        "ZeRO-0 does not read it",
-    ),
-    *(
-        Note(
-            (f"{ZERO}.{block}.[!d]*",),
-            lambda view, block=block: not view.offloaded(block),  # type: ignore[misc]
-            f"{block}.device is none",
-        )
-        for block in NVME
-    ),
-    *(
-        Note(
-            tuple(f"{ZERO}.{block}.{key}" for key in ("nvme_path", *keys)),
-            lambda view, block=block: view.get(f"{ZERO}.{block}.device") != "nvme",  # type: ignore[misc]
-            f"{block}.device is not nvme",
-        )
-        for block, keys in NVME.items()
-    ),
-    Note((f"{ZERO}.offload_optimizer.cpuadam_cores_perc",), _always, "SuperOffload reads it, which is not built"),
-)
+    )
+    reduction = _zero_keys("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_*")
+    yield Note(reduction, config.stage == 0, "ZeRO-0 does not read it")
+    for block, keys in NVME.items():
+        yield Note(_zero_keys(f"{block}.[!d]*"), not config.offloads(block), f"{block}.device is none")
+        for_nvme = _zero_keys(*(f"{block}.{key}" for key in ("nvme_path", *keys)))
+        yield Note(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
+    yield Note("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
+    super_offload = "SuperOffload reads it, which is not built"
+    yield Note(_zero_keys("offload_optimizer.cpuadam_cores_perc"), True, super_offload)
 
 
-PARTIAL: tuple[Note, ...] = (
-    Note(
-        ("comms_logger.enabled",),
-        lambda view: bool(view.get("comms_logger.enabled")),
+def caution_rows(config: TypedConfig) -> Iterator[Note]:
+    """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
+    yield Note(
+        "comms_logger.enabled",
+        config.blocks.comms_logger.enabled,
         "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
-    ),
-    Note(
-        ("flops_profiler.enabled",),
-        lambda view: bool(view.get("flops_profiler.enabled")),
+    )
+    yield Note(
+        "flops_profiler.enabled",
+        config.blocks.flops_profiler.enabled,
         "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
         "--profile-steps times all of them",
-    ),
-)
-"""Keys that do less than their names say, and what they leave out."""
+    )
+    rate, highest, schedule = config.number(f"{OPTIMIZER}.lr"), config.highest_rate, config["scheduler.type"]
+    first, second = config[f"{OPTIMIZER}.betas"] or (0, 0)
+    is_sgd = config["optimizer.type"] == "SGD"
+    has_own_rates = schedule in ("OneCycle", "LRRangeTest") or highest != rate
+    yield Note(f"{OPTIMIZER}.lr", rate == 0, "at rate 0 nothing is trained")
+    yield Note(f"{OPTIMIZER}.lr", has_own_rates, "the schedule has rates of its own, and this one is not used")
+    yield Note(f"{OPTIMIZER}.betas", first > second, "the first is usually below the second")
+    yield Note(
+        f"{OPTIMIZER}.lr {SCHEDULER}.*max_lr",
+        highest > USUAL_RATE and not is_sgd,
+        "a rate above 1 is unusual for Adam, whose steps are about as long",
+    )
+    yield Note(f"{OPTIMIZER}.eps", config.number(f"{OPTIMIZER}.eps") > USUAL_EPS, "1e-8 is usual")
+    yield Note(
+        "scheduler.type",
+        bool(config[f"{SCHEDULER}.cycle_momentum"]) and not is_sgd,
+        "OneCycle sets the betas, the first between cycle_min_mom and cycle_max_mom, the second to 0.99; "
+        "cycle_momentum false leaves them",
+    )
+    steps = config.zero_tp.training.steps if config.door is Door.RUN else None  # only a run's file says how long it is
+    yield Note(
+        f"{SCHEDULER}.total_num_steps",
+        steps is not None and config.number(f"{SCHEDULER}.total_num_steps") < steps,
+        "the run is longer, and trains at the lowest rate from there on",
+    )
+    yield Note(
+        f"{SCHEDULER}.warmup_num_steps scheduler.type",
+        steps is not None and config.number(f"{SCHEDULER}.warmup_num_steps") > steps,
+        "the run ends before the warm-up, of 1,000 steps unless warmup_num_steps says it, does",
+    )
+    yield Note(
+        "fp16.initial_scale_power",
+        config.blocks.fp16.initial_scale_power > USUAL_SCALE_POWER,
+        "the first steps overflow and are skipped until the scale has come down",
+    )
 
 
-def _lines(rows: Sequence[Note], view: View) -> list[str]:
-    settings = {**view.config, "zero_tp": view.zero_tp.model_dump(by_alias=True, exclude_unset=True)}
+def without_effect(config: TypedConfig) -> list[str]:
+    """Return a line for each reason why keys that are written change nothing."""
+    lines = _lines(without_effect_rows(config), config)
+    if config.door is Door.RUN:
+        evaluation = config.zero_tp.evaluation
+        absent = [task for task in evaluation.task_data if task not in evaluation.tasks]
+        lines += [f"zero_tp.evaluation.task_data.{task}: zero_tp.evaluation.tasks has no such task" for task in absent]
+    return lines
+
+
+def cautions(config: TypedConfig) -> list[str]:
+    """Return a line for each key that does less than it says, or has an unusual value."""
+    return _lines(caution_rows(config), config)
+
+
+def _lines(rows: Iterable[Note], config: TypedConfig) -> list[str]:
+    settings = {**config.values, "zero_tp": config.zero_tp.model_dump(by_alias=True, exclude_unset=True)}
     keys = [key for key, value in leaves(settings) if value is not None]
     lines: dict[str, list[str]] = {}
     for row in rows:
-        ours = view.door is not Door.RUN and row.keys[0].startswith("zero_tp.")  # a block that such a config lacks
-        if not ours and row.test(view):
-            named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in row.keys)]
-            if named:
-                lines.setdefault(row.reason, []).extend(named)
-                keys = [key for key in keys if key not in named]
+        patterns = row.keys.split() if row.applies else ()
+        named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)]
+        if named:
+            lines.setdefault(row.reason, []).extend(named)
+            keys = [key for key in keys if key not in named]
     return [f"{', '.join(named)}: {reason}" for reason, named in lines.items()]
 
 
-def without_effect(view: View) -> list[str]:
-    """Return a line for each reason why keys that were given change nothing."""
-    if view.door is not Door.RUN:
-        return _lines(WITHOUT_EFFECT, view)
-    tasks = view.zero_tp.evaluation.tasks
-    absent = [task for task in view.zero_tp.evaluation.task_data if task not in tasks]
-    return _lines(WITHOUT_EFFECT, view) + [
-        f"zero_tp.evaluation.task_data.{task}: zero_tp.evaluation.tasks has no such task" for task in absent
-    ]
-
-
-def cautions(view: View) -> list[str]:
-    """Return a line for each key that does less than it says, or has an unusual value."""
-    return _lines((*PARTIAL, *ODD), view)
+def _zero_keys(*names: str) -> str:
+    return " ".join(f"{ZERO}.{name}" for name in names)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, Union
 
-from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic import BaseModel, Field, WithJsonSchema, create_model
+from pydantic.json_schema import GenerateJsonSchema
 
 from zero_tp.config import optimizer
-from zero_tp.config.deepspeed import (
-    OFF_BLOCKS,
-    OWN_BLOCKS,
-    REMOVED,
-    RENAMED,
-    SWITCHES,
-    Scalars,
-    deepspeed_models,
-)
-from zero_tp.config.load import SCHEMA
+from zero_tp.config.deepspeed import RENAMED, config_model
 from zero_tp.config.model import FROM
+from zero_tp.config.optimizer import OptimizerBlock, TypedBlock
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
+from zero_tp.config.run_config import SCHEMA
 from zero_tp.config.schema import ZeroTP
 
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
 Json = dict[str, Any]
+CAN_BE_AUTO = {*AUTO, *BATCH_FIELDS}
+FLAGS = tuple(product((True, False), repeat=2))
+"""Whether an Adam is torch's, and whether its states are offloaded."""
 
 
 class _WithoutExtras(GenerateJsonSchema):
@@ -43,100 +38,62 @@ def json_schema() -> Json:
     """
     from zero_tp.architectures import ARCHITECTURES
 
-    models: dict[str, type[BaseModel]] = {**deepspeed_models(), **OWN_BLOCKS, "zero_tp": ZeroTP}
-    optimizers = {
-        name: list(
-            _distinct(optimizer.optimizer_params(name.lower(), *each) for each in product((True, False), repeat=2))
-        )
+    optimizers = (
+        _block(OptimizerBlock, name, [optimizer.optimizer_params(name.lower(), *flags) for flags in FLAGS])
         for name in optimizer.OPTIMIZERS
-    }
-    schedulers = {name: [optimizer.scheduler_params(name)] for name in optimizer.SCHEDULERS}
-    params = [model for table in (optimizers, schedulers) for each in table.values() for model in each]
-    references, whole = models_json_schema(
-        [(model, "validation") for model in _distinct((Scalars, *models.values(), *params))],
-        schema_generator=_WithoutExtras,
     )
-    definitions: Json = whole["$defs"]
-
-    def reference(model: type[BaseModel]) -> Json:
-        return references[model, "validation"]
-
-    def definition(model: type[BaseModel]) -> Json:
-        found: Json = definitions[reference(model)["$ref"].removeprefix("#/$defs/")]
-        return found
-
-    for block, model in models.items():
-        known: Json = definition(model)["properties"]
-        if model.model_config.get("populate_by_name"):
-            for name, field in model.model_fields.items():
-                known.setdefault(name, known.get(field.alias or name))
-        for key in (*REMOVED, *RENAMED):
-            if key.startswith(f"{block}."):
-                known.pop(key.partition(".")[2], None)
-        _allow_auto(known, f"{block}.")
-    for path, table in (("optimizer.params.", optimizers), ("scheduler.params.", schedulers)):
-        for model in _distinct(model for each in table.values() for model in each):
-            _allow_auto(definition(model)["properties"], path)
-    definition(ZeroTP)["properties"]["model"]["properties"] = {
+    schedulers = (_block(TypedBlock, name, [optimizer.scheduler_params(name)]) for name in optimizer.SCHEDULERS)
+    fields: dict[str, Any] = {
+        "optimizer": (_any_of(optimizers), ...),
+        "scheduler": (_any_of(schedulers), Field(default_factory=dict)),
+        "zero_tp": (ZeroTP, ...),
+    }
+    model = create_model("Config", __base__=config_model(), **fields)
+    schema = model.model_json_schema(schema_generator=_WithoutExtras)
+    _adapt(schema, schema["$defs"])
+    schema["$defs"]["ZeroTP"]["properties"]["model"]["properties"] = {
         "model_type": {"enum": list(ARCHITECTURES)},
         FROM: {"type": "string"},
     }
-    scalars: Json = definition(Scalars)["properties"]
-    _allow_auto(scalars, "")
-    del definitions[reference(Scalars)["$ref"].removeprefix("#/$defs/")]
-
-    def typed(table: dict[str, list[type[BaseModel]]], **more: Json) -> Json:
-        return {
-            "anyOf": [
-                _object(
-                    {"type": _in_any_case(name), "params": {"anyOf": [reference(model) for model in each]}, **more},
-                    [
-                        "type",
-                        *(["params"] if any(field.is_required() for field in each[0].model_fields.values()) else []),
-                    ],
-                )
-                for name, each in table.items()
-            ]
-        }
-
-    properties = {
-        SCHEMA: {"type": "string", "description": "The path of this schema, for editors."},
-        **scalars,
-        "optimizer": typed(optimizers, legacy_fusion={"type": "boolean"}),
-        "scheduler": typed(schedulers),
-        **{block: reference(model) for block, model in models.items()},
-        **{block: {**_off(), "description": reason} for block, reason in OFF_BLOCKS.items()},
-    }
+    schema["properties"][SCHEMA] = {"type": "string", "description": "The path of this schema, for editors."}
     return {
-        "$schema": DIALECT,
+        **schema,
+        "$schema": GenerateJsonSchema.schema_dialect,
         "title": "A run of zero_tp",
         "description": "A DeepSpeed config and the zero_tp block.",
-        **_object(properties, ["optimizer", "zero_tp"]),
-        "$defs": definitions,
     }
 
 
-def _distinct(models: Iterable[type[BaseModel]]) -> Iterator[type[BaseModel]]:
-    return iter(dict.fromkeys(models))
+def _block(base: type[TypedBlock], name: str, params: list[type[BaseModel]]) -> type[BaseModel]:
+    """Return the model of the `optimizer` or `scheduler` block of one type.
 
-
-def _object(properties: Json, required: list[str]) -> Json:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-def _in_any_case(name: str) -> Json:
-    """Return the schema of a name that DeepSpeed takes in capitals too; editors offer it as it is written."""
+    DeepSpeed takes the name in capitals too; editors offer it as it is written.
+    """
     letters = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in name)
-    return {"anyOf": [{"const": name}, {"pattern": f"^{letters}$"}]}
+    in_any_case = WithJsonSchema({"anyOf": [{"const": name}, {"pattern": f"^{letters}$"}]})
+    is_needed = any(field.is_required() for field in params[0].model_fields.values())
+    fields: dict[str, Any] = {
+        "type": (Annotated[str, in_any_case], ...),
+        "params": (_any_of(params), ... if is_needed else Field(default_factory=dict)),
+    }
+    return create_model(name, __base__=base, **fields)
 
 
-def _allow_auto(properties: Json, path: str) -> None:
-    for name, schema in properties.items():
-        if path + name in AUTO or path + name in BATCH_FIELDS:
-            properties[name] = {"anyOf": [schema, {"const": "auto"}]}
+def _any_of(models: Iterable[type[BaseModel]]) -> Any:
+    return Union[tuple(dict.fromkeys(models))]  # noqa: UP007
 
 
-def _off() -> Json:
-    """Return the schema of a block that has to stay off."""
-    switches = {name: {"enum": list(values)} for name, values in SWITCHES.items()}
-    return {"anyOf": [{"enum": [False, None]}, _object(switches, [])]}
+def _adapt(schema: Json, definitions: Json, path: str = "") -> None:
+    """Allow "auto" where the run decides a value, and take out the keys that were renamed, from `path` on."""
+    schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    for option in schema.get("anyOf", ()):
+        _adapt(option, definitions, path)
+    properties: Json = schema.get("properties", {})
+    for name, value in list(properties.items()):
+        key = path + name
+        if key in RENAMED:
+            del properties[name]
+        elif key in CAN_BE_AUTO and {"const": "auto"} not in value.get("anyOf", ()):
+            properties[name] = {"anyOf": [value, {"const": "auto"}]}
+        elif any(other.startswith(f"{key}.") for other in (*CAN_BE_AUTO, *RENAMED)):
+            _adapt(value, definitions, f"{key}.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.schema import ZeroTP
+from zero_tp.config.typed import TypedConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, shown
 from zero_tp.weights.files import resolve
@@ -94,11 +95,10 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
         raise ConfigError(key, sums + ", which sequence parallelism needs", remedy)
 
 
-def check_recompute(config: dict[str, Any], zero_tp: ZeroTP, layers: int, accumulation: int | None) -> None:
+def check_recompute(config: TypedConfig, layers: int, accumulation: int | None) -> None:
     """Check what recomputation chooses: layers, micro-batches and places for checkpoints.
 
     Args:
-        config: DeepSpeed's part of the config.
         layers: of the model.
         accumulation: micro-batches of a step, or None when it isn't known yet.
 
@@ -106,18 +106,17 @@ def check_recompute(config: dict[str, Any], zero_tp: ZeroTP, layers: int, accumu
         ConfigError: the policy chooses layers or micro-batches that are not there, or leaves too few places for
             checkpoints.
     """
-    policy, key = zero_tp.recompute_policy, "zero_tp.recompute"
+    policy, key = config.zero_tp.recompute_policy, "zero_tp.recompute"
     for name in ("layers", "every"):
         value = getattr(policy, name)
         if value is not None and value > layers:
             raise ConfigError(f"{key}.{name}", f"{value}, but the model has {layers} layers", f"use at most {layers}")
-    if policy.keep_micro_batches and accumulation is not None and policy.keep_micro_batches >= accumulation:
-        kept = policy.keep_micro_batches
+    kept = policy.keep_micro_batches
+    if kept and accumulation is not None and kept >= accumulation:
         problem = f"{kept} of the {accumulation} micro-batches of a step, so nothing would be recomputed"
         remedy = f"use at most {accumulation - 1}" if accumulation > 1 else "leave it out"
         raise ConfigError(f"{key}.keep_micro_batches", problem, remedy)
-    settings = config.get("activation_checkpointing", {})
-    places, needed = settings.get("number_checkpoints"), len(policy.recomputed_layers(layers))
-    if settings.get("contiguous_memory_optimization") and places is not None and places < needed:
-        problem = f"{places}, but {needed} layers keep a checkpoint each"
+    settings, needed = config.blocks.activation_checkpointing, len(policy.recomputed_layers(layers))
+    if settings.contiguous_memory_optimization and (settings.number_checkpoints or needed) < needed:
+        problem = f"{settings.number_checkpoints}, but {needed} layers keep a checkpoint each"
         raise ConfigError("activation_checkpointing.number_checkpoints", problem, f"use {needed}, or leave it out")

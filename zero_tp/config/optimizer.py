@@ -75,6 +75,9 @@ LEFT_OUT = {
 }
 """Arguments that can't be given, by the library that has the constructor."""
 
+NO_DECAY = (NonNegative, 0.0)
+"""Type and default of `weight_decay`: the engine gives every constructor a decay of its own, 0 unless it is written."""
+
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Arguments that say by which code an Adam is computed, and not what."""
 
@@ -110,8 +113,8 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[BaseMod
 
     if name in ("adam", "adamw"):
         adam: Any = torch.optim.AdamW if torch_adam else DeepSpeedCPUAdam if offload else FusedAdam
-        return _params(adam, "lr", torch_adam=(bool, False), adam_w_mode=(bool, True))
-    return _params(torch.optim.SGD, "lr")
+        return _params(adam, "lr", weight_decay=NO_DECAY, torch_adam=(bool, False), adam_w_mode=(bool, True))
+    return _params(torch.optim.SGD, "lr", weight_decay=NO_DECAY)
 
 
 @functools.cache
@@ -126,8 +129,8 @@ def scheduler_params(name: str) -> type[BaseModel]:
     return _params(getattr(lr_schedules, name), required, **more)
 
 
-def check_optimizer(raw: Any, offload: bool) -> None:
-    """Check the `optimizer` block.
+def check_optimizer(block: OptimizerBlock, offload: bool) -> BaseModel:
+    """Return the `params` of the `optimizer` block, typed.
 
     Args:
         offload: the optimizer's states live on the CPU, which selects other classes.
@@ -135,62 +138,27 @@ def check_optimizer(raw: Any, offload: bool) -> None:
     Raises:
         ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
     """
-    block = validate(OptimizerBlock, raw, "optimizer")
-    check_optimizer_type(block.type)
-    lower = block.type.lower()
-    validate(optimizer_params(lower, bool(block.params.get("torch_adam")), offload), block.params, "optimizer.params")
-    if lower == "adamw" and block.params.get("adam_w_mode") is False:
-        problem = 'false is ignored by DeepSpeed when type is "AdamW"'
-        raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
-
-
-def check_optimizer_type(name: Any) -> None:
-    """Raise a ConfigError for an optimizer that is unknown, removed, or not element-wise."""
-    refused = {each.lower(): reason for each, reason in REFUSED_OPTIMIZERS.items()}
-    lower = str(name).lower()
+    name, lower = block.type, block.type.lower()
+    refused = {other.lower(): reason for other, reason in REFUSED_OPTIMIZERS.items()}
     if lower in refused:
         use = f"use one of {', '.join(OPTIMIZERS)}"
         raise ConfigError("optimizer.type", f"{shown(name)} is refused: {refused[lower]}", use)
-    if lower not in {each.lower() for each in OPTIMIZERS} or (lower == "sgd" and name != "SGD"):
-        raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(str(name), OPTIMIZERS))
+    if lower not in ("adam", "adamw") and name != "SGD":
+        raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS))
+    model = optimizer_params(lower, bool(block.params.get("torch_adam")), offload)
+    params = validate(model, block.params, "optimizer.params")
+    if lower == "adamw" and block.params.get("adam_w_mode") is False:
+        problem = 'false is ignored by DeepSpeed when type is "AdamW"'
+        raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
+    return params
 
 
-def choose_implementation(raw: dict[str, Any]) -> None:
-    """Write into the `optimizer` block what computes an Adam, where it leaves that open: torch's fused kernel.
-
-    It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
-    start; it stays where an argument is given that it alone has. Offloaded states are updated by DeepSpeed's CPUAdam.
-    """
-    block, zero = raw.get("optimizer"), raw.get("zero_optimization")
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if isinstance(offload, dict) and offload.get("device", "none") != "none":
-        return
-    name, params = (block.get("type"), block.get("params")) if isinstance(block, dict) else (None, None)
-    if not isinstance(name, str) or name.lower() not in ("adam", "adamw") or not isinstance(params, dict):
-        return
-    ours, theirs = (optimizer_params(name.lower(), torch, False).model_fields.keys() for torch in (True, False))
-    if params.keys() & (theirs - ours):
-        return
-    if params.setdefault("torch_adam", True) is True and "foreach" not in params:
-        params.setdefault("fused", True)
-
-
-def builder_name(config: dict[str, Any]) -> str | None:
-    """Return the builder of the op that the optimizer of DeepSpeed's config needs; None where torch has it."""
-    optimizer = config["optimizer"]
-    if optimizer["type"].lower() not in ("adam", "adamw") or optimizer.get("params", {}).get("torch_adam"):
-        return None
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return FUSED_ADAM if offload.get("device", "none") == "none" else "CPUAdamBuilder"
-
-
-def check_scheduler(raw: Any) -> None:
-    """Check the `scheduler` block.
+def check_scheduler(block: TypedBlock) -> BaseModel:
+    """Return the `params` of the `scheduler` block, typed.
 
     Raises:
         ConfigError: see `validate`; an unknown type; fewer steps in total than in the warm-up.
     """
-    block = validate(TypedBlock, raw, "scheduler")
     if block.type not in SCHEDULERS:
         raise ConfigError("scheduler.type", f"{shown(block.type)} is unknown", did_you_mean(block.type, SCHEDULERS))
     params = validate(scheduler_params(block.type), block.params, "scheduler.params")
@@ -198,3 +166,34 @@ def check_scheduler(raw: Any) -> None:
     if total is not None and warmup is not None and total < warmup:
         problem = f"{total} steps in total, but warmup_num_steps is {warmup}"
         raise ConfigError("scheduler.params.total_num_steps", problem, "warm up for fewer steps, or train longer")
+    return params
+
+
+def choose_implementation(values: dict[str, Any]) -> None:
+    """Write into the `optimizer` block what computes an Adam, where it leaves that open: torch's fused kernel.
+
+    It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
+    start; it stays where an argument is given that it alone has. Offloaded states are updated by DeepSpeed's CPUAdam.
+    """
+    block = values.get("optimizer", {})
+    name, params = block.get("type", "").lower(), block.get("params")
+    if name not in ("adam", "adamw") or params is None or _offloads_optimizer(values):
+        return
+    ours, theirs = (optimizer_params(name, torch, False).model_fields.keys() for torch in (True, False))
+    if params.keys() & (theirs - ours):
+        return
+    if params.setdefault("torch_adam", True) is True and "foreach" not in params:
+        params.setdefault("fused", True)
+
+
+def builder_name(values: dict[str, Any]) -> str | None:
+    """Return the builder of the op that the optimizer of DeepSpeed's config needs; None where torch has it."""
+    optimizer = values["optimizer"]
+    if optimizer["type"].lower() not in ("adam", "adamw") or optimizer.get("params", {}).get("torch_adam"):
+        return None
+    return "CPUAdamBuilder" if _offloads_optimizer(values) else FUSED_ADAM
+
+
+def _offloads_optimizer(values: dict[str, Any]) -> bool:
+    offload = values.get("zero_optimization", {}).get("offload_optimizer") or {}
+    return bool(offload.get("device", "none") != "none")

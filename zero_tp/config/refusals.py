@@ -1,293 +1,326 @@
-"""Every combination of keys that zero_tp refuses is here with its reason, one row each. docs/config.md lists them."""
+"""Every combination of keys that zero_tp refuses is here with its reason, for every door. docs/config.md lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_tp.config.deepspeed import check_names, check_values
-from zero_tp.config.hyperparameters import MISTAKES
-from zero_tp.config.resolve import dtype_name, look_up
-from zero_tp.config.view import Door, Refusal, View
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.config.resolve import dtype_name
+from zero_tp.config.typed import Door, TypedConfig
 from zero_tp.errors import ConfigError, shown
-
-
-def _other(key: str, usual: Any) -> Callable[[View], bool]:
-    """Return the test for any value but the usual one."""
-    return lambda view: view.get(key, usual) != usual
-
-
-def _both(first: Callable[[View], bool], second: Callable[[View], bool]) -> Callable[[View], bool]:
-    return lambda view: first(view) and second(view)
-
-
-def _as(value: bool, key: str, reason: str) -> Refusal:
-    """Return the refusal of a switch in one position."""
-    return Refusal(key, f"as {shown(value)}", _other(key, not value), reason)
-
-
-def _keeps_activations(view: View) -> bool:
-    return view.door is not Door.TRAINER and view.zero_tp.recompute_policy.mode != "full"
-
+from zero_tp.topology import Topology
 
 ZERO = "zero_optimization"
 ACTIVATIONS = "activation_checkpointing"
+OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
+MOST_EPS = 1.0
 
-REFUSALS: tuple[Refusal, ...] = (
+FIXED: dict[str, tuple[Any, str]] = {
     # What is computed
-    Refusal(
+    "gradient_allreduce_op": ("mean", 'gradients would grow with the replicas, and the loss is a mean; use "mean"'),
+    "managed_gradient_accumulation": (True, "every micro-step would then be an optimizer step"),
+    f"{ZERO}.compute_grad_norm": (True, "non-finite gradients are found by the norm, and would be applied"),
+    "bf16.check_grad_overflow": (True, "non-finite gradients would be applied, and on_nonfinite would not see them"),
+    "optimizer.legacy_fusion": (False, "DeepSpeed's older step of fp16 was never compared with the plain one"),
+    f"{OPTIMIZER}.bias_correction": (True, "an Adam without it was never compared with a plain one"),
+    f"{OPTIMIZER}.fp32_optimizer_states": (True, "the optimizer's states would be rounded to 16 bit"),
+    f"{OPTIMIZER}.maximize": (False, "it would train towards the greatest loss"),
+    f"{SCHEDULER}.decay_mom_rate": (0, "DeepSpeed raises the momentum by it after the cycle, to 1 and beyond"),
+    # Who holds what
+    "sequence_parallel_size": (1, "it is Ulysses, which changes ZeRO's groups; use zero_tp.parallel.sequence"),
+    "seq_parallel_communication_data_type": (None, "it belongs to Ulysses and would do nothing"),
+    "use_data_before_expert_parallelism": (False, "there are no experts"),
+    **dict.fromkeys(
+        (f"{ZERO}.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")),
+        (False, "ZeRO++ rounds what ranks exchange, so the model trains differently"),
+    ),
+    f"{ZERO}.zero_hpz_partition_size": (1, "no run with ZeRO++'s groups was compared with the plain model"),
+    f"{ZERO}.round_robin_gradients": (False, "its order of gradients was never compared with the plain model"),
+    f"{ZERO}.stage3_module_granularity_threshold": (0, "no run that gathers modules as one was compared"),
+    f"{ZERO}.leaf_module": (None, "no run that gathers modules as one was compared with the plain model"),
+    f"{ZERO}.offload_optimizer.ratio": (1, "an update that is half on the host was never compared with the plain one"),
+    f"{ZERO}.elastic_checkpoint": (False, "it changes the layout of checkpoints that zero_tp reads"),
+    f"{ZERO}.legacy_stage1": (False, "the old implementation is not what the parity proofs run"),
+    f"{ZERO}.pipeline_loading_checkpoint": (False, "zero_tp has no pipeline parallelism"),
+    f"{ZERO}.zenflow": (None, "it steps on stale gradients, so the model trains differently"),
+    # What zero_tp does itself
+    "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
+    "checkpoint.load_universal": (False, "zero_tp finds out itself what a checkpoint is"),
+    "checkpoint.use_node_local_storage": (False, "a checkpoint is complete in one directory, where it is verified"),
+    "checkpoint.writer": (None, "checkpoints are written and verified by zero_tp"),
+    "checkpoint.checkpoint_serialization": (True, "it belongs to DeepSpeed's fast writer, which is not used"),
+    "checkpoint.parallel_write.pipeline_stage": (False, "zero_tp has no pipeline parallelism"),
+}
+"""Keys that may have one value: which (None: the key may not be written), and why no other; after a ";" the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A combination of keys that zero_tp refuses.
+
+    Attributes:
+        key: the key that the message names.
+        when: the combination in words, after "refused".
+        applies: whether the config has it.
+        reason: what would go wrong.
+        remedy: what to write instead.
+    """
+
+    key: str
+    when: str
+    applies: bool
+    reason: str
+    remedy: str = "leave it out"
+
+
+def refusals(config: TypedConfig) -> list[Refusal]:
+    """Return every combination that is refused, whether this config has it or not."""
+    return [
+        *(_fixed(config, key, value, reason) for key, (value, reason) in FIXED.items()),
+        *_of_dtypes(config),
+        *_of_gradients(config),
+        *_of_optimizers(config),
+        *_of_schedules(config),
+        *_of_zero_tp(config),
+        *_of_offload(config),
+        *_of_activations(config),
+    ]
+
+
+def _fixed(config: TypedConfig, key: str, value: Any, reason: str) -> Refusal:
+    when = f"unless it is {shown(value)}"
+    if value is None or isinstance(value, bool):
+        when = "at all" if value is None else f"as {shown(not value)}"
+    reason, _, remedy = reason.partition("; ")
+    return Refusal(key, when, config.written(key, value) != value, reason, remedy or "leave it out")
+
+
+def _of_dtypes(config: TypedConfig) -> Iterator[Refusal]:
+    dtypes = config.blocks.data_types
+    yield Refusal(
         "fp16.enabled",
         "with bf16.enabled",
-        lambda view: bool(view.get("fp16.enabled") and view.get("bf16.enabled")),
+        config.blocks.fp16.enabled and config.blocks.bf16.enabled,
         "a model has one dtype",
         "enable one of them",
-    ),
-    Refusal(
+    )
+    yield Refusal(
         "data_types.param_dtype",
         "when it is not the dtype of bf16 or fp16",
-        lambda view: _other("data_types.param_dtype", dtype_name(view.config))(view),
+        dtypes.param_dtype not in (None, config.dtype),
         "the model is built in one dtype",
-    ),
-    Refusal(
-        "gradient_allreduce_op",
-        'as "sum"',
-        _other("gradient_allreduce_op", "mean"),
-        "gradients would grow with the number of replicas, and the loss is a mean over the global batch",
-        'use "mean"',
-    ),
-    Refusal(
-        "communication_data_type",
-        "when it is neither the dtype of bf16 or fp16 nor fp32",
-        lambda view: view.get("communication_data_type", "fp32") not in (view.dtype, "fp32"),
-        "gradients would be rounded on their way between replicas",
-        'leave it out, or use "fp32"',
-    ),
-    _as(False, "managed_gradient_accumulation", "every micro-step would then be an optimizer step"),
-    *(
-        Refusal(
+    )
+    for key, dtype, process in (
+        ("communication_data_type", config.blocks.communication_data_type, "on their way between replicas"),
+        ("data_types.grad_accum_dtype", dtypes.grad_accum_dtype, "as they are added up"),
+    ):
+        yield Refusal(
             key,
-            "with ZeRO",
-            _both(lambda view: view.stage > 0, _other(key, off)),
-            "DeepSpeed supports it at stage 0 only",
+            "when it is neither the dtype of bf16 or fp16 nor fp32",
+            dtype not in (None, config.dtype, "fp32"),
+            f"gradients would be rounded {process}",
+            'leave it out, or use "fp32"',
         )
-        for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0))
-    ),
-    Refusal(
-        "data_types.grad_accum_dtype",
-        "when it is neither the dtype of bf16 or fp16 nor fp32",
-        lambda view: view.get("data_types.grad_accum_dtype", "fp32") not in (view.dtype, "fp32"),
-        "gradients would be rounded as they are added up",
-        'leave it out, or use "fp32"',
-    ),
-    *(
-        Refusal(
+        yield Refusal(
             key,
             'as "fp32" with fp16',
-            lambda view, key=key: view.dtype == "fp16" and view.get(key) == "fp32",  # type: ignore[misc]
+            config.dtype == "fp16" and dtype == "fp32",
             "no run with it was compared with the plain model",
             "leave it out, or use bf16",
         )
-        for key in ("data_types.grad_accum_dtype", "communication_data_type")
-    ),
-    Refusal(
-        f"{ZERO}.allgather_bucket_size",
-        "when it is odd",
-        lambda view: view.get(f"{ZERO}.allgather_bucket_size", 0) % 2 == 1,
-        "DeepSpeed splits it by 2",
-        "use an even one",
-    ),
-    Refusal(
+    yield Refusal(
         "data_types.grad_accum_dtype",
         "at stage 0 when it is not the dtype of bf16 or fp16",
-        lambda view: view.stage == 0 and _other("data_types.grad_accum_dtype", dtype_name(view.config))(view),
+        config.stage == 0 and dtypes.grad_accum_dtype not in (None, config.dtype),
         "DeepSpeed has no optimizer for that mix",
         "leave it out, or use ZeRO",
-    ),
-    _as(False, f"{ZERO}.compute_grad_norm", "non-finite gradients are found by the norm, and would be applied"),
-    _as(
-        False,
-        "bf16.check_grad_overflow",
-        "non-finite gradients would be applied, and zero_tp.training.on_nonfinite would not see them",
-    ),
-    Refusal(
+    )
+
+
+def _of_gradients(config: TypedConfig) -> Iterator[Refusal]:
+    scales = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+    for key, off in scales.items():
+        applies = config.stage > 0 and config[key] != off
+        yield Refusal(key, "with ZeRO", applies, "DeepSpeed supports it at stage 0 only")
+    yield Refusal(
+        f"{ZERO}.allgather_bucket_size",
+        "when it is odd",
+        config[f"{ZERO}.allgather_bucket_size"] % 2 == 1,
+        "DeepSpeed splits it by 2",
+        "use an even one",
+    )
+
+
+def _of_optimizers(config: TypedConfig) -> Iterator[Refusal]:
+    """Yield what was never compared with a plain run, and values that no one can have meant."""
+    name = config["optimizer.type"]
+    momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
+    decays = str(name).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]  # L2 in an Adam's gradients does not
+    yield Refusal(
         "zero_allow_untested_optimizer",
         "as false with ZeRO and the SGD optimizer",
-        lambda view: (
-            view.stage > 0
-            and view.get("optimizer.type") == "SGD"
-            and not view.get("zero_allow_untested_optimizer", False)
-        ),
+        config.stage > 0 and name == "SGD" and not config.blocks.zero_allow_untested_optimizer,
         "DeepSpeed has not tested SGD under ZeRO",
         "set it to true, or use AdamW",
-    ),
-    _as(True, "optimizer.legacy_fusion", "DeepSpeed's older step of fp16 was never compared with the plain one"),
-    _as(False, "optimizer.params.bias_correction", "an Adam without it was never compared with a plain one"),
-    _as(False, "optimizer.params.fp32_optimizer_states", "the optimizer's states would be rounded to 16 bit"),
-    *MISTAKES,
-    Refusal(
+    )
+    yield Refusal(
+        f"{OPTIMIZER}.eps",
+        f"from {MOST_EPS:g} on",
+        config.number(f"{OPTIMIZER}.eps") >= MOST_EPS,
+        "the update is divided by it and would vanish",
+        "use a small number such as 1e-8",
+    )
+    yield Refusal(
+        f"{OPTIMIZER}.weight_decay",
+        "when the highest rate × weight_decay is 1 or more",
+        bool(decays) and config.highest_rate * config.number(f"{OPTIMIZER}.weight_decay") >= 1,
+        "one step would take all of a weight away",
+        "use a smaller one such as 0.1",
+    )
+    yield Refusal(
+        f"{OPTIMIZER}.nesterov",
+        "without momentum, or with dampening",
+        bool(config[f"{OPTIMIZER}.nesterov"]) and (momentum <= 0 or dampening != 0),
+        "torch's SGD has no such step",
+        "give a momentum and no dampening, or leave it out",
+    )
+    yield Refusal(
+        f"{OPTIMIZER}.foreach",
+        "with fused",
+        bool(config[f"{OPTIMIZER}.foreach"] and config[f"{OPTIMIZER}.fused"]),
+        "they are two implementations of one step",
+        "give one of them",
+    )
+
+
+def _of_schedules(config: TypedConfig) -> Iterator[Refusal]:
+    yield Refusal(
+        f"{SCHEDULER}.warmup_min_lr",
+        "above the rate at the warm-up's end",
+        config.number(f"{SCHEDULER}.warmup_min_lr") > config.highest_rate,
+        "the warm-up would lower the rate",
+        "use a smaller one such as 0",
+    )
+    for low, high in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
+        falls = config.number(f"{SCHEDULER}.{low}") > config.number(f"{SCHEDULER}.{high}")
+        reason, remedy = "the cycle would be upside down", "exchange the two"
+        yield Refusal(f"{SCHEDULER}.{low}", f"above {high}", falls, reason, remedy)
+
+
+def _of_zero_tp(config: TypedConfig) -> Iterator[Refusal]:
+    parallel = config.zero_tp.parallel
+    yield Refusal(
+        "zero_tp.parallel.fused_products",
+        "without sequence parallelism",
+        parallel.fused_products and not parallel.sequence,
+        "it fuses the gathers and scatters of sequence shards",
+    )
+    yield Refusal(
         "zero_tp.evaluation.tasks",
         'with zero_tp.objective "masked"',
-        lambda view: view.zero_tp.masked is not None and bool(view.zero_tp.evaluation.tasks),
+        config.zero_tp.masked is not None and bool(config.zero_tp.evaluation.tasks),
         "the tasks score what a causal model predicts",
-    ),
-    # Who holds what
-    Refusal(
-        "sequence_parallel_size",
-        "above 1",
-        _other("sequence_parallel_size", 1),
-        "it is Ulysses, which changes ZeRO's groups and not the TP region",
-        "use zero_tp.parallel.sequence",
-    ),
-    Refusal(
-        "seq_parallel_communication_data_type",
-        "at all",
-        _other("seq_parallel_communication_data_type", None),
-        "it belongs to Ulysses and would do nothing",
-    ),
-    _as(True, "use_data_before_expert_parallelism", "there are no experts"),
-    *(
-        _as(True, f"{ZERO}.{key}", "ZeRO++ rounds what ranks exchange, so the model trains differently")
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-    ),
-    Refusal(
-        f"{ZERO}.zero_hpz_partition_size",
-        "above 1",
-        _other(f"{ZERO}.zero_hpz_partition_size", 1),
-        "ZeRO++ makes its groups of neighbouring ranks, and no run with them was compared with the plain model",
-    ),
-    _as(True, f"{ZERO}.round_robin_gradients", "its order of gradients was never compared with the plain model"),
-    Refusal(
-        f"{ZERO}.stage3_module_granularity_threshold",
-        "above 0",
-        _other(f"{ZERO}.stage3_module_granularity_threshold", 0),
-        "modules that are gathered as one were never compared with the plain model",
-    ),
-    Refusal(
-        f"{ZERO}.leaf_module",
-        "at all",
-        _other(f"{ZERO}.leaf_module", None),
-        "modules that are gathered as one were never compared with the plain model",
-    ),
-    Refusal(
-        f"{ZERO}.offload_optimizer.ratio",
-        "below 1",
-        _other(f"{ZERO}.offload_optimizer.ratio", 1.0),
-        "an update that is half on the host was never compared with the plain one",
-    ),
-    Refusal(
+    )
+
+
+def _of_offload(config: TypedConfig) -> Iterator[Refusal]:
+    yield Refusal(
         f"{ZERO}.offload_param",
         "below stage 3",
-        _both(lambda view: view.stage < 3, _other(f"{ZERO}.offload_param.device", "none")),
+        config.stage < 3 and config.offloads("offload_param"),
         "parameters are whole on every rank there, and DeepSpeed would ignore it",
         "use stage 3, or leave it out",
-    ),
-    Refusal(
+    )
+    yield Refusal(
         f"{ZERO}.offload_optimizer",
         "at stage 0",
-        _both(lambda view: view.stage == 0, _other(f"{ZERO}.offload_optimizer.device", "none")),
+        config.stage == 0 and config.offloads("offload_optimizer"),
         "the optimizer's states are not partitioned there, and DeepSpeed would ignore it",
         "use stage 1, 2 or 3, or leave it out",
-    ),
-    Refusal(
+    )
+    yield Refusal(
         f"{ZERO}.offload_optimizer.device",
         'as "nvme" below stage 3',
-        lambda view: view.stage < 3 and view.get(f"{ZERO}.offload_optimizer.device") == "nvme",
+        config.stage < 3 and config.on_nvme("offload_optimizer"),
         "DeepSpeed swaps the optimizer's states to NVMe at stage 3 only",
         'use stage 3, or "cpu"',
-    ),
-    Refusal(
+    )
+    yield Refusal(
         f"{ZERO}.offload_optimizer.device",
         'as "nvme" in ZeroTPTrainer',
-        lambda view: view.door is Door.TRAINER and view.get(f"{ZERO}.offload_optimizer.device") == "nvme",
+        config.door is Door.TRAINER and config.on_nvme("offload_optimizer"),
         "its checkpoints could not hold the optimizer's states",
         'use "cpu"',
-    ),
-    *(
-        Refusal(
+    )
+    for block in ("offload_optimizer", "offload_param"):
+        yield Refusal(
             f"{ZERO}.{block}.nvme_path",
             'when it is missing with device "nvme"',
-            lambda view, block=block: (  # type: ignore[misc]
-                view.get(f"{ZERO}.{block}.device") == "nvme" and view.get(f"{ZERO}.{block}.nvme_path") is None
-            ),
+            config.on_nvme(block) and config[f"{ZERO}.{block}.nvme_path"] is None,
             "DeepSpeed needs a directory to swap to",
             "give a directory on the NVMe device",
         )
-        for block in ("offload_optimizer", "offload_param")
-    ),
-    _as(True, f"{ZERO}.elastic_checkpoint", "it changes the layout of checkpoints that zero_tp reads"),
-    _as(True, f"{ZERO}.legacy_stage1", "the old implementation is not what the parity proofs run"),
-    _as(True, f"{ZERO}.pipeline_loading_checkpoint", "zero_tp has no pipeline parallelism"),
-    Refusal(
-        f"{ZERO}.zenflow",
-        "at all",
-        _other(f"{ZERO}.zenflow", None),
-        "it steps on stale gradients, so the model trains differently",
-    ),
-    # What is kept for backward
-    Refusal(
+
+
+def _of_activations(config: TypedConfig) -> Iterator[Refusal]:
+    in_trainer = config.door is Door.TRAINER
+    yield Refusal(
         ACTIVATIONS,
         "in ZeroTPTrainer",
-        lambda view: view.door is Door.TRAINER and any(view.get(ACTIVATIONS, {}).values()),
+        in_trainer and any(config.written(ACTIVATIONS, {}).values()),
         "a Trainer recomputes by gradient_checkpointing of its TrainingArguments",
-    ),
-    *(
-        Refusal(
+    )
+    moves_inputs = in_trainer or config.zero_tp.recompute_policy.mode == "full"
+    for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
+        yield Refusal(
             f"{ACTIVATIONS}.{key}",
             "with zero_tp.recompute none or selective",
-            _both(_keeps_activations, _other(f"{ACTIVATIONS}.{key}", False)),
+            not moves_inputs and config[f"{ACTIVATIONS}.{key}"],
             "only full recomputation keeps layer inputs that could be moved",
         )
-        for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-    ),
-    Refusal(
-        "zero_tp.parallel.fused_products",
-        "without sequence parallelism",
-        lambda view: view.zero_tp.parallel.fused_products and not view.zero_tp.parallel.sequence,
-        "it fuses the gathers and scatters of sequence shards",
-    ),
-    # What zero_tp does itself
-    _as(True, "dataloader_drop_last", "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
-    *(
-        Refusal(f"checkpoint.{key}", "unless it keeps its default", _other(f"checkpoint.{key}", default), reason)
-        for key, default, reason in (
-            ("load_universal", False, "zero_tp finds out itself what a checkpoint is"),
-            ("use_node_local_storage", False, "a checkpoint is complete in one directory, where it is verified"),
-            ("writer", None, "checkpoints are written and verified by zero_tp"),
-            ("checkpoint_serialization", True, "it belongs to DeepSpeed's fast writer, which is not used"),
-            ("parallel_write.pipeline_stage", False, "zero_tp has no pipeline parallelism"),
-        )
-    ),
+
+
+NOT_BUILT = (
+    f"{ACTIVATIONS}.profile",
+    f"{ACTIVATIONS}.synchronize_checkpoint_boundary",
+    f"{ZERO}.offload_optimizer.super_offload",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads",
+    "aio.use_gds",
 )
+"""Switches that are known but can't be on yet."""
 
 
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    f"{ACTIVATIONS}.profile": (False,),
-    f"{ACTIVATIONS}.synchronize_checkpoint_boundary": (False,),
-    f"{ZERO}.offload_optimizer.super_offload": (False,),
-    "bf16.bf16_master_weights_and_grads": (False,),
-    "bf16.bf16_optimizer_states": (False,),
-    "fp16.fp16_master_weights_and_grads": (False,),
-    "aio.use_gds": (False,),
-}
-"""Keys that are known but can't take another value yet: the values that they can take."""
+def refuse(config: TypedConfig) -> None:
+    """Refuse a config that has one of the `refusals`, or of what is not built yet.
+
+    Raises:
+        ConfigError: names the first; or there is no optimizer.
+    """
+    if config.door is not Door.TRAINER and config["optimizer.type"] is None:
+        raise ConfigError("optimizer", "required, but not given", 'as in {"type": "AdamW", "params": {"lr": 3e-4}}')
+    for row in refusals(config):
+        if row.applies:
+            raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
+    for key in NOT_BUILT:
+        if config[key]:
+            raise ConfigError(key, "true is not built yet", "use false")
 
 
-def check_deepspeed(view: View) -> None:
-    """Check DeepSpeed's part of a config: names, types, then every row of `REFUSALS` and `NOT_BUILT`.
+def check_deepspeed(
+    values: dict[str, Any], topology: Topology, door: Door, recompute: RecomputePolicy | None = None
+) -> TypedConfig:
+    """Return the typed form of a DeepSpeed config that came in without a `zero_tp` block, after every check.
 
     Raises:
         ConfigError: the first key that has an unknown name, a wrong value, or a combination that is refused.
     """
-    check_names(view.config)
-    check_values(view.config, needs_optimizer=view.door is not Door.TRAINER)
-    for row in REFUSALS:
-        if row.test(view):
-            raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
-    for path, built in NOT_BUILT.items():
-        value = look_up(view.config, path)
-        if value is not None and value not in built:
-            now = " or ".join(shown(option) for option in built)
-            raise ConfigError(path, f"{shown(value)} is not built yet", f"use {now}")
+    config = TypedConfig.without_block(values, topology, door, recompute)
+    refuse(config)
+    return config
 
 
 def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What a run's file leaves open is resolved: `--set KEY=VALUE`, "auto" and the batch sizes.
+"""This module fills in what a run's file leaves open: "auto", the batch sizes, and what DeepSpeed takes to be there.
 
 "auto" is Hugging Face's word for a value that the run decides; DeepSpeed itself doesn't know it. The sums of a run:
 world = tensor × data, global batch = micro × accumulation × data.
@@ -11,10 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from zero_tp.config.optimizer import choose_implementation
 from zero_tp.errors import ConfigError, shown
 from zero_tp.strict_json import InvalidJson, parse_json
 
 LARGEST = 2**53
+MOST_SAMPLES = 2**31 - 1
+"""Samples of a step, and tokens of a forward: kernels count in 32 bits."""
 BATCH_FIELDS = {
     "train_batch_size": "total",
     "train_micro_batch_size_per_gpu": "micro",
@@ -43,17 +46,23 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
         target[parts[-1]] = _value(text)
 
 
-def check_numbers(value: Any, path: str = "") -> None:
-    """Raise a ConfigError naming the first number in `value` that is larger than any that a run can use.
+def check_leaves(value: Any, path: str = "") -> None:
+    """Refuse what no run can use, at any depth: numbers beyond 2^53, and NUL characters in strings and keys.
 
     Numbers of JSON are exact up to 2^53 in every program, and what computes with them in fp32 or counts in 64 bits has
-    room for a product of two.
+    room for a product of two. No name of a file has a NUL character.
+
+    Raises:
+        ConfigError: names the first.
     """
     if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
         raise ConfigError(path, f"{shown(value)} is beyond 2^53 (9.0e15), as no number of a run is", "write it smaller")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(path, f"{shown(value)} has a NUL character", "write it without")
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inner:
-        check_numbers(part, f"{path}.{key}" if path else str(key))
+        check_leaves(str(key), path)
+        check_leaves(part, f"{path}.{key}" if path else str(key))
 
 
 def _value(text: str) -> Any:
@@ -61,15 +70,6 @@ def _value(text: str) -> Any:
         return parse_json(text)
     except InvalidJson:
         return text
-
-
-@dataclasses.dataclass(frozen=True)
-class Given:
-    """What is given is what "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
-
-    config: dict[str, Any]
-    steps: int
-    hidden_size: int
 
 
 def look_up(config: Any, path: str) -> Any:
@@ -102,58 +102,111 @@ def copies_gradients(config: dict[str, Any]) -> bool:
     return contiguous is True or added_up not in (None, dtype_name(config))
 
 
-AUTO: dict[str, tuple[str, Callable[[Given], Any]]] = {
-    "gradient_clipping": ("1.0", lambda given: 1.0),
-    "fp16.enabled": ("false", lambda given: False),
-    "bf16.enabled": ("true unless fp16 is enabled", lambda given: look_up(given.config, "fp16.enabled") is not True),
-    "optimizer.params.betas": ("[0.9, 0.999]", lambda given: [0.9, 0.999]),
-    "optimizer.params.eps": ("1e-8", lambda given: 1e-8),
-    "optimizer.params.weight_decay": ("0.0", lambda given: 0.0),
-    "scheduler.params.total_num_steps": ("`zero_tp.training.steps` of the first start", lambda given: given.steps),
+@dataclasses.dataclass(frozen=True)
+class AutoInputs:
+    """What an "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
+
+    values: dict[str, Any]
+    steps: int
+    hidden_size: int
+
+    def __getitem__(self, path: str) -> Any:
+        return look_up(self.values, path)
+
+    @property
+    def warmup_steps(self) -> int:
+        total = self["scheduler.params.total_num_steps"]
+        return max(1, int(total if isinstance(total, (int, float)) else self.steps) // 100)
+
+
+AUTO: dict[str, tuple[str, Callable[[AutoInputs], Any]]] = {
+    "gradient_clipping": ("1.0", lambda inputs: 1.0),
+    "fp16.enabled": ("false", lambda inputs: False),
+    "bf16.enabled": ("true unless fp16 is enabled", lambda inputs: inputs["fp16.enabled"] is not True),
+    "optimizer.params.betas": ("[0.9, 0.999]", lambda inputs: [0.9, 0.999]),
+    "optimizer.params.eps": ("1e-8", lambda inputs: 1e-8),
+    "optimizer.params.weight_decay": ("0.0", lambda inputs: 0.0),
+    "scheduler.params.total_num_steps": ("`zero_tp.training.steps` of the first start", lambda inputs: inputs.steps),
     "scheduler.params.warmup_num_steps": (
         "1 % of `total_num_steps`, at least 1, as of the first start",
-        lambda given: max(
-            1, int(_number(look_up(given.config, "scheduler.params.total_num_steps"), given.steps)) // 100
-        ),
+        lambda inputs: inputs.warmup_steps,
     ),
-    "scheduler.params.warmup_min_lr": ("0.0", lambda given: 0.0),
-    "scheduler.params.warmup_max_lr": (
-        "`optimizer.params.lr`",
-        lambda given: look_up(given.config, "optimizer.params.lr"),
-    ),
-    "zero_optimization.reduce_bucket_size": ("hidden²", lambda given: given.hidden_size**2),
-    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 × hidden²", lambda given: given.hidden_size**2 * 9 // 10),
-    "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda given: 10 * given.hidden_size),
+    "scheduler.params.warmup_min_lr": ("0.0", lambda inputs: 0.0),
+    "scheduler.params.warmup_max_lr": ("`optimizer.params.lr`", lambda inputs: inputs["optimizer.params.lr"]),
+    "zero_optimization.reduce_bucket_size": ("hidden²", lambda inputs: inputs.hidden_size**2),
+    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 × hidden²", lambda inputs: inputs.hidden_size**2 * 9 // 10),
+    "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda inputs: 10 * inputs.hidden_size),
 }
 """Keys that may be "auto" beside the three batch sizes: what it means, and how it is worked out, in this order."""
 
 FROZEN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 """Decided at the run's first start, so that a longer run doesn't bend the schedule that it is in."""
 
+DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
+"""Keys whose "auto" stays: DeepSpeed decides it, or the run's device."""
 
-def resolve_auto(config: dict[str, Any], steps: int, hidden_size: int, frozen: dict[str, Any] | None = None) -> None:
-    """Replace each "auto" of AUTO in `config`; an "auto" batch size is dropped, to be worked out from the others.
+
+def take_auto(values: dict[str, Any]) -> list[str]:
+    """Take each "auto" that a run decides out of `values`, and return its key."""
+    keys = []
+    for path in (*BATCH_FIELDS, *AUTO):
+        block, name = _block_of(values, path)
+        if isinstance(block, dict) and block.get(name) == "auto":
+            del block[name]
+            keys.append(path)
+    return keys
+
+
+def refuse_auto(value: Any, path: str = "") -> None:
+    """Raise a ConfigError naming the first "auto" in `value` that nothing resolves."""
+    if value == "auto" and path not in DECIDED_LATER:
+        raise ConfigError(path, '"auto" is not known for this key', "write the value")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            refuse_auto(inner, f"{path}.{key}" if path else key)
+
+
+def fill(
+    values: dict[str, Any],
+    auto_keys: Sequence[str],
+    steps: int,
+    hidden_size: int,
+    data: int | None,
+    frozen: dict[str, Any] | None = None,
+) -> BatchSizes:
+    """Complete DeepSpeed's part of a config in place, and return the batch sizes.
 
     Args:
-        config: the file's object; changed in place.
+        values: DeepSpeed's part, types checked, without the keys that are "auto".
+        auto_keys: those keys.
         steps: `zero_tp.training.steps`.
         hidden_size: of the model.
+        data: number of data-parallel replicas, or None when it isn't known.
         frozen: the resolved config of the run's first start, if this is a later one.
+
+    Raises:
+        ConfigError: see `resolve_batch`.
     """
-    for key in BATCH_FIELDS:
-        if config.get(key) == "auto":
-            del config[key]
-    given = Given(config, steps, hidden_size)
+    inputs = AutoInputs(values, steps, hidden_size)
     for path, (_, value) in AUTO.items():
-        *blocks, name = path.split(".")
-        block = look_up(config, ".".join(blocks)) if blocks else config
-        if isinstance(block, dict) and block.get(name) == "auto":
+        if path in auto_keys:
             earlier = look_up(frozen, path) if path in FROZEN else None
-            block[name] = value(given) if earlier is None else earlier
+            block, name = _block_of(values, path)
+            block[name] = value(inputs) if earlier is None else earlier
+    choose_implementation(values)
+    values.setdefault("gradient_clipping", 1.0)
+    if "scheduler" in values:
+        values["scheduler"].setdefault("params", {})  # DeepSpeed takes them to be there
+    batch = resolve_batch(values, data)
+    sizes = {key: getattr(batch, field) for key, field in BATCH_FIELDS.items()}
+    values.update({key: size for key, size in sizes.items() if size is not None})
+    return batch
 
 
-def _number(value: Any, otherwise: int) -> float:
-    return value if isinstance(value, (int, float)) else otherwise
+def _block_of(values: dict[str, Any], path: str) -> tuple[Any, str]:
+    """Return the object that a dotted path ends in, and the path's last part."""
+    block, _, name = path.rpartition(".")
+    return (look_up(values, block) if block else values), name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,35 +230,37 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
         ConfigError: neither a global nor a micro batch is given, or no whole numbers satisfy the sum.
     """
     total, micro, accumulation = (None if (size := config.get(key)) is None else int(size) for key in BATCH_FIELDS)
+    if total is None and micro is None:
+        raise ConfigError("train_micro_batch_size_per_gpu", "required, but not given", "give it, or train_batch_size")
+    if total is None or micro is None:
+        accumulation = accumulation or 1
+    factors = {"micro": micro, "accumulation": accumulation, "data": data}
+    sizes = {name: size for name, size in factors.items() if size is not None}
+    product, unknown = math.prod(sizes.values()), [name for name in factors if name not in sizes]
     if total is None:
-        if micro is None:
-            key = "train_micro_batch_size_per_gpu"
-            raise ConfigError(key, "required, but not given", "give it, or train_batch_size")
-        accumulation = accumulation or 1
-        return BatchSizes(data, micro, accumulation, None if data is None else micro * accumulation * data)
-    if micro is not None and accumulation is not None:
-        if data is None:
-            _whole(total, {"micro": micro, "accumulation": accumulation}, "data")
-        elif micro * accumulation * data != total:
-            product = micro * accumulation * data
-            sums = f"{total} ≠ micro {micro} × accumulation {accumulation} × data {data} (= {product})"
-            raise ConfigError("train_batch_size", sums, f'write {product}, or "auto" for one of the three')
-    elif micro is not None:
-        quotient = _whole(total, {"micro": micro, "data": data}, "accumulation")
-        accumulation = None if data is None else quotient
-    else:
-        accumulation = accumulation or 1
-        quotient = _whole(total, {"accumulation": accumulation, "data": data}, "micro")
-        micro = None if data is None else quotient
-    return BatchSizes(data, micro, accumulation, total)
-
-
-def _whole(total: int, factors: dict[str, int | None], missing: str) -> int:
-    """Return total / the known factors, which has to be whole."""
-    known = {name: size for name, size in factors.items() if size is not None}
-    product = math.prod(known.values())
+        return BatchSizes(data, micro, accumulation, None if unknown else product)
+    listed = " × ".join(f"{name} {size}" for name, size in sizes.items())
+    if not unknown and product != total:
+        remedy = f'write {product}, or "auto" for one of the three'
+        raise ConfigError("train_batch_size", f"{total} ≠ {listed} (= {product})", remedy)
     if total % product:
-        listed = " × ".join(f"{name} {size}" for name, size in known.items())
-        sums = f"{total} ≠ {listed} × {missing} {total / product:.4g}"
-        raise ConfigError("train_batch_size", sums, f"use a multiple of {product}")
-    return total // product
+        problem = f"{total} ≠ {listed} × {unknown[0]} {total / product:.4g}"
+        raise ConfigError("train_batch_size", problem, f"use a multiple of {product}")
+    if data is not None:
+        factors.update(dict.fromkeys(unknown, total // product))
+    return BatchSizes(data, factors["micro"], factors["accumulation"], total)
+
+
+def check_tokens(batch: BatchSizes, length: int) -> None:
+    """Refuse more samples in a step, or tokens of `length` in a forward, than kernels count.
+
+    Raises:
+        ConfigError: naming the batch size.
+    """
+    for key, field in BATCH_FIELDS.items():
+        size = getattr(batch, field) or 0
+        if size > MOST_SAMPLES:
+            raise ConfigError(key, f"{size} samples, but at most 2^31 - 1 are counted", "use fewer")
+    if (batch.micro or 0) * length > MOST_SAMPLES:
+        problem = f"micro {batch.micro} × sequence length {length} are more than 2^31 - 1 tokens in one forward"
+        raise ConfigError("train_micro_batch_size_per_gpu", problem, "use fewer, and accumulate")

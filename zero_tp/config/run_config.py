@@ -9,17 +9,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.config.deepspeed import MONITORS
+from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
 from zero_tp.config.effects import cautions, without_effect
-from zero_tp.config.load import TOKENIZER_KEY, load
-from zero_tp.config.model import FROM
-from zero_tp.config.resolve import BatchSizes, dtype_name
+from zero_tp.config.model import FROM, check_model, check_recompute
+from zero_tp.config.refusals import refuse
+from zero_tp.config.resolve import (
+    BatchSizes,
+    apply_overrides,
+    check_leaves,
+    check_tokens,
+    fill,
+    look_up,
+    take_auto,
+)
 from zero_tp.config.schema import ZeroTP
-from zero_tp.config.view import View
-from zero_tp.weights.files import is_cached, is_name, pinned
+from zero_tp.config.typed import TypedConfig, check_types
+from zero_tp.constants import MODEL_KEY
+from zero_tp.errors import ConfigError
+from zero_tp.strict_json import read_json
+from zero_tp.topology import data_parallel_size
+from zero_tp.weights.files import pin_to_first_start, is_cached, is_name, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+SCHEMA, TOKENIZER_KEY = "$schema", "zero_tp.tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +43,15 @@ class RunConfig:
 
     Attributes:
         path: the JSON file.
-        zero_tp: the `zero_tp` block.
         world_size: number of ranks, or None when the config was checked without one.
         batch: the batch sizes; parts are None when they depend on a world size that isn't known.
+        typed: every value, as refusals and notes read it.
     """
 
     path: Path
-    zero_tp: ZeroTP
     world_size: int | None
     batch: BatchSizes
-    _deepspeed: dict[str, Any] = dataclasses.field(repr=False)
+    typed: TypedConfig = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
 
     @classmethod
@@ -49,7 +63,7 @@ class RunConfig:
         frozen: dict[str, Any] | None = None,
         saved_model: dict[str, Any] | None = None,
     ) -> RunConfig:
-        """Read and check a config file.
+        """Read a config file, and type, fill and check it.
 
         Args:
             path: the JSON file.
@@ -62,9 +76,29 @@ class RunConfig:
         Raises:
             ConfigError: the file can't be read, or the run can't be started as it is written.
         """
-        path = Path(path)
-        loaded = load(path, overrides, world_size, frozen, saved_model)
-        return cls(path, loaded.zero_tp, world_size, loaded.batch, loaded.deepspeed, loaded.hf_config)
+        values = read_json(Path(path))
+        apply_overrides(values, overrides)
+
+        # 1. Types: of every key that is written; an "auto" has none yet.
+        check_leaves(values)
+        _take_schema(values)
+        auto_keys = take_auto(values)
+        zero_tp = check_types(values).zero_tp
+        if zero_tp is None:
+            raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+        data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
+
+        # 2. Fill: what the file leaves open, until every key has a value.
+        values = {key: value for key, value in values.items() if key != "zero_tp" and key not in OFF_BLOCKS}
+        zero_tp, hf_config = _fill_names(zero_tp, frozen, saved_model)
+        batch = fill(values, auto_keys, zero_tp.training.steps, hf_config.hidden_size, data, frozen)
+        typed = TypedConfig.parse(values, zero_tp)
+
+        # 3. Refuse: combinations that would train another model, and sums that don't come out.
+        refuse(typed)
+        check_tokens(batch, zero_tp.data.sequence_length)
+        check_recompute(typed, hf_config.num_hidden_layers, batch.accumulation)
+        return cls(Path(path), world_size, batch, typed, hf_config)
 
     def pinned(self) -> RunConfig:
         """Return the config with the commit of its tokenizer, where that is a name on the hub, which is asked for it.
@@ -74,8 +108,13 @@ class RunConfig:
         """
         if self.zero_tp.tokenizer is None:
             return self
-        named = {"tokenizer": pinned(self.zero_tp.tokenizer, TOKENIZER_KEY)}
-        return dataclasses.replace(self, zero_tp=self.zero_tp.model_copy(update=named))
+        zero_tp = self.zero_tp.model_copy(update={"tokenizer": pinned(self.zero_tp.tokenizer, TOKENIZER_KEY)})
+        return dataclasses.replace(self, typed=dataclasses.replace(self.typed, zero_tp=zero_tp))
+
+    @property
+    def zero_tp(self) -> ZeroTP:
+        """Return the `zero_tp` block."""
+        return self.typed.zero_tp
 
     @property
     def name(self) -> str:
@@ -104,14 +143,13 @@ class RunConfig:
 
     @property
     def zero_stage(self) -> int:
-        return int(self._deepspeed.get("zero_optimization", {}).get("stage", 0))
+        return self.typed.stage
 
     @property
     def nvme_paths(self) -> dict[str, Path]:
         """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
-        zero = self._deepspeed.get("zero_optimization", {})
-        blocks = {name: zero.get(name) or {} for name in ("offload_optimizer", "offload_param")}
-        return {name: Path(block["nvme_path"]) for name, block in blocks.items() if block.get("device") == "nvme"}
+        offloaded = filter(self.typed.on_nvme, ("offload_optimizer", "offload_param"))
+        return {name: self.typed[f"zero_optimization.{name}.nvme_path"] for name in offloaded}
 
     def absent(self) -> list[Path]:
         """Return the files and directories that a run of this config reads and that are not on this machine, nor in its
@@ -120,30 +158,30 @@ class RunConfig:
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
         others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
-        named += [Path(each) for each in others if each is not None and each not in self.on_hub]
+        named += [Path(name) for name in others if name is not None and name not in self.on_hub]
         named += [Path(name) for name, weights in self.on_hub.items() if not is_cached(name, weights=weights)]
         return [path for path in (*named, *self.nvme_paths.values()) if not os.path.exists(path)]
 
     @property
     def on_hub(self) -> dict[str, bool]:
         """Return the names on the hub that a run takes something of, and whether its weights."""
-        given = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
-        return {name: weights for name, weights in given.items() if name is not None and is_name(name)}
+        names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM): True}
+        return {name: weights for name, weights in names.items() if name is not None and is_name(name)}
 
     @property
     def dtype(self) -> str:
         """Return "fp32", "bf16" or "fp16": the dtype of the model's weights and activations."""
-        return dtype_name(self._deepspeed)
+        return self.typed.dtype
 
     def deepspeed_config(self) -> dict[str, Any]:
         """Return a new dict for `deepspeed.initialize`: no `zero_tp`, "auto" or monitors, all batch sizes. Needs a
         world size."""
         _known(self.world_size)
-        return copy.deepcopy({key: value for key, value in self._deepspeed.items() if key not in MONITORS})
+        return copy.deepcopy({key: value for key, value in self.typed.values.items() if key not in MONITORS})
 
     def resolved(self) -> dict[str, Any]:
         """Return the whole config with every default of `zero_tp` and every "auto" filled in; it loads again."""
-        return {**copy.deepcopy(self._deepspeed), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
+        return {**copy.deepcopy(self.typed.values), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
 
     @property
     def labelled(self) -> float:
@@ -153,11 +191,11 @@ class RunConfig:
 
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
-        return without_effect(View(self._deepspeed, self.zero_tp))
+        return without_effect(self.typed)
 
     def cautions(self) -> list[str]:
         """Return a line for each setting that does less than it says, or is unusual."""
-        return cautions(View(self._deepspeed, self.zero_tp))
+        return cautions(self.typed)
 
     @property
     def pretrained(self) -> Path | None:
@@ -181,3 +219,29 @@ class RunConfig:
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
+
+
+def _take_schema(values: dict[str, Any]) -> None:
+    """Take out what tells an editor where the schema is: it is nothing of a run."""
+    if not isinstance(values.pop(SCHEMA, ""), str):
+        raise ConfigError(SCHEMA, "expected a string", "give the path of what `zero-tp schema` prints, or leave it out")
+
+
+def _fill_names(
+    zero_tp: ZeroTP, frozen: dict[str, Any] | None, saved_model: dict[str, Any] | None
+) -> tuple[ZeroTP, PreTrainedConfig]:
+    """Give names on the hub the commits of the run's first start, and return the block and the model's config.
+
+    Raises:
+        ConfigError: see `check_model`.
+    """
+    model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
+    if FROM in model:
+        model[FROM] = pin_to_first_start(model[FROM], look_up(frozen, key))
+    hf_config = check_model(zero_tp, saved_model)
+    if FROM in model:
+        model[FROM] = pinned(model[FROM], key)
+    if zero_tp.tokenizer is not None:
+        tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(frozen, TOKENIZER_KEY))
+        zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})
+    return zero_tp, hf_config

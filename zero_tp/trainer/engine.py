@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_tp.config.effects import cautions, without_effect
 from zero_tp.config.optimizer import OPTIMIZERS
 from zero_tp.config.refusals import check_deepspeed
-from zero_tp.config.view import Door, View
+from zero_tp.config.typed import Door
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
@@ -141,9 +141,8 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
     settings["train_batch_size"] = micro * accumulation * topology.data
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
-    view = View.without_block(settings, topology, Door.TRAINER)
-    check_deepspeed(view)
-    for line in (*without_effect(view), *cautions(view)) if topology.rank == 0 else ():
+    typed = check_deepspeed(settings, topology, Door.TRAINER)
+    for line in (*without_effect(typed), *cautions(typed)) if topology.rank == 0 else ():
         warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings
 

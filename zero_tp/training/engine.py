@@ -19,7 +19,7 @@ from zero_tp.architectures import architecture_of
 from zero_tp.config.refusals import check_deepspeed
 from zero_tp.config.resolve import dtype_name
 from zero_tp.config.schema import Spike
-from zero_tp.config.view import Door, View
+from zero_tp.config.typed import Door
 from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
@@ -113,7 +113,7 @@ class TrainingEngine:
         """
         topology, device = self.topology, self.device
         without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
-        check_deepspeed(View.without_block(deepspeed_config, topology, Door.ENGINE, recompute))
+        check_deepspeed(deepspeed_config, topology, Door.ENGINE, recompute)
         self.zero = zero_engine(deepspeed_config, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
         # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
