@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.architectures import weights_of
-from zero_tp.checkpoint.directory import MANIFEST, check_content, find_checkpoint, passed_over, read_manifest
+from zero_tp.checkpoint.directory import check_content, find_checkpoint, is_run, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
@@ -117,8 +117,7 @@ def as_huggingface(model: Path) -> Iterator[Path]:
         UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
     """
     source = resolve(model, "--model").directory
-    holds_states = (source / "checkpoints").is_dir() or (source / MANIFEST).is_file()
-    if not holds_states or any((source / name).is_file() for name in (SINGLE, INDEX)):
+    if not is_run(source) or any((source / name).is_file() for name in (SINGLE, INDEX)):
         yield source
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -121,8 +121,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
             raise UserError(f"--output {options.output}: not a file; give the name of one")
         cli.check_writable(options.output.parent)
 
-    from zero_tp.evaluation.registry import parse_data, parse_tasks
-    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
 
     names = parse_tasks(options.tasks)
     settings = EvaluationSettings(**{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)})
