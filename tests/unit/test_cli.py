@@ -79,7 +79,7 @@ HELD = "sum(range(10**12))"
 """C code that returns after hours and never gives the interpreter's lock back."""
 WORKERS = """\
 from functools import partial
-from zero_tp.data.pool import in_order
+from zero_tp.data.work import in_order
 list(in_order(partial(partial, sum), [range(10**12)] * 2, 2))"""
 
 
