@@ -187,9 +187,8 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from zero_tp.data import PrepareSettings, prepare
     from zero_tp.data.documents import find_sources
-    from zero_tp.data.encoder import DocumentEncoder
     from zero_tp.data.tokenizer import load_tokenizer
-    from zero_tp.data.work import Reading, packed
+    from zero_tp.data.work import DocumentEncoder, Reading, packed
 
     parts, clock = defaultdict[str, float](float), time.process_time
 

@@ -1,47 +1,57 @@
-"""The documents of spools are one collection: duplicates are found in it, and its split is drawn."""
+"""All documents of the spools together: remove duplicates, draw the split, write both corpora.
+
+`Documents` is the collection. `choose_validation` draws the split, and `assemble` writes the output.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from zero_tp.data.indexed import IndexedWriter, token_dtype
 from zero_tp.data.records import where
+from zero_tp.data.show import SPLITS
 from zero_tp.data.similarity import exact_duplicates, near_duplicates
-from zero_tp.data.spool import MOST_PROBLEMS, Found, Spool, merged
-from zero_tp.data.work import DOCUMENT, unpacked
+from zero_tp.data.spool import MOST_PROBLEMS, DroppedRecord, Spool, in_input_order
+from zero_tp.data.work import DOCUMENT, DocumentEncoder, unpacked
 from zero_tp.errors import UserError
 
 
 class Documents:
-    """These are the documents of some spools, in the order of the inputs.
+    """Documents of the spools, in the order of the inputs.
 
-    Memory: 53 bytes a document, and while near duplicates are looked for 0.7 to 1.4 KB for each that is kept (measured
-    with 40,000).
+    Memory: 53 bytes a document. The search for near duplicates needs another 0.7 to 1.4 KB for each kept document
+    (measured with 40,000).
 
     Attributes:
         entries: (spool, its entry) of each block.
-        about: of each document (`DOCUMENT`).
-        kept: which of them are in the output. dropped: how many are not, by reason.
+        about: what is known of each document (`DOCUMENT`).
+        kept: which documents are in the output.
+        dropped: how many are not, by reason.
         names: of the sources.
     """
 
     def __init__(self, spools: Sequence[Spool], names: Sequence[str]) -> None:
-        self.entries, self.names, self.dropped = list(merged(spools)), names, Counter[str]()
+        self.entries, self.names, self.dropped = list(in_input_order(spools)), names, Counter[str]()
         parts = [np.frombuffer(spool.part(entry, "documents"), DOCUMENT) for spool, entry in self.entries]
         self.about = np.concatenate([np.zeros(0, DOCUMENT), *parts])
         self.firsts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
         self.kept = np.ones(len(self.about), np.bool_)
 
     def __len__(self) -> int:
-        """Return how many are kept."""
+        """Return the number of documents in the output."""
         return int(self.kept.sum())
 
-    def of(self, entry: int) -> slice:
-        """Return which documents an entry holds."""
+    def slice_of(self, entry: int) -> slice:
+        """Return the numbers of an entry's documents."""
         return slice(int(self.firsts[entry]), int(self.firsts[entry + 1]))
 
     def part(self, entry: int, column: str) -> bytes:
@@ -51,13 +61,13 @@ class Documents:
 
     def item(self, entry: int) -> tuple[bytes, npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the packed texts of an entry, their lengths, and which are kept."""
-        return self.part(entry, "texts"), self.about["bytes"][self.of(entry)], self.kept[self.of(entry)]
+        return self.part(entry, "texts"), self.about["bytes"][self.slice_of(entry)], self.kept[self.slice_of(entry)]
 
     def stored(self, entry: int, which: npt.NDArray[np.bool_]) -> list[bytes]:
         """Return the texts of those documents of an entry that `which` says, in UTF-8."""
         if not which.any():
             return []
-        texts = unpacked(self.part(entry, "texts"), self.about["bytes"][self.of(entry)])
+        texts = unpacked(self.part(entry, "texts"), self.about["bytes"][self.slice_of(entry)])
         return [text for text, wanted in zip(texts, which, strict=True) if wanted]
 
     def where(self, number: int) -> str:
@@ -66,7 +76,7 @@ class Documents:
         return where(self.names[spool.sources[entry]], int(self.about["place"][number]))
 
     def remove_duplicates(self, kind: str | None) -> list[dict[str, Any]]:
-        """Leave out copies, and near ones too where `kind` is "near" → what was removed, and what it is a copy of."""
+        """Drop exact copies, and near ones if `kind` is "near"; return each with the document that it copies."""
         removed = list[dict[str, Any]]()
         if kind is None:
             return removed
@@ -79,7 +89,7 @@ class Documents:
         return removed
 
     def remove_contaminated(self) -> list[dict[str, Any]]:
-        """Leave out documents that overlap with an evaluation set → what was removed."""
+        """Drop documents that overlap with an evaluation set, and return them."""
         found = np.flatnonzero(self.kept & self.about["contaminated"]).tolist()
         return [self._removed(number, "contaminated") for number in found]
 
@@ -99,7 +109,7 @@ class Documents:
     def _sketches(self) -> Iterator[tuple[int, bytes]]:
         """Yield the number and the sketch of each document that is kept."""
         for entry in range(len(self.entries)):
-            here, data, at = self.of(entry), self.part(entry, "sketches"), 0
+            here, data, at = self.slice_of(entry), self.part(entry, "sketches"), 0
             for number, length in zip(range(here.start, here.stop), self.about["sketch"][here].tolist(), strict=True):
                 if self.kept[number]:
                     yield number, data[at : at + length]
@@ -110,7 +120,7 @@ class Documents:
         at = int(self.about["sketch"][self.firsts[entry] : number].sum())
         return self.part(entry, "sketches")[at : at + int(self.about["sketch"][number])]
 
-    def drawn(self, which: npt.NDArray[np.bool_], most: int | None) -> npt.NDArray[np.bool_]:
+    def sample(self, which: npt.NDArray[np.bool_], most: int | None) -> npt.NDArray[np.bool_]:
         """Return `most` of those kept documents that `which` says, bool [documents]: those with the largest hashes, so
         that their order plays no part. None: all."""
         numbers = np.flatnonzero(which & self.kept)
@@ -124,11 +134,11 @@ class Documents:
     def texts(self, which: npt.NDArray[np.bool_]) -> Iterator[str]:
         """Yield the kept texts that `which`, bool [documents], says."""
         for entry in range(len(self.entries)):
-            here = self.of(entry)
+            here = self.slice_of(entry)
             yield from (text.decode("utf-8") for text in self.stored(entry, which[here] & self.kept[here]))
 
 
-def counted(spools: Sequence[Spool], documents: Documents) -> dict[str, Any]:
+def count_documents(spools: Sequence[Spool], documents: Documents) -> dict[str, Any]:
     """Return how many documents there were, how many are kept, and why the others are not."""
     dropped = sum((spool.dropped for spool in spools), documents.dropped)
     read = sum(spool.read for spool in spools)
@@ -138,14 +148,14 @@ def counted(spools: Sequence[Spool], documents: Documents) -> dict[str, Any]:
     return counted
 
 
-def _problems(spools: Sequence[Spool]) -> list[Found]:
+def _problems(spools: Sequence[Spool]) -> list[DroppedRecord]:
     """Return the first problems, in the order of the inputs."""
     found = sorted((each for spool in spools for each in spool.problems), key=lambda each: each[:2])
     return [problem for _, _, problem in found][:MOST_PROBLEMS]
 
 
-def told_of_dropped(spools: Sequence[Spool]) -> str:
-    """Return what a message adds where documents were dropped."""
+def describe_dropped(spools: Sequence[Spool]) -> str:
+    """Return a parenthesis for messages: how many documents were dropped, and the first; "" if none were."""
     count, problems = sum(spool.dropped.total() for spool in spools), _problems(spools)
     return f" ({count:,} dropped, the first: {problems[0].where}: {problems[0].detail})" if problems else ""
 
@@ -176,3 +186,68 @@ def _smallest(hashes: npt.NDArray[np.uint64], validation: float, dropped: str) -
     if held_out.all():
         raise UserError(f"all {documents:,} documents outside the validation set are copies of documents in it")
     return held_out
+
+
+# --- the output -------------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    documents: Documents,
+    part: Callable[[int, str], bytes],
+    encoder: DocumentEncoder,
+    held_out: npt.NDArray[np.bool_],
+    directory: Path,
+) -> tuple[dict[str, npt.NDArray[np.int64]], dict[str, dict[str, int]]]:
+    """Write both corpora, and the texts of the validation documents.
+
+    Args:
+        part: returns the bytes of a column of an entry.
+        held_out: which documents are in the validation set, bool [documents].
+
+    Returns:
+        Of each split, how often each token occurs [vocabulary], and its documents, tokens, characters and bytes.
+    """
+    size, dtype = encoder.vocabulary_size, token_dtype(encoder.vocabulary_size)
+    counts = {split: np.zeros(size, np.int64) for split in SPLITS}
+    splits = {split: dict.fromkeys(("documents", "tokens", "characters", "bytes"), 0) for split in SPLITS}
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(IndexedWriter(directory / split, size)) for split in SPLITS}
+        texts_out = stack.enter_context(open(directory / "validation.jsonl", "w", encoding="utf-8"))
+        for entry in range(len(documents.entries)):
+            here = documents.slice_of(entry)
+            sizes, ids = np.frombuffer(part(entry, "sizes"), np.int64), np.frombuffer(part(entry, "tokens"), dtype)
+            begins = np.frombuffer(part(entry, "sentences"), np.bool_) if encoder.language is not None else None
+            of_document = np.repeat(held_out[here], sizes)
+            of_kept = np.repeat(documents.kept[here], sizes)
+            for split, out in (("train", False), ("validation", True)):
+                chosen = documents.kept[here] & (held_out[here] == out)
+                if not chosen.any():
+                    continue
+                written = of_kept & (of_document == out)
+                its = ids[written]
+                writers[split].add_documents(its, sizes[chosen], None if begins is None else begins[written])
+                counts[split] += np.bincount(its, minlength=size)
+                total, about = splits[split], documents.about[here][chosen]
+                total["documents"] += len(about)
+                total["tokens"] += len(its)
+                total["characters"] += int(about["characters"].sum())
+                total["bytes"] += int(about["bytes"].sum())
+                if split == "validation":
+                    for text in documents.stored(entry, chosen):
+                        texts_out.write(json.dumps({"text": text.decode("utf-8")}, ensure_ascii=False) + "\n")
+    return counts, splits
+
+
+def unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Return the loss of a model that knows only token frequencies, nats a token.
+
+    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
+    under those frequencies, one added to each count so that an unseen token has a probability.
+    """
+    seen = train[train > 0] / train.sum()
+    smoothed = (train + 1) / (train.sum() + len(train))
+    return {
+        "train_entropy": float(-(seen * np.log(seen)).sum()),
+        "validation_cross_entropy": float(-(validation * np.log(smoothed)).sum() / validation.sum()),
+        "uniform": math.log(len(train)),
+    }

@@ -23,8 +23,8 @@ from zero_tp.data.settings import (
     Prepared,
     PrepareSettings,
     check_settings,
-    existing,
-    identity_of_reading,
+    find_reusable,
+    reading_identity,
 )
 from zero_tp.data.sources import Source
 from zero_tp.data.spool import Spool
@@ -85,10 +85,10 @@ def prepare(
     place = Path(os.path.realpath(output))  # of a link's output: the link stays
     reading = hidden_beside(place, "progress")
     try:
-        if (reused := existing(output, sources, spec, settings, overwrite)) is not None:
+        if (reused := find_reusable(output, sources, spec, settings, overwrite)) is not None:
             clear_partial(place, _OWN_DIRECTORIES)
             left = Spool(reading)
-            of_this = not left.committed or left.identity == identity_of_reading(sources, spec, settings)
+            of_this = not left.committed or left.identity == reading_identity(sources, spec, settings)
             if of_this and not hidden_beside(place, "partial").exists():  # nobody writes there
                 shutil.rmtree(reading, ignore_errors=True)
             return reused

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.data.records import EVERY_STRING, Document, Problem, object_of, where
-from zero_tp.data.sources import COLUMNAR, KINDS, Source
-from zero_tp.data.streams import COMPRESSIONS
+from zero_tp.data.sources import COLUMNAR, COMPRESSIONS, KINDS, Source
 from zero_tp.errors import UserError
 
 STDIN, HUB = "-", "hf:"

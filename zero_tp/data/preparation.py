@@ -1,4 +1,14 @@
-"""A preparation reads its inputs into a spool, and makes the output of it."""
+"""A preparation from its inputs to the finished output, in states that follow each other:
+
+1. opened: `__enter__` opens the spool, with the blocks that an interrupted start has read.
+2. reading: `read` appends block after block, from the first one that is missing.
+3. read: the spool is complete; duplicates are removed and the split is drawn.
+4. trained, if no tokenizer was given: `tokenizer/` is in the spool's directory.
+5. encoded: the tokens are in the spool, or in `encoded/` below it if the tokenizer was trained.
+6. finished: `prepare` has renamed the output that `write` completed; the spool is removed.
+
+A kill in any state loses only what the spools have not committed.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +24,16 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from zero_tp.data.assembly import assemble, unigram
-from zero_tp.data.collection import Documents, choose_validation, counted, told_of_dropped
-from zero_tp.data.encoder import DocumentEncoder
+from zero_tp.data.collection import Documents, assemble, choose_validation, count_documents, describe_dropped, unigram
 from zero_tp.data.indexed import REPORT
-from zero_tp.data.pool import in_order, usable_cores
 from zero_tp.data.records import Block
 from zero_tp.data.settings import (
     PrepareSettings,
-    chosen_otherwise,
-    identity_of,
-    identity_of_reading,
+    differing_settings,
     library_versions,
     memories,
+    output_identity,
+    reading_identity,
     size_of,
     stamp_of,
 )
@@ -36,19 +43,16 @@ from zero_tp.data.sources import Source, file_sha256
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.data.work import ENCODED, READ, Encoding, Reading
+from zero_tp.data.work import ENCODED, READ, DocumentEncoder, Encoding, Reading, in_order, usable_cores
 from zero_tp.errors import UserError
-from zero_tp.files import (
-    remove,
-    sync,
-)
+from zero_tp.files import remove, sync
 
 _SMALL = 4 << 20  # bytes of inputs that are read before other processes have started
 _CHANGED = "it changed while it was read: run this again"
 
 
 class Preparation:
-    """A preparation reads its inputs into a spool, and makes the output of it.
+    """Reads the inputs into a spool and writes the output from it.
 
     Attributes:
         resumed: documents that an earlier start had read.
@@ -82,9 +86,9 @@ class Preparation:
         self.ended = set[int]()
 
     def __enter__(self) -> Preparation:
-        identity = identity_of_reading(self.sources, self.spec, self.settings, self.shard)
+        identity = reading_identity(self.sources, self.spec, self.settings, self.shard)
         left = Spool(self.directory)
-        if left.committed and not self.overwrite and (otherwise := chosen_otherwise(left.identity, identity)):
+        if left.committed and not self.overwrite and (otherwise := differing_settings(left.identity, identity)):
             raise UserError(
                 f"{self.directory} keeps {left.read:,} documents that an interrupted start read with other settings "
                 f"({otherwise}): give those again to go on, or begin anew: --overwrite"
@@ -191,8 +195,8 @@ class Preparation:
                 file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in removed)
         if not len(documents):
             names = ", ".join(source.name for source in self.sources)
-            raise UserError(f"no text in {names}{told_of_dropped(spools)}")
-        held_out = choose_validation(documents, self.settings.validation, told_of_dropped(spools))
+            raise UserError(f"no text in {names}{describe_dropped(spools)}")
+        held_out = choose_validation(documents, self.settings.validation, describe_dropped(spools))
         trained = time.perf_counter()
         encoder, tokens = self._tokens(documents, held_out, directory / "tokenizer")
         encoded = time.perf_counter()
@@ -204,9 +208,9 @@ class Preparation:
         hashes = [self.done[number]["sha256"] for number in range(len(self.sources))]
         total = sum(figures["tokens"] for figures in splits.values())
         report = {
-            "identity": identity_of(self.sources, hashes, self.spec, self.settings),
+            "identity": output_identity(self.sources, hashes, self.spec, self.settings),
             "inputs": [source.name for source in self.sources],
-            "documents": counted(spools, documents),
+            "documents": count_documents(spools, documents),
             "splits": splits,
             "vocabulary_size": encoder.vocabulary_size,
             "end_of_document": encoder.end_of_document,
@@ -237,7 +241,7 @@ class Preparation:
         if not trained.exists():
             between = self.directory / "tokenizer.new"
             remove(between)
-            which = documents.drawn(~held_out, self.settings.tokenizer_documents)
+            which = documents.sample(~held_out, self.settings.tokenizer_documents)
             tokenizer = self.spec.train(lambda: iter(tqdm(
                 documents.texts(which), "training the tokenizer", int(which.sum()), unit=" documents",
                 disable=self.bar_disabled, leave=False,

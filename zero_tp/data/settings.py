@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import Field
 
+from zero_tp.data.formats import needed
 from zero_tp.data.indexed import REPORT, content_path
 from zero_tp.data.show import SPLITS
 from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
-from zero_tp.data.streams import needed
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import InvalidJson, read_object
@@ -70,7 +70,7 @@ class PrepareSettings:
         }
         return {name: value for name, value in steps.items() if value}
 
-    def of_documents(self) -> dict[str, Any]:
+    def document_settings(self) -> dict[str, Any]:
         """Return the settings that decide what is made of each document by itself."""
         return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents, **self.steps()}
 
@@ -148,7 +148,7 @@ class Report(Record):
     files: dict[str, PreparedFile | Count] = Field(description="By path. A size alone is of an earlier version.")
 
 
-def identity_of(
+def output_identity(
     sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
 ) -> dict[str, Any]:
     """Return what decides the output. What is as by default and was not always there is left out."""
@@ -168,7 +168,7 @@ def identity_of(
     }
 
 
-def identity_of_reading(
+def reading_identity(
     sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, Any]:
     """Return what decides what is read into a spool, as JSON has it."""
@@ -176,7 +176,7 @@ def identity_of_reading(
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
         "sizes and times": [stamp_of(source) for source in sources],
-        "settings": settings.of_documents(),
+        "settings": settings.document_settings(),
         "tokenizer": spec.fingerprint(),
         "versions": library_versions(),
         "shard": list(shard),
@@ -187,7 +187,7 @@ def identity_of_reading(
     return found
 
 
-def chosen_otherwise(before: dict[str, Any], now: dict[str, Any]) -> str:
+def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the names of what a person chose otherwise, of two identities of a reading; "" where nothing."""
     last, this = ({**each, **each.get("settings", {})} for each in (before, now))
     given = (last.keys() | this.keys()) - {"format", "versions", "sizes and times", "settings"}
@@ -232,7 +232,7 @@ def check_settings(settings: PrepareSettings) -> None:
         needed("sentencex", "splitting sentences")
 
 
-def existing(
+def find_reusable(
     output: Path, sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, overwrite: bool
 ) -> Prepared | None:
     """Return an output made from the same inputs and settings; None when there is nothing to reuse."""
@@ -243,7 +243,7 @@ def existing(
             f"{output} exists, and standard input can't be compared with what it was made from: --overwrite"
         )
     hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
-    identity = identity_of(sources, hashes, spec, settings)
+    identity = output_identity(sources, hashes, spec, settings)
     try:
         raw = read_object(output / REPORT)
         report = validate(Report, raw, str(output / REPORT))

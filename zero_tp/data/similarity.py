@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.data.documents import find_sources
+from zero_tp.data.formats import needed
 from zero_tp.data.records import Document, Problem, where
-from zero_tp.data.streams import needed
 from zero_tp.errors import UserError
 
 SHINGLE, THRESHOLD, OVERLAP = 5, 0.7, 13

@@ -1,8 +1,8 @@
-"""A spool keeps on the disk what was made of each block of the inputs: an interrupted preparation goes on from there.
+"""An append-only store of processed blocks, from which an interrupted preparation resumes.
 
-It is a directory with a file for each column, to which bytes are only ever appended, and a journal: a line a block,
-which says where its bytes end. A line is written once the disk has the bytes; what lies behind the last line was being
-written when the process died, and is cut off.
+A spool is a directory with one file a column and a journal. Each line of the journal says where the bytes of one block
+end, and is written after they are on the disk. Bytes beyond the last line belong to a block that was being written when
+the process died; they are cut off at the next start.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from zero_tp.errors import UserError
 from zero_tp.files import remove
 
 COMMIT_SECONDS = 5.0
-"""At most as much work is lost by a kill."""
+"""A kill loses at most this much work."""
 JOURNAL = "journal.jsonl"
 MOST_PROBLEMS = 10
 
 
-class Found(NamedTuple):
-    """A problem that was found: where, for what reason the document was dropped, and the details."""
+class DroppedRecord(NamedTuple):
+    """A record that is no document: its place, the reason and the details."""
 
     where: str
     reason: str
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 class Spool:
-    """A spool is a list of entries, one a block, each with some bytes of every column.
+    """A list of entries, one for each block, each with its bytes of every column.
 
     Attributes:
         sources, numbers: of each entry: which block of which source it is.
@@ -49,11 +49,11 @@ class Spool:
     """
 
     def __init__(self, directory: Path, columns: Sequence[str] = (), identity: Mapping[str, Any] | None = None) -> None:
-        """Go on with what is in `directory`; where it is of another identity, begin anew (None: read only)."""
+        """Open `directory` and resume from it. One with another identity is emptied first. None: open read-only."""
         self.directory, self.columns = directory, tuple(columns)
         self.sources, self.numbers = array("q"), array("q")
         self._ends = {name: array("q", [0]) for name in columns}
-        self.read, self.dropped, self.problems = 0, Counter[str](), list[tuple[int, int, Found]]()
+        self.read, self.dropped, self.problems = 0, Counter[str](), list[tuple[int, int, DroppedRecord]]()
         self.identity: dict[str, Any] = {}
         self.done: dict[int, dict[str, Any]] = {}
         self._files: dict[str, IO[bytes]] = {}
@@ -77,7 +77,7 @@ class Spool:
         self._next_commit = time.monotonic() + COMMIT_SECONDS
 
     def _load(self, identity: Mapping[str, Any] | None) -> int:
-        """Read the journal → its bytes that are of use, 0 where none are."""
+        """Read the journal; return the length of its valid part in bytes."""
         whole = 0
         with (
             contextlib.suppress(OSError, ValueError, KeyError, TypeError),
@@ -113,7 +113,9 @@ class Spool:
         self.read += entry["read"]
         self.dropped.update(entry["dropped"])
         at = entry["source"], entry["number"]
-        self.problems += [(*at, Found(*each)) for each in entry["problems"][: MOST_PROBLEMS - len(self.problems)]]
+        self.problems += [
+            (*at, DroppedRecord(*each)) for each in entry["problems"][: MOST_PROBLEMS - len(self.problems)]
+        ]
 
     def __len__(self) -> int:
         """Return the number of entries."""
@@ -126,9 +128,9 @@ class Spool:
         columns: Mapping[str, bytes],
         read: int = 0,
         dropped: Mapping[str, int] | None = None,
-        problems: Sequence[Found] = (),
+        problems: Sequence[DroppedRecord] = (),
     ) -> None:
-        """Append what was made of a block."""
+        """Append the columns of a block."""
         for name in self.columns:
             self._files[name].write(columns[name])
         entry = {
@@ -152,7 +154,7 @@ class Spool:
             self.commit()
 
     def commit(self) -> None:
-        """Wait until the disk has all."""
+        """Write all to the disk, then the journal's lines."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -164,7 +166,7 @@ class Spool:
         self._next_commit = time.monotonic() + COMMIT_SECONDS
 
     def flush(self) -> None:
-        """Let `part` read all."""
+        """Flush the files, for `part` to read them."""
         for file in self._files.values():
             file.flush()
 
@@ -175,10 +177,6 @@ class Spool:
             file.seek(start)
             return file.read(end - start)
 
-    def size(self, column: str) -> int:
-        """Return the bytes of a column."""
-        return self._ends[column][-1]
-
     def close(self) -> None:
         """Close the files. What was not committed is lost to the next start, as by a kill."""
         for file in (*self._files.values(), *([self._journal] if self._files else [])):
@@ -187,7 +185,7 @@ class Spool:
         self._files = {}
 
 
-def merged(spools: Sequence[Spool]) -> Iterator[tuple[Spool, int]]:
+def in_input_order(spools: Sequence[Spool]) -> Iterator[tuple[Spool, int]]:
     """Yield every entry of all spools, as (spool, entry), in the order of the inputs."""
     order = sorted(
         (source, number, which, entry)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zero_tp.data.streams import needed
+from zero_tp.data.formats import needed
 from zero_tp.errors import UserError, first_line
 from zero_tp.weights.files import TOKENIZER_FILES, holds_tokenizer, resolve
 

@@ -1,24 +1,50 @@
-"""What is done with each document by itself, in any process: read, judged, hashed, tokenised."""
+"""Each document by itself, in worker processes: read, checked, hashed, tokenized.
+
+`Reading` is the work on one block of records, `Encoding` that on stored texts; `in_order` runs either in several
+processes and yields the results in the order of the items.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import compress
-from typing import Any, NamedTuple
+from itertools import compress, islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from zero_tp.data.encoder import DocumentEncoder, Encoded
+from zero_tp.data.formats import needed
 from zero_tp.data.indexed import token_dtype
 from zero_tp.data.records import Block, Document, Problem, where
 from zero_tp.data.similarity import EvaluationSets, sketches
-from zero_tp.data.spool import MOST_PROBLEMS, Found
-from zero_tp.data.streams import needed
+from zero_tp.data.spool import MOST_PROBLEMS, DroppedRecord
+from zero_tp.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding as TokenizerEncoding
+    from transformers import PreTrainedTokenizerFast
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+_SET_PDEATHSIG = 1  # prctl(2)
+_AHEAD = 3  # items a process that are read and not yet done
+
+_work: Callable[[Any], Any]
+"""The work of this worker process: the one place that concurrent.futures lets an initializer leave it for later calls.
+"""
 
 DOCUMENT = np.dtype(
     [
@@ -30,22 +56,101 @@ DOCUMENT = np.dtype(
 its content where duplicates are looked for, the bytes of its sketch, and whether it overlaps with an evaluation set."""
 READ, ENCODED = ("documents", "texts", "sketches"), ("sizes", "tokens", "sentences")
 """The columns of a spool that hold documents, and those that hold their tokens."""
+Encoded = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
+"""A document's token ids [tokens], and whether a sentence begins with each [tokens], or [0] where nobody asked."""
 
 
-class Made(NamedTuple):
-    """This is what was made of one block: the documents that are kept, and why others are not."""
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+class DocumentEncoder:
+    """Encodes documents in batches; can be pickled for another process.
+
+    A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
+    document gives the eos token, where the tokenizer has one (BERT's has none).
+
+    Args:
+        language: ISO 639 code of the language by whose rules documents are split into sentences; None: they aren't.
+
+    Attributes:
+        ends: tokens that end a document: 0 or 1.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, language: str | None = None) -> None:
+        self._set(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, len(tokenizer), language)
+
+    def _set(self, serialized: str, end: int | None, vocabulary_size: int, language: str | None) -> None:
+        from tokenizers import Tokenizer
+
+        self._state = (serialized, end, vocabulary_size, language)
+        self._end, self.vocabulary_size, self.language = [] if end is None else [end], vocabulary_size, language
+        self.ends = len(self._end)
+        # A copy: the tokenizer that is saved keeps its own settings.
+        self._backend = Tokenizer.from_str(serialized)
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    @property
+    def end_of_document(self) -> str | None:
+        """Return the token that ends documents; None: there is none."""
+        token: str | None = self._backend.id_to_token(self._end[0]) if self._end else None
+        return token
+
+    def __reduce__(self) -> tuple[Callable[..., DocumentEncoder], tuple[Any, ...]]:
+        return _encoder, self._state
+
+    def encode(self, texts: list[str]) -> list[Encoded]:
+        """Return each text's token ids, eos at the end, and where its sentences begin, if there is a language."""
+        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
+        encodings = encode(texts, add_special_tokens=False)
+        ids = (self._ended(encoding.ids) for encoding in encodings)
+        begins = map(self._begins, texts, encodings)
+        return list(zip(ids, begins, strict=True))
+
+    def _ended(self, ids: list[int]) -> npt.NDArray[np.uintc]:
+        ended = array("I", ids)  # three times as fast as np.array
+        ended.extend(self._end)
+        return np.frombuffer(ended, np.uintc)
+
+    def _begins(self, text: str, encoding: TokenizerEncoding) -> npt.NDArray[np.bool_]:
+        if self.language is None:
+            return np.zeros(0, np.bool_)
+        from sentencex import segment
+
+        lengths = [len(sentence) for sentence in segment(self.language, text)]
+        assert sum(lengths) == len(text)
+        # A token that also holds the space before it is of the sentence of its last character.
+        ends = [end for _, end in encoding.offsets]
+        found = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
+        begins = np.zeros(len(ends) + len(self._end), np.bool_)
+        begins[found[found < len(ends)]] = True
+        return begins
+
+
+def _encoder(*state: Any) -> DocumentEncoder:
+    made = DocumentEncoder.__new__(DocumentEncoder)
+    made._set(*state)
+    return made
+
+
+# --- the work on one item ---------------------------------------------------------------------------------------------
+
+
+class BlockColumns(NamedTuple):
+    """Columns of one block's documents, and the reasons why other records were dropped."""
 
     source: int
     number: int
     columns: dict[str, bytes]
     read: int
     dropped: Counter[str]
-    problems: list[Found]
+    problems: list[DroppedRecord]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Reading makes of a block the columns of a spool, tokens among them where the tokenizer is finished.
+    """Turns a block into the columns of a spool, with tokens if the tokenizer is finished.
 
     Attributes:
         seed: of the split.
@@ -62,17 +167,17 @@ class Reading:
     deduplicate: str | None = None
     sets: EvaluationSets | None = None
 
-    def __call__(self) -> Callable[[tuple[int, Block]], Made]:
+    def __call__(self) -> Callable[[tuple[int, Block]], BlockColumns]:
         return self._read
 
-    def _read(self, item: tuple[int, Block]) -> Made:
+    def _read(self, item: tuple[int, Block]) -> BlockColumns:
         source, block = item
-        read, dropped, problems = 0, Counter[str](), list[Found]()
+        read, dropped, problems = 0, Counter[str](), list[DroppedRecord]()
 
         def drop(place: int, reason: str, detail: str) -> None:
             dropped[reason] += 1
             if len(problems) < MOST_PROBLEMS:
-                problems.append(Found(where(block.source, place), reason, detail))
+                problems.append(DroppedRecord(where(block.source, place), reason, detail))
 
         chosen, places = list[Document](), list[int]()
         for place, document in block.documents():
@@ -90,13 +195,13 @@ class Reading:
             long = [len(ids) - self.encoder.ends >= self.min_tokens for ids, _ in made]
             dropped["short"] += long.count(False)
             chosen, places = list(compress(chosen, long)), list(compress(places, long))
-            columns = columns_of(list(compress(made, long)), self.encoder)
+            columns = token_columns(list(compress(made, long)), self.encoder)
         stored = [document.text.encode("utf-8") for document in chosen]
         found = sketches([document.text for document in chosen]) if self.deduplicate == "near" else []
         described = self._described(chosen, stored, places)
         described["sketch"] = [len(sketch) for sketch in found] if found else 0
         columns |= {"documents": described.tobytes(), "texts": packed(stored), "sketches": b"".join(found)}
-        return Made(source, block.number, columns, read, +dropped, problems)
+        return BlockColumns(source, block.number, columns, read, +dropped, problems)
 
     def _repaired(self, document: Document) -> Document:
         if not self.repair:
@@ -123,7 +228,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding makes tokens of the texts of one entry of a spool: (packed texts, which to leave out) → columns."""
+    """Tokenizes the texts of one entry of a spool: (packed texts, lengths, kept) → columns."""
 
     encoder: DocumentEncoder
 
@@ -134,18 +239,13 @@ class Encoding:
         texts, lengths, kept = item
         chosen = [text.decode("utf-8") for text, wanted in zip(unpacked(texts, lengths), kept, strict=True) if wanted]
         sizes = np.zeros(len(kept), np.int64)
-        columns = encoded(self.encoder, chosen)
+        columns = token_columns(self.encoder.encode(chosen), self.encoder)
         sizes[kept] = np.frombuffer(columns["sizes"], np.int64)
         return {**columns, "sizes": sizes.tobytes()}
 
 
-def encoded(encoder: DocumentEncoder, texts: list[str]) -> dict[str, bytes]:
-    """Return the columns of texts."""
-    return columns_of(encoder.encode(texts), encoder)
-
-
-def columns_of(documents: Sequence[Encoded], encoder: DocumentEncoder) -> dict[str, bytes]:
-    """Return the tokens of all documents, one behind the other, how many each has (int64), and, where the encoder has a
+def token_columns(documents: Sequence[Encoded], encoder: DocumentEncoder) -> dict[str, bytes]:
+    """Return the columns of documents: their tokens joined, tokens of each document (int64), and, if the encoder has a
     language, whether a sentence begins with each token (bool)."""
     sizes = np.array([len(ids) for ids, _ in documents], np.int64)
     tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in documents)])
@@ -158,12 +258,71 @@ def columns_of(documents: Sequence[Encoded], encoder: DocumentEncoder) -> dict[s
 
 
 def packed(texts: Sequence[bytes]) -> bytes:
-    """Return the texts behind each other, compressed."""
+    """Join texts and compress them."""
     return zstandard.compress(b"".join(texts), 1)
 
 
 def unpacked(data: bytes, lengths: npt.NDArray[np.int64]) -> list[bytes]:
-    """Return the texts that were packed, by their lengths [bytes]."""
+    """Return the texts of `packed`, by their lengths in bytes."""
     whole = zstandard.decompress(data)
     ends = np.cumsum(lengths).tolist()
     return [whole[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+
+
+# --- in several processes ---------------------------------------------------------------------------------------------
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], processes: int) -> Iterator[Result]:
+    """Yield `make()(item)` for each item, in order; with one process all is done in this one.
+
+    Args:
+        make: makes the work in each process; it is pickled, as items and results are.
+
+    Raises:
+        UserError: a process was killed.
+    """
+    if processes <= 1:
+        yield from map(make(), items)
+        return
+    # Forks of a process with threads may hang: tokenizers, torch and pyarrow have some.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(make,)) as pool:
+        source, pending = iter(items), deque[Future[Result]]()
+        try:
+            while True:
+                pending.extend(pool.submit(_do, item) for item in islice(source, _AHEAD * processes - len(pending)))
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process that prepares documents was killed, perhaps for want of memory: "
+                "start again, with fewer --processes"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
+    global _work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # where C code holds the interpreter's lock
+    _work = make()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _do(item: Any) -> Any:
+    return _work(item)
