@@ -28,7 +28,7 @@ from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
-from zero_tp.weights.files import pin_to_first_start, is_cached, is_name, pinned
+from zero_tp.weights.files import is_cached, is_name, pin_to_first_start, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
