@@ -55,6 +55,10 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
             engine = accelerator.prepare(model)
         elif through == "ddp":
             engine = torch.nn.parallel.DistributedDataParallel(model)
+        elif through == "fsdp":
+            engine = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        elif through == "fsdp 2":
+            engine = sharded(model)
         else:
             mpu = model.topology if through == "deepspeed, mpu" else None
             engine = deepspeed.initialize(model=model, config=dict(SETTINGS), mpu=mpu)[0]
@@ -64,7 +68,7 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
         if os.environ.pop("ACCELERATE_USE_DEEPSPEED", None):
             AcceleratorState._reset_state(reset_partial_state=True)
     loss = engine(tokens, labels=tokens).loss
-    if through == "ddp":
+    if through in ("ddp", "fsdp", "fsdp 2"):
         loss.backward()
     else:
         engine.backward(loss)
@@ -78,7 +82,10 @@ CASES = [
     (2, "deepspeed, mpu", False),
     (1, "accelerate", False),
     (1, "deepspeed", False),
+    (2, "ddp", True),
     (1, "ddp", False),
+    (2, "fsdp", True),
+    (2, "fsdp 2", True),
 ]
 
 

@@ -142,7 +142,17 @@ def test_what_generate_does_not_take_is_one_line(directory: Path, options: Any, 
     assert "\n" not in str(caught.value)
 
 
-def test_adapters_of_peft_are_refused() -> None:
+def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:
+    """PEFT sets `peft_config` on the model that it has changed, and takes it away when it has unloaded."""
+    whole = opened(directory)
+    assert not hasattr(whole, "peft_config")
+    whole.peft_config = {"default": "lora"}
+    assert whole.peft_config == {"default": "lora"}
+    del whole.peft_config
+    assert not hasattr(whole, "peft_config")
+    split = ZeroTPForCausalLM.from_pretrained(directory, Topology(2, True, world=2, rank=0))
+    with pytest.raises(UserError, match="PEFT on a model of tensor parallel size 2: an adapter would take a rank's"):
+        split.peft_config = {"default": "lora"}
     native = encoder({"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}, 0)
     native.peft_config = {"default": "lora"}
     with pytest.raises(UserError, match="PEFT: the model has adapters"):

@@ -57,16 +57,6 @@ def forward_options(model: nn.Module, forward: Callable[..., Any], options: dict
     return {name: value for name, value in options.items() if name in known}
 
 
-def trainer_signature(forward: Callable[..., Any], hidden: str) -> inspect.Signature:
-    """Return the signature of a forward for Trainer, without the argument `hidden`.
-
-    Trainer reads an argument with "label" in its name as a label that each batch of an evaluation must have.
-    """
-    signature = inspect.signature(forward)
-    arguments = [parameter for name, parameter in signature.parameters.items() if name != hidden]
-    return signature.replace(parameters=[*arguments, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
-
-
 def with_revision(model: str | os.PathLike[str], revision: str | None) -> str:
     """Append a revision to a model's name on the hub, as `owner/name@revision`.
 

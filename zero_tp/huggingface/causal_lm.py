@@ -7,9 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.cache_utils import Cache
 
 from zero_tp.errors import UserError
-from zero_tp.huggingface.arguments import forward_options, trainer_signature
+from zero_tp.huggingface.arguments import forward_options
 from zero_tp.huggingface.backbone import Backbone
 from zero_tp.huggingface.model import HuggingFaceModel
 from zero_tp.models.causal_lm import CausalLM
@@ -27,25 +28,49 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
 
     def forward(
         self,
-        *arguments: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
+        return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        **options: Any,
+        num_items_in_batch: Tensor | float | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run `CausalLM.forward`, with logits in an evaluation.
 
+        Trainer reads this signature: each batch of an evaluation must have every argument with "label" in its name. So
+        `shift_labels` is one of `kwargs`.
+
         Args:
-            options: those of `CausalLM.forward`; arguments of transformers that it lacks may be None or False.
+            kwargs: other arguments of `CausalLM.forward`; those of transformers that it lacks may be None or False.
 
         Raises:
             UserError: another argument has a value; see `CausalLM.forward`.
         """
         if self._returns_evaluation_logits(return_logits, reduction):
             return_logits = True
-        known = forward_options(self, CausalLM.forward, options)
-        return super().forward(*arguments, return_logits=return_logits, reduction=reduction, **known)
-
-    forward.__signature__ = trainer_signature(CausalLM.forward, "shift_labels")  # type: ignore[attr-defined]
+        return super().forward(
+            input_ids,
+            attention_mask,
+            labels,
+            position_ids=position_ids,
+            document_ids=document_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            return_logits=return_logits,
+            return_dict=return_dict,
+            reduction=reduction,
+            num_items_in_batch=num_items_in_batch,
+            **forward_options(self, CausalLM.forward, kwargs),
+        )
 
     def create_masks_for_generate(self, *, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """Return the mask [b, tokens so far] as it is: the forward makes those of its layers, and for their caches."""

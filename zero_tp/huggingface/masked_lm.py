@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from zero_tp.huggingface.arguments import forward_options, trainer_signature
+from torch import Tensor
+
+from zero_tp.huggingface.arguments import forward_options
 from zero_tp.huggingface.model import HuggingFaceModel
 from zero_tp.models.masked_lm import FIGURES, MaskedLM
 
@@ -19,28 +21,45 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
 
     def forward(
         self,
-        *arguments: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        *,
         return_logits: bool | None = None,
+        return_dict: bool | None = None,
         reduction: Literal["mean", "none"] = "mean",
-        **options: Any,
+        num_items_in_batch: Tensor | float | None = None,
+        num_rows_in_batch: Tensor | float | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Run `MaskedLM.forward`; an evaluation returns logits, and no figures.
+        """Run `MaskedLM.forward`; an evaluation gives logits, and no figures.
+
+        As `label_places` is no label of Trainer's, it is one of `kwargs`; see `ZeroTPForCausalLM.forward`.
 
         Args:
-            options: those of `MaskedLM.forward`; arguments of transformers that it lacks may be None or False.
+            kwargs: other arguments of `MaskedLM.forward`; those of transformers that it lacks may be None or False.
 
         Raises:
             UserError: another argument has a value; see `MaskedLM.forward`.
         """
-        evaluates = self._returns_evaluation_logits(return_logits, reduction)
+        scores = self._returns_evaluation_logits(return_logits, reduction)
         output = super().forward(
-            *arguments,
-            return_logits=True if evaluates else return_logits,
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            labels,
+            next_sentence_label,
+            return_logits=True if scores else return_logits,
+            return_dict=return_dict,
             reduction=reduction,
-            **forward_options(self, MaskedLM.forward, options),
+            num_items_in_batch=num_items_in_batch,
+            num_rows_in_batch=num_rows_in_batch,
+            **forward_options(self, MaskedLM.forward, kwargs),
         )
-        if not evaluates:
+        if not scores:
             return output
         return type(output)(**{name: value for name, value in output.items() if name not in FIGURES})
-
-    forward.__signature__ = trainer_signature(MaskedLM.forward, "label_places")  # type: ignore[attr-defined]

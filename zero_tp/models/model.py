@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from zero_tp.architectures import architecture_of
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.errors import UserError, shown
+from zero_tp.models.foreign_engines import ForeignEngineChecks
 from zero_tp.models.transformer import Transformer
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import whole_shape
@@ -53,7 +54,7 @@ def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return parsed
 
 
-class ParallelModel(nn.Module, ABC):
+class ParallelModel(ForeignEngineChecks, ABC):
     """A Transformer with heads, split over the topology's TP group.
 
     Args:
@@ -130,21 +131,6 @@ class ParallelModel(nn.Module, ABC):
         Args:
             arguments: the forward's arguments.
         """
-
-    def set_deepspeed_parallelism(self, *_: Any) -> None:
-        """Check the process groups of the DeepSpeed engine that wraps the model, which calls this.
-
-        Raises:
-            UserError: the model is split, and the engine was made without `mpu=topology`.
-        """
-        from deepspeed.utils import groups  # the caller has imported it
-
-        if groups.mpu is not self.topology and self.topology.tensor > 1:
-            raise UserError(
-                f"a model of tensor parallel size {self.topology.tensor} in a DeepSpeed engine that does not know its "
-                "topology, as Accelerator.prepare and Trainer make it, would average the gradients of different "
-                "shards; train it with zero-tp pretrain, or call deepspeed.initialize(mpu=topology)"
-            )
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding.word

@@ -1,0 +1,67 @@
+"""Refuse engines and adapters of other libraries that would train a tensor-parallel model wrongly without an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from zero_tp.errors import UserError
+from zero_tp.topology import Topology
+
+
+class ForeignEngineChecks(nn.Module):
+    """A module that checks its topology at the points where other libraries take hold of it.
+
+    DeepSpeed's engine calls `set_deepspeed_parallelism`. torch's DistributedDataParallel reads
+    `_ddp_params_and_buffers_to_ignore`. FSDP sets `_is_fsdp_managed_module`, PEFT sets `peft_config`.
+    """
+
+    topology: Topology
+
+    def set_deepspeed_parallelism(self, *_: Any) -> None:
+        """Check the process groups of the DeepSpeed engine that is built around the model.
+
+        `Accelerator.prepare` and `Trainer` call `deepspeed.initialize` without an mpu. The engine's data-parallel group
+        is then the whole world.
+
+        Raises:
+            UserError: the engine has the groups of another topology, and the model is split.
+        """
+        from deepspeed.utils import groups  # the caller has imported it
+
+        if groups.mpu is not self.topology:
+            self._refuse_averaging("a DeepSpeed engine that does not know its topology")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> tuple[str, ...]:
+        """No names.
+
+        Raises:
+            UserError: the model is split.
+        """
+        self._refuse_averaging("torch's DistributedDataParallel, which does not know its topology")
+        return ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            UserError: the attribute is one that FSDP or PEFT sets, and the model is split.
+        """
+        if name == "_is_fsdp_managed_module":
+            self._refuse_averaging("torch's FSDP, which does not know its topology")
+        if name == "peft_config" and self.topology.tensor > 1:
+            raise UserError(
+                f"PEFT on a model of tensor parallel size {self.topology.tensor}: an adapter would take a rank's "
+                "shards for whole weights; use tensor parallel size 1, or transformers' own class"
+            )
+        super().__setattr__(name, value)
+
+    def _refuse_averaging(self, engine: str) -> None:
+        if self.topology.tensor > 1:
+            raise UserError(
+                f"a model of tensor parallel size {self.topology.tensor} in {engine}, as Accelerator.prepare and "
+                "Trainer make it, would average the gradients of different shards; train it with zero-tp pretrain, "
+                "call deepspeed.initialize(mpu=topology), or tensor parallel size 1"
+            )
