@@ -235,6 +235,7 @@ def _arrow(source: Input, file: IO[bytes]) -> Iterator[Record]:
     try:
         schema, batches = (_parquet_batches if source.kind == "parquet" else _ipc_batches)(source, file)
         fields = _choose_columns(source, {field.name: _is_text(field.type, pyarrow.types) for field in schema})
+        assert source.key is not None
         for batch in batches(fields):
             for values in zip(*(_bytes_of(batch.column(name), pyarrow) for name in fields), strict=True):
                 row += 1

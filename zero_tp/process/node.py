@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-from zero_tp.machine import stat_fields
 from zero_tp.process.console import write_stderr
 from zero_tp.process.environment import RANK, RankEnvironment, is_alive, rank_name
 
@@ -122,8 +121,12 @@ class NodeWatch:
 
 def _exit_status(process: psutil.Process) -> int | None:
     """Return the status that a zombie keeps for its parent; psutil has only that of our own children."""
-    fields = stat_fields(process.pid)  # empty: reaped, or there is no /proc
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == ["Z"] and process.is_running() else None
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+    except OSError:  # reaped, or there is no /proc
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()  # from `state` on (proc_pid_stat(5)); the name may hold blanks
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and process.is_running() else None
 
 
 def describe_killed(rank: int, number: int) -> str:
