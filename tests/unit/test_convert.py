@@ -23,7 +23,7 @@ from zero_tp.checkpoint.convert import as_huggingface, to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, find_checkpoint, passed_over
 from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.errors import UserError
-from zero_tp.evaluation import pretrained
+from zero_tp.evaluation import model_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -201,10 +201,11 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
     with pytest.raises(UserError, match="no tokenizer"), as_huggingface(run):
         pass
     assert capsys.readouterr().err == f"{line}\n"
-    monkeypatch.setattr(pretrained, "_open_tokenizer", lambda *_: None)
+    for name in ("open_tokenizer", "check_tokenizer"):
+        monkeypatch.setattr(model_directory, name, lambda *_: None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert pretrained.open_directory(run, tokenizer=tmp_path).note == line
-    assert not pretrained.open_directory(older, tokenizer=tmp_path).note
+    assert model_directory.open_directory(run, tokenizer=tmp_path).note == line
+    assert not model_directory.open_directory(older, tokenizer=tmp_path).note
     (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
     assert passed_over(run, 1) == ()
 

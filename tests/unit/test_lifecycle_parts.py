@@ -150,7 +150,8 @@ def test_a_rank_that_was_killed_is_named_by_the_lowest_that_is_left(capfd: pytes
 
     try:
         lowest, other = watch(4), watch(5)
-        lowest.start(), other.start()
+        for node in (lowest, other):
+            node.start()
         wait_until(lambda: lowest.all_running() and other.all_running(), 20, "the ranks were not found", 0.02)
         ranks[2].kill()
         wait_until(lambda: lowest.ended() and other.ended(), 10, "the killed one was not missed", 0.02)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -176,39 +174,21 @@ def _parts(contents: Iterable[Tensor]) -> Iterator[Tensor]:
         yield buffer[:filled]
 
 
-@dataclass(frozen=True)
-class Destination:
-    """Bytes of a file from `start` on are copied to `target`: uint8 [bytes], on any device."""
-
-    start: int
-    target: Tensor
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.target)
-
-
-def read_hashed(path: Path, destinations: Iterable[Destination] = (), cancelled: Event | None = None) -> Written:
-    """Read and hash a file from end to end, and copy its bytes to `destinations`, which do not overlap in the file.
-
-    One thread reads in order, as disks and the kernel's readahead do best; others hash and copy.
-
-    Args:
-        cancelled: once it is set, reading ends.
+def read_hashed(path: Path) -> Written:
+    """Read and hash a file. One thread reads in order, as disks and the kernel's readahead do best; others hash.
 
     Raises:
         OSError: it cannot be read.
     """
-    ordered = sorted(destinations, key=lambda destination: destination.start)
     size = 0
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
         digests = _Digests(threads)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while cancelled is None or not cancelled.is_set():
+        while True:
             part = _buffer()
             count = _read_into(part.numpy().data, file)
             if count:
-                digests.add(partial(_deliver, part[:count], size, ordered))
+                digests.add(partial(_sha256, part[:count]))
             size += count
             if count < PART:
                 break
@@ -221,32 +201,6 @@ def _read_into(buffer: memoryview, file: FileIO) -> int:
     while count < len(buffer) and (read := file.readinto(buffer[count:])):
         count += read
     return count
-
-
-def _deliver(part: Tensor, start: int, destinations: list[Destination]) -> bytes:
-    """Copy a part that begins at byte `start` to its destinations; return its SHA-256."""
-    stop = start + len(part)
-    for destination in destinations[bisect_right(destinations, start, key=lambda destination: destination.stop) :]:
-        if destination.start >= stop:
-            break
-        first, last = max(start, destination.start), min(stop, destination.stop)
-        target = destination.target[first - destination.start : last - destination.start]
-        target.copy_(part[first - start : last - start])
-    return _sha256(part)
-
-
-def hash_parts(path: Path, parts: Sequence[int]) -> list[str]:
-    """Return the SHA-256s of some parts of a file, in hexadecimal.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
-
-        def digest(part: int) -> str:
-            return hashlib.sha256(os.pread(file.fileno(), PART, part * PART)).hexdigest()
-
-        return list(threads.map(digest, parts))
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
