@@ -266,26 +266,32 @@ ROPE = {
 }
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 @pytest.mark.parametrize("name", ROPE)
-def test_rotary_values_that_no_model_has(model: Path, name: str) -> None:
-    of_type(model, "llama")
-    assert training(model)
+def test_rotary_values_that_no_model_has(model: Path, model_type: str, name: str) -> None:
+    """Whether there is a table or transformers alone computes the model."""
+    of_type(model, model_type)
+    readers = (evaluation, sampling, training) if model_type == "llama" else (evaluation, sampling)
+    assert all(reader(model) for reader in readers)
     for value in ROPE[name]:
         changed(
             model, "config.json", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, name: value}
         )
-        words = rf"config\.json: rope_parameters\.{name}: .* is not (a|supported)"
-        with pytest.raises(UserError, match=words) as caught:
-            training(model)
-        assert "\n" not in str(caught.value)
+        for reader in readers:
+            with pytest.raises(
+                UserError, match=rf"config\.json: rope_parameters\.{name}: .* is not (a|supported)"
+            ) as caught:
+                reader(model)
+            assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 0.0), ("rms_norm_eps", -1e-6), ("sliding_window", 0)])
 def test_numbers_that_no_model_has(model: Path, name: str, value: float) -> None:
     """transformers computes NaN of some of them."""
     changed(of_type(model, "mistral"), "config.json", **{name: value})
-    with pytest.raises(UserError, match=rf"config\.json: {name}: {value} is not positive"):
-        training(model)
+    for reader in (evaluation, sampling, training):
+        with pytest.raises(UserError, match=rf"config\.json: {name}: {value} is not positive"):
+            reader(model)
 
 
 def test_ids_beyond_every_vocabulary(model: Path) -> None:

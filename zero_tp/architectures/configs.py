@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp import architectures
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_A_HEAD, OF_EVERY_CONFIG, Fields
-from zero_tp.architectures.rotary import ROPE, check_rope_names
+from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_values
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
 from zero_tp.strict_json import read_json
@@ -160,6 +160,25 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     if raw.get("quantization_config") is not None:
         raise ConfigError(f"{directory / CONFIG}: quantization_config", "quantized weights", "give whole ones")
     return raw
+
+
+def check_numbers(config: PretrainedConfig, path: Path) -> None:
+    """Check the numbers of a config.json that transformers' own class computes with, of any model_type.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: a number that no model has; transformers would compute NaN with many of them.
+    """
+    table = architectures.ARCHITECTURES.get(config.model_type)
+    try:
+        if table is not None:
+            table.fields.check_numbers(vars(config))
+        check_rope_values(getattr(config.get_text_config(), "rope_parameters", None) or {})
+    except ConfigError as error:
+        name = error.key.removeprefix(f"{MODEL_KEY}.")
+        raise ConfigError(f"{path}: {name}", error.problem, "give another model, or mend the file") from None
 
 
 def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, Any]) -> None:

@@ -132,17 +132,27 @@ class Fields:
                     none_of = "is not one of" if written else "is not supported: it is not one of"
                     problem = f"{show(one)} {none_of} {', '.join(options)}"
                     raise ConfigError(key, problem, did_you_mean(str(one), options))
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                self._check_number(name, value)
+        self.check_numbers(values)
 
-    def _check_number(self, name: str, value: float) -> None:
-        key = f"{MODEL_KEY}.{name}"
-        if name in self.sizes and value < 1:
-            raise ConfigError(key, f"{value} is not positive", "give 1 or more")
-        if name in self.dropouts and not 0 <= value < 1:
-            raise ConfigError(key, f"{value} is not a probability below 1", "give 0.0, or as 0.1")
-        if name in self.positive and not value > 0:
-            raise ConfigError(key, f"{value} is not positive", "give more than 0")
+    def check_numbers(self, values: Mapping[str, Any]) -> None:
+        """Refuse the first number that no model has.
+
+        Args:
+            values: by the names of the config class.
+
+        Raises:
+            ConfigError: a number out of its range.
+        """
+        for name, value in values.items():
+            key = f"{MODEL_KEY}.{name}"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if name in self.sizes and value < 1:
+                raise ConfigError(key, f"{value} is not positive", "give 1 or more")
+            if name in self.dropouts and not 0 <= value < 1:
+                raise ConfigError(key, f"{value} is not a probability below 1", "give 0.0, or as 0.1")
+            if name in self.positive and not value > 0:
+                raise ConfigError(key, f"{value} is not positive", "give more than 0")
 
     def check_object(self, config: PretrainedConfig) -> None:
         """Refuse a config object that has an attribute which nobody knows, or a value that is not computed.

@@ -37,6 +37,9 @@ ROPE_KEYS = {
 REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Keys that a type which reads them needs."""
 
+POSITIVE = ("rope_theta", "attention_factor", *ROPE_KEYS["llama3"])
+"""Keys that are positive in every model."""
+
 ROPE_UNDECLARED: dict[str, Any] = {
     "rope_theta": float,
     "rope_scaling": dict[str, Any] | None,
@@ -137,6 +140,21 @@ def _turning_features(config: PretrainedConfig, parameters: Mapping[str, Any], h
     if turning % 2 and turning == head_size:
         raise _refused("", f"heads of {head_size} features cannot turn in pairs", "give an even head size")
     return turning
+
+
+def check_rope_values(parameters: Mapping[str, Any]) -> None:
+    """Check the numbers of any model's `rope_parameters`, in which a kind of layers may have a mapping of its own.
+
+    Raises:
+        ConfigError: a type that is no name, a number that is not positive.
+    """
+    if not isinstance(parameters.get("rope_type", ""), str):
+        raise _refused("rope_type", f"{parameters['rope_type']!r} is not a name", f"one of {', '.join(ROPE_KEYS)}")
+    for name, value in parameters.items():
+        if isinstance(value, Mapping):
+            check_rope_values(value)
+        elif name in POSITIVE and value is not None and not _positive(value):
+            raise _refused(name, f"{value!r} is not a positive number")
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:

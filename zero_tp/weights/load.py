@@ -26,7 +26,7 @@ from zero_tp.architectures import (
     native_class_of,
     weights_of,
 )
-from zero_tp.architectures.configs import CONFIG, read_config_json
+from zero_tp.architectures.configs import CONFIG, MOST_LAYERS, check_numbers, read_config_json
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
@@ -36,6 +36,9 @@ from zero_tp.topology import Topology
 from zero_tp.weights.files import is_finite, is_regular, open_weights
 
 FLOATING = ("F64", "F32", "BF16", "F16")
+LOADS_MORE = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")
+"""Fields of a config.json by which transformers would load other files, or code, than those that are checked here."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def native_model(config: PretrainedConfig) -> Any:
@@ -197,7 +200,8 @@ def open_any_config(directory: Path) -> PretrainedConfig:
     Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
 
     Raises:
-        UserError: see `read_config_json`; transformers has no such class or refuses a field, or a field names code.
+        UserError: see `read_config_json`; transformers has no such class or refuses a field, a number is out of its
+            range, or a field names files or code to load.
     """
     raw, path = read_config_json(directory), directory / CONFIG
     model_type = raw.get("model_type")
@@ -206,11 +210,12 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         if "auto_map" in raw:
             why += ", and code that comes with a model is never run"
         raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
-    _refuse_foreign_kernels(raw, path)
+    _check_fields(raw, path)
     try:
         config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
+    check_numbers(config, path)
     return config
 
 
@@ -226,13 +231,17 @@ def open_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _refuse_foreign_kernels(raw: dict[str, Any], path: Path) -> None:
-    """Refuse an implementation from a repository, which transformers would download and run."""
+def _check_fields(raw: dict[str, Any], path: Path) -> None:
+    """Refuse fields by which transformers would load other files or run code, and more layers than any model has."""
     for name, value in raw.items():
         if isinstance(value, dict):
-            _refuse_foreign_kernels(value, path)
+            _check_fields(value, path)
+        if value is not None and name in LOADS_MORE:
+            raise UserError(f"{path}: {name} {shown(value)}: what it would load is never read; give another model")
         if name.endswith(("attn_implementation", "experts_implementation")) and "/" in shown(value):
             raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
+        if name in LAYERS and isinstance(value, int) and value > MOST_LAYERS:
+            raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
 
 
 def open_model(
