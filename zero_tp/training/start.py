@@ -71,7 +71,7 @@ def start_training(
             on_directory(directory)
         topology, device = connect_deepspeed(config, environment, verbose)
         if watch is not None:
-            watch.connect()
+            watch.connect(topology.group_names)
         _check_shared(directory, owner)
         if not first:
             on_directory(directory)
