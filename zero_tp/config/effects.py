@@ -35,23 +35,23 @@ class Note:
 
 def without_effect_rows(config: TypedConfig) -> list[Note]:
     """Return every note on keys that change nothing, whether it is true of this config or not."""
-    return [*_in_zero_tp(config), *_in_optimization(config), *_never_read(config), *_in_zero(config)]
+    return [*_zero_tp_notes(config), *_optimization_notes(config), *_unread_notes(config), *_zero_notes(config)]
 
 
-def _in_zero_tp(config: TypedConfig) -> Iterator[Note]:
+def _zero_tp_notes(config: TypedConfig) -> Iterator[Note]:
     if config.door is not Door.RUN:  # there is no such block
         return
     data, tasks = config.zero_tp.data, config.zero_tp.evaluation.tasks
     no_data = not data.validation
-    neither = "there is neither zero_tp.data.validation nor a task to evaluate"
-    yield Note("zero_tp.evaluation.interval", no_data and not tasks, neither)
+    nothing_to_evaluate = "there is neither zero_tp.data.validation nor a task to evaluate"
+    yield Note("zero_tp.evaluation.interval", no_data and not tasks, nothing_to_evaluate)
     yield Note("zero_tp.evaluation.batches", no_data, "there is no zero_tp.data.validation")
     yield Note("zero_tp.evaluation.task_limit zero_tp.evaluation.task_include_path", not tasks, "there is no task")
-    of_one = "a sample of the masked objective is of one document"
-    yield Note("zero_tp.data.document_attention", config.zero_tp.masked is not None, of_one)
+    one_document = "a sample of the masked objective is of one document"
+    yield Note("zero_tp.data.document_attention", config.zero_tp.masked is not None, one_document)
 
 
-def _in_optimization(config: TypedConfig) -> Iterator[Note]:
+def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
     """Yield what switches and optimizers leave unread."""
     for block in SWITCHED:
         keys = f"{block}.[!e]* {block}.e[!n]*"
@@ -77,11 +77,11 @@ def _in_optimization(config: TypedConfig) -> Iterator[Note]:
     yield Note("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
     prescaled = "prescale_gradients divides by the number of replicas"
     yield Note("gradient_predivide_factor", config.blocks.prescale_gradients, prescaled)
-    of_a_script = "it is about an optimizer that a script makes itself"
-    yield Note("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, of_a_script)
+    script_only = "it is about an optimizer that a script makes itself"
+    yield Note("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, script_only)
 
 
-def _never_read(_: TypedConfig) -> Iterator[Note]:
+def _unread_notes(_: TypedConfig) -> Iterator[Note]:
     unread = f"disable_allgather {_zero_keys('allgather_partitions', 'allgather_bucket_size')}"
     checkpoints = f"checkpoint.tag_validation {_zero_keys('load_from_fp32_weights', 'stage3_gather_16bit_*')}"
     yield Note(unread, True, "DeepSpeed 0.19.8 on torch 2.13 does not read it")
@@ -91,15 +91,15 @@ def _never_read(_: TypedConfig) -> Iterator[Note]:
     yield Note(_zero_keys("save_muon_momentum_buffer_in_memory"), True, "Muon is refused")
 
 
-def _in_zero(config: TypedConfig) -> Iterator[Note]:
+def _zero_notes(config: TypedConfig) -> Iterator[Note]:
     """Yield what ZeRO's stages and its offloading leave unread."""
     in_fp32 = config.dtype == "bf16" and config.blocks.data_types.grad_accum_dtype == "fp32"
     # DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
-    by_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
+    uses_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
     flat = config.stage in (1, 2)
     yield Note(
         "bf16.immediate_grad_update",
-        not by_bf16_optimizer,
+        not uses_bf16_optimizer,
         "only ZeRO-1 with data_types.grad_accum_dtype fp32 reads it",
     )
     yield Note(
@@ -112,7 +112,7 @@ def _in_zero(config: TypedConfig) -> Iterator[Note]:
     )
     yield Note(
         _zero_keys("use_multi_rank_*", "parameter_alignment", "contiguous_gradients", "reduce_scatter", "overlap_*"),
-        by_bf16_optimizer,
+        uses_bf16_optimizer,
         "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
     )
     yield Note(_zero_keys("use_multi_rank_*", "parameter_alignment"), not flat, "only ZeRO-1 and ZeRO-2 read it")

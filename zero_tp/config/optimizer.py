@@ -69,7 +69,7 @@ TYPES: dict[str, Any] = {
 }
 """The ranges of arguments. The others are as their defaults: true or false, or a number."""
 
-LEFT_OUT = {
+REFUSED_ARGUMENTS = {
     "torch": {"capturable", "differentiable", "decoupled_weight_decay"},
     "deepspeed": {"amsgrad"},  # raises in FusedAdam, and DeepSpeed's CPU optimizers ignore it
 }
@@ -83,16 +83,16 @@ IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 
 FUSED_ADAM = "FusedAdamBuilder"
 
-BY_THE_ENGINE = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
+ENGINE_ARGUMENTS = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
 """Arguments that DeepSpeed gives itself."""
 
 
 def _params(constructor: Callable[..., Any], required: str, **more: Any) -> type[BaseModel]:
     """Return the model of what `params` may hold for a constructor, `required` among them whatever the default."""
-    left_out = BY_THE_ENGINE | LEFT_OUT[constructor.__module__.partition(".")[0]]
+    excluded = ENGINE_ARGUMENTS | REFUSED_ARGUMENTS[constructor.__module__.partition(".")[0]]
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(constructor).parameters.items():
-        if name not in left_out:
+        if name not in excluded:
             needed = name == required or parameter.default is parameter.empty
             usual = bool if isinstance(parameter.default, bool) else float
             fields[name] = (TYPES.get(name, usual), ... if needed else parameter.default)
@@ -179,8 +179,10 @@ def choose_implementation(values: dict[str, Any]) -> None:
     name, params = block.get("type", "").lower(), block.get("params")
     if name not in ("adam", "adamw") or params is None or _offloads_optimizer(values):
         return
-    ours, theirs = (optimizer_params(name, torch, False).model_fields.keys() for torch in (True, False))
-    if params.keys() & (theirs - ours):
+    torch_fields, deepspeed_fields = (
+        optimizer_params(name, torch, False).model_fields.keys() for torch in (True, False)
+    )
+    if params.keys() & (deepspeed_fields - torch_fields):
         return
     if params.setdefault("torch_adam", True) is True and "foreach" not in params:
         params.setdefault("fused", True)

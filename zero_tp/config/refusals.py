@@ -79,13 +79,13 @@ def refusals(config: TypedConfig) -> list[Refusal]:
     """Return every combination that is refused, whether this config has it or not."""
     return [
         *(_fixed(config, key, value, reason) for key, (value, reason) in FIXED.items()),
-        *_of_dtypes(config),
-        *_of_gradients(config),
-        *_of_optimizers(config),
-        *_of_schedules(config),
-        *_of_zero_tp(config),
-        *_of_offload(config),
-        *_of_activations(config),
+        *_dtype_refusals(config),
+        *_gradient_refusals(config),
+        *_optimizer_refusals(config),
+        *_schedule_refusals(config),
+        *_zero_tp_refusals(config),
+        *_offload_refusals(config),
+        *_activation_refusals(config),
     ]
 
 
@@ -97,7 +97,7 @@ def _fixed(config: TypedConfig, key: str, value: Any, reason: str) -> Refusal:
     return Refusal(key, when, config.written(key, value) != value, reason, remedy or "leave it out")
 
 
-def _of_dtypes(config: TypedConfig) -> Iterator[Refusal]:
+def _dtype_refusals(config: TypedConfig) -> Iterator[Refusal]:
     dtypes = config.blocks.data_types
     yield Refusal(
         "fp16.enabled",
@@ -139,7 +139,7 @@ def _of_dtypes(config: TypedConfig) -> Iterator[Refusal]:
     )
 
 
-def _of_gradients(config: TypedConfig) -> Iterator[Refusal]:
+def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
     scales = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for key, off in scales.items():
         applies = config.stage > 0 and config[key] != off
@@ -153,7 +153,7 @@ def _of_gradients(config: TypedConfig) -> Iterator[Refusal]:
     )
 
 
-def _of_optimizers(config: TypedConfig) -> Iterator[Refusal]:
+def _optimizer_refusals(config: TypedConfig) -> Iterator[Refusal]:
     """Yield what was never compared with a plain run, and values that no one can have meant."""
     name = config["optimizer.type"]
     momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
@@ -195,7 +195,7 @@ def _of_optimizers(config: TypedConfig) -> Iterator[Refusal]:
     )
 
 
-def _of_schedules(config: TypedConfig) -> Iterator[Refusal]:
+def _schedule_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         f"{SCHEDULER}.warmup_min_lr",
         "above the rate at the warm-up's end",
@@ -209,7 +209,7 @@ def _of_schedules(config: TypedConfig) -> Iterator[Refusal]:
         yield Refusal(f"{SCHEDULER}.{low}", f"above {high}", falls, reason, remedy)
 
 
-def _of_zero_tp(config: TypedConfig) -> Iterator[Refusal]:
+def _zero_tp_refusals(config: TypedConfig) -> Iterator[Refusal]:
     parallel = config.zero_tp.parallel
     yield Refusal(
         "zero_tp.parallel.fused_products",
@@ -225,7 +225,7 @@ def _of_zero_tp(config: TypedConfig) -> Iterator[Refusal]:
     )
 
 
-def _of_offload(config: TypedConfig) -> Iterator[Refusal]:
+def _offload_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         f"{ZERO}.offload_param",
         "below stage 3",
@@ -264,7 +264,7 @@ def _of_offload(config: TypedConfig) -> Iterator[Refusal]:
         )
 
 
-def _of_activations(config: TypedConfig) -> Iterator[Refusal]:
+def _activation_refusals(config: TypedConfig) -> Iterator[Refusal]:
     in_trainer = config.door is Door.TRAINER
     yield Refusal(
         ACTIVATIONS,
