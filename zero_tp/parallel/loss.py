@@ -229,8 +229,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
         count = _divisor(divisor, counted, hidden)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        right = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        loss, right = (torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in range(2))
         # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
         hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         weight_gradient = None
