@@ -29,12 +29,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from zero_tp import cli
-from zero_tp.evaluation.catalogue import isolated
-from zero_tp.evaluation.harness import Harness
-from zero_tp.evaluation.perplexity import sliding_windows
-from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported
-from zero_tp.evaluation.wikitext import OVERLAP, detokenised, wikitext_split
+from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.evaluation.lm_eval_model import LMEvalModel
+from zero_tp.evaluation.lm_eval_tasks import lm_eval_settings
+from zero_tp.evaluation.model_directory import open_directory
+from zero_tp.evaluation.perplexity import WIKITEXT_OVERLAP, detokenize, sliding_windows, wikitext_split
 from zero_tp.huggingface import ZeroTPForCausalLM
 
 Contenders = dict[str, Callable[[], object]]
@@ -67,27 +66,27 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def subjects(directory: Path, batch_size: int, positions: int) -> dict[str, Subject]:
+def eval_models(directory: Path, batch_size: int, positions: int) -> dict[str, EvalModel]:
     """The two ways to score, on one process."""
     native = open_directory(directory).load("float32", "cpu", batch_size=batch_size, sequence_length=positions)
     own = ZeroTPForCausalLM.from_pretrained(directory).eval()
     return {"transformers' class": native, "zero_tp's": replace(native, scorer=ParallelScorer(own), module=own)}
 
 
-def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, Any]:
+def of_tasks(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str, Any]:
     model = ours["transformers' class"]
     theirs = HFLM(
         pretrained=model.module, tokenizer=model.tokenizer, batch_size=asked.batch_size, max_length=asked.positions
     )
     adapters: dict[str, Any] = {"lm-eval's HFLM": theirs}
-    adapters |= {f"ours, {name}": Harness(subject, unreported) for name, subject in ours.items()}
+    adapters |= {f"ours, {name}": LMEvalModel(each) for name, each in ours.items()}
     manager = TaskManager(include_path=str(asked.include_path), include_defaults=False)
     found = {}
     for task in asked.tasks.split(","):
         loaded = manager.load([task])
 
         def run(lm: Any, loaded: Any = loaded) -> None:
-            with isolated():
+            with lm_eval_settings():
                 lm_evaluator.evaluate(lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False)
 
         found[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]
@@ -95,12 +94,13 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, A
     return found
 
 
-def of_wikitext(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str, Any]:
+def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str, Any]:
     """Of the first windows of the text, all of the same length."""
-    subject = ours["transformers' class"]
-    ids = subject.encode(detokenised(wikitext_split(asked.wikitext, "text")[0][:400_000]))
-    tokens = np.concatenate(([subject.prefix_token], ids))
-    rows = list(sliding_windows(tokens, asked.positions, OVERLAP))[1 : 1 + asked.windows]  # the first scores them all
+    native = ours["transformers' class"]
+    ids = native.encode(detokenize(wikitext_split(asked.wikitext, "text")[0][:400_000]))
+    tokens = np.concatenate(([native.prefix_token], ids))
+    rows = list(sliding_windows(tokens, asked.positions, WIKITEXT_OVERLAP))
+    rows = rows[1 : 1 + asked.windows]  # the first scores all its targets
     batches = [
         torch.from_numpy(np.stack([row.tokens[:-1] for row in rows[start : start + asked.batch_size]]))
         for start in range(0, len(rows), asked.batch_size)
@@ -109,7 +109,7 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, Subject]) -> dict[str
     @torch.no_grad()
     def plain(module: Any) -> None:
         for batch in batches:
-            module(input_ids=batch, use_cache=False, logits_to_keep=OVERLAP)
+            module(input_ids=batch, use_cache=False, logits_to_keep=WIKITEXT_OVERLAP)
 
     computed, results = sum(map(len, rows)), {}
     for name, each in ours.items():
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="write a dated JSON result there")
     asked = parser.parse_args()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    ours = subjects(asked.model, asked.batch_size, asked.positions)
+    ours = eval_models(asked.model, asked.batch_size, asked.positions)
     result = {
         "settings": {
             name: value.name if isinstance(value, Path) else value

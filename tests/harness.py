@@ -12,9 +12,9 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lm_eval_tasks import answers
-from zero_tp.evaluation.harness import Harness
-from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.subject import ParallelScorer, Subject, unreported
+from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.evaluation.lm_eval_model import LMEvalModel
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -35,9 +35,9 @@ def reference(
     return _evaluated(lm, tasks, names, limit)
 
 
-def ours(subject: Subject, tasks: Path, names: list[str], limit: int | None) -> Results:
-    """By `Harness`. Collective."""
-    return _evaluated(Harness(subject, unreported), tasks, names, limit)
+def ours(eval_model: EvalModel, tasks: Path, names: list[str], limit: int | None) -> Results:
+    """By `LMEvalModel`. Collective."""
+    return _evaluated(LMEvalModel(eval_model), tasks, names, limit)
 
 
 def _evaluated(lm: Any, tasks: Path, names: list[str], limit: int | None) -> Results:
@@ -47,16 +47,16 @@ def _evaluated(lm: Any, tasks: Path, names: list[str], limit: int | None) -> Res
     return {name: (dict(results["results"][name]), answers(results, name)) for name in names}
 
 
-def native_subject(directory: Path, batch_size: int = 4) -> Subject:
+def native_model(directory: Path, batch_size: int = 4) -> EvalModel:
     """transformers' own class, as the command has it in one process."""
     return open_directory(directory).load("float32", "cpu", batch_size=batch_size)
 
 
-def parallel_subject(directory: Path, topology: Topology, batch_size: int = 4) -> Subject:
+def parallel_model(directory: Path, topology: Topology, batch_size: int = 4) -> EvalModel:
     """zero_tp's own class on a grid, one process included."""
     opened = open_directory(directory)
     model = ZeroTPForCausalLM.from_pretrained(directory, topology).eval()
-    return Subject(
+    return EvalModel(
         ParallelScorer(model),
         model,
         opened.tokenizer,

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import Results, assert_same, native_subject, ours, parallel_subject, reference
+from tests.harness import Results, assert_same, native_model, ours, parallel_model, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.pool_rank import cached
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from tests.tiny_models import tiny_gpt2
-from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.registry import TASKS, make_tasks
-from zero_tp.evaluation.subject import ParallelScorer, Subject
+from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.zero_shot import OWN_TASKS, make_tasks
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology
 
@@ -50,8 +50,8 @@ def grid(tensor: int) -> Topology:
 
 
 def answers_on_grid(directory: Path, tasks: Path, tensor: int) -> Results:
-    subject = parallel_subject(directory, grid(tensor), BATCH)
-    return ours(subject, tasks, list(CHOSEN), LIMIT) | ours(subject, tasks, ["wikitext_local"], 1)
+    eval_model = parallel_model(directory, grid(tensor), BATCH)
+    return ours(eval_model, tasks, list(CHOSEN), LIMIT) | ours(eval_model, tasks, ["wikitext_local"], 1)
 
 
 @pytest.mark.parametrize(("world", "tensor"), in_tiers(GRIDS, [(4, 2)]))
@@ -69,9 +69,9 @@ def asked_of_other_data(directory: Path, folder: Path, name: str) -> str:
 
     file = folder / f"{torch.distributed.get_rank()}.jsonl"
     file.write_text(json.dumps({"text": f"a text of rank {torch.distributed.get_rank()}, for it alone"}) + "\n")
-    task = TASKS[name](file, TaskOptions())
+    task = OWN_TASKS[name](file, TaskOptions())
     try:
-        task.run(parallel_subject(directory, grid(1), BATCH))
+        task.run(parallel_model(directory, grid(1), BATCH))
     except UserError as error:
         return str(error)
     return ""
@@ -113,12 +113,12 @@ def test_ranks_that_load_other_weights_are_refused(
 def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
     """By transformers' own class on each data-parallel rank, by zero_tp's, or by its live ZeRO-3 model."""
     if by == "transformers":
-        subject = replace(native_subject(directory, BATCH), topology=grid(1))
+        eval_model = replace(native_model(directory, BATCH), topology=grid(1))
     else:
-        subject = parallel_subject(directory, grid(tensor), BATCH)
+        eval_model = parallel_model(directory, grid(tensor), BATCH)
         if by == "zero-3":
-            subject = live_subject(directory, tensor, 3, lambda engine: ParallelScorer(engine.engine))
-    return ours(subject, tasks, ["generate_local"], LIMIT)
+            eval_model = live_model(directory, tensor, 3, lambda engine: ParallelScorer(engine.engine))
+    return ours(eval_model, tasks, ["generate_local"], LIMIT)
 
 
 @THOROUGH
@@ -127,7 +127,7 @@ def test_generated_text(
     ranks: Pools, model: Path, tmp_path: Path, shared_file: Callable[[str], Path], sample: bool
 ) -> None:
     tasks = write_tasks(tmp_path, shared_file, sample=sample)
-    alone = ours(native_subject(model, BATCH), tasks, ["generate_local"], LIMIT)
+    alone = ours(native_model(model, BATCH), tasks, ["generate_local"], LIMIT)
     texts = {text for (text,) in [answer for (answer,) in alone["generate_local"][1]]}
     assert len(texts) > LIMIT // 2, "each context has an answer of its own"
     cases = [("transformers", 2, 1), *(("zero_tp", *grid) for grid in GRIDS), ("zero-3", 2, 1), ("zero-3", 4, 2)]
@@ -144,8 +144,8 @@ def own_tasks(directory: Path, files: dict[str, Path]) -> list[Task]:
 
 
 def figures(directory: Path, files: dict[str, Path], tensor: int) -> list[dict[str, Any]]:
-    subject = parallel_subject(directory, grid(tensor), BATCH)
-    return [task.run(subject) for task in own_tasks(directory, files)]
+    eval_model = parallel_model(directory, grid(tensor), BATCH)
+    return [task.run(eval_model) for task in own_tasks(directory, files)]
 
 
 @pytest.fixture
@@ -170,9 +170,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
-    subject = native_subject(model, BATCH)
-    expected = [task.run(subject) for task in own_tasks(model, files)]
-    alone = parallel_subject(model, Topology(), BATCH)
+    eval_model = native_model(model, BATCH)
+    expected = [task.run(eval_model) for task in own_tasks(model, files)]
+    alone = parallel_model(model, Topology(), BATCH)
     one_process = [task.run(alone) for task in own_tasks(model, files)]
     for world, tensor in GRIDS:
         found = ranks(world).run(figures, model, files, tensor)
@@ -187,7 +187,7 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
             assert mine.get("accuracy") == theirs.get("accuracy")
 
 
-def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> Subject:
+def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> EvalModel:
     """A DeepSpeed engine that has made no step. `scorer` is made of it."""
     from zero_tp.huggingface import ZeroTPForCausalLM
     from zero_tp.training.engine import TrainingEngine
@@ -203,7 +203,7 @@ def live_subject(directory: Path, tensor: int, stage: int, scorer: Callable[[Any
     source = PretrainedSource(directory, opened.config)
     engine = TrainingEngine(opened.config, topology, config, seed=1, source=source, model=ZeroTPForCausalLM)
     engine.engine.eval()
-    return Subject(
+    return EvalModel(
         scorer(engine),
         engine.model,
         opened.tokenizer,
@@ -228,13 +228,13 @@ def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tu
 
         return score
 
-    subject = live_subject(directory, tensor, stage, counting)
-    return [task.run(subject) for task in own_tasks(directory, files)], forwards
+    eval_model = live_model(directory, tensor, stage, counting)
+    return [task.run(eval_model) for task in own_tasks(directory, files)], forwards
 
 
 def test_a_live_zero_3_model(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
-    subject = native_subject(model, BATCH)
-    expected = [task.run(subject) for task in own_tasks(model, files)]
+    eval_model = native_model(model, BATCH)
+    expected = [task.run(eval_model) for task in own_tasks(model, files)]
     found = ranks(4).run(live, model, files, 2, 3)
     assert len({forwards for _, forwards in found}) == 1
     for figures, _ in found:
@@ -244,8 +244,8 @@ def test_a_live_zero_3_model(ranks: Pools, model: Path, files: dict[str, Path]) 
 
 
 def disagreeing(directory: Path, tasks: Path) -> None:
-    subject = parallel_subject(directory, grid(2), BATCH)
-    ours(subject, tasks, ["copa_local"], 3 + torch.distributed.get_rank())
+    eval_model = parallel_model(directory, grid(2), BATCH)
+    ours(eval_model, tasks, ["copa_local"], 3 + torch.distributed.get_rank())
 
 
 def test_ranks_with_different_requests(ranks: Pools, model: Path, tasks: Path) -> None:

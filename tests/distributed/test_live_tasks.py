@@ -17,8 +17,8 @@ from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.evaluation.live import run_tasks
-from zero_tp.evaluation.registry import make_tasks
 from zero_tp.evaluation.task import TaskOptions
+from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.topology import Topology
 
 LETTERS = """\

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Results, assert_same, native_subject, ours, parallel_subject, reference
+from tests.harness import Results, assert_same, native_model, ours, parallel_model, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.pools import Pools
-from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.topology import Topology
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(4 * 3600)]
@@ -46,9 +46,9 @@ def expected(model: Path, tasks: Path) -> Results:
 def answers(directory: Path, tasks: Path, tensor: int, native: bool) -> Results:
     """On this grid, by transformers' own class or by zero_tp's."""
     topology = Topology(tensor)
-    subject = native_subject(directory, BATCH) if native else parallel_subject(directory, topology, BATCH)
-    subject = replace(subject, topology=topology, positions=POSITIONS)
-    return ours(subject, tasks, list(CHOSEN), LIMIT) | ours(subject, tasks, ["wikitext_local"], ARTICLES)
+    eval_model = native_model(directory, BATCH) if native else parallel_model(directory, topology, BATCH)
+    eval_model = replace(eval_model, topology=topology, positions=POSITIONS)
+    return ours(eval_model, tasks, list(CHOSEN), LIMIT) | ours(eval_model, tasks, ["wikitext_local"], ARTICLES)
 
 
 def test_one_process(model: Path, tasks: Path, expected: Results) -> None:

@@ -22,8 +22,8 @@ from tests.smollm2 import with_heads
 from tests.tiers import THOROUGH
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.evaluation import zero_shot
+from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.perplexity import perplexity
-from zero_tp.evaluation.subject import ParallelScorer, Subject
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.topology import Topology
 
@@ -118,10 +118,10 @@ def parallel_perplexity(directory: Path, tensor: int, texts: list[str], length: 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     topology = grid(tensor, True)
     model = ZeroTPForCausalLM.from_pretrained(directory, topology).eval()
-    subject = Subject(
+    eval_model = EvalModel(
         ParallelScorer(model), model, tokenizer, model.config, positions=length, batch_size=4, topology=topology
     )
-    return float(perplexity(texts, subject, overlap=overlap).figures()["perplexity"])
+    return float(perplexity(texts, eval_model, overlap=overlap)["perplexity"])
 
 
 def plain_perplexity(directory: Path, texts: list[str], length: int, overlap: int) -> float:

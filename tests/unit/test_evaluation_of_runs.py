@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, normalizers
-from transformers import AutoConfig
+from transformers import AutoConfig, BertConfig
 
 from tests.checkpoints import write_checkpoint
 from tests.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.errors import UserError
-from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.report import comparison, read_report, table, write_report
-from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
 from zero_tp.tensors.files import read_header
 from zero_tp.zero.states import MASTER
 
@@ -80,6 +79,15 @@ def test_a_run_without_its_tokenizer(tokenizer: Path, data: dict[str, Path], tmp
     assert evaluate(tmp_path / "run", list(data), data, given)["tasks"]["perplexity"]["tokens"] > 0
 
 
+def test_a_run_of_an_encoder_is_refused(
+    tokenizer: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "run", AutoConfig.from_pretrained(str(tokenizer)), tokenizer=tokenizer)
+    monkeypatch.setattr("zero_tp.evaluation.model_directory.config_of", lambda manifest: BertConfig())
+    with pytest.raises(UserError, match=r"bert is an encoder.*; tasks score causal models"):
+        evaluate(tmp_path / "run", list(data), data, SETTINGS)
+
+
 def test_reports_side_by_side(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     report = evaluate(tokenizer, list(data), data, SETTINGS)
@@ -118,12 +126,12 @@ def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, 
 
 def test_texts_without_a_token(tokenizer: Path, data: dict[str, Path]) -> None:
     directory = open_directory(tokenizer)
-    subject = directory.load("float32", "cpu")
-    subject.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("."), "")
+    eval_model = directory.load("float32", "cpu")
+    eval_model.tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("."), "")
     for name in data:
         (task,) = make_tasks([name], {name: data[name]}, SETTINGS)
         with pytest.raises(UserError, match="no token"):
-            task.run(subject)
+            task.run(eval_model)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 10**30}, {"limit": 10**30}, {"overlap": 10**30}])

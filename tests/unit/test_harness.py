@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness import assert_same, native_subject, ours, parallel_subject, reference
+from tests.harness import assert_same, native_model, ours, parallel_model, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation.harness import shared
-from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation.eval_model import EvalModel, Row
+from zero_tp.evaluation.lm_eval_model import merge_single_tokens
 from zero_tp.evaluation.report import write_samples
-from zero_tp.evaluation.subject import Row, Subject
 from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.parallel.scores import TokenScores
 from zero_tp.topology import Topology
 
@@ -43,32 +43,32 @@ def model(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str],
 
 @pytest.mark.parametrize("kind", ["native", "parallel"])
 def test_equals_lm_evals_own_adapter(model: Path, tasks: Path, kind: str) -> None:
-    subject = native_subject(model) if kind == "native" else parallel_subject(model, Topology())
+    eval_model = native_model(model) if kind == "native" else parallel_model(model, Topology())
     # Contexts longer than the model's 64 positions are cut on the left, as there.
     names = [*CHOSEN, "generate_local"] if kind == "native" else list(CHOSEN)
-    assert assert_same(ours(subject, tasks, names, LIMIT), reference(model, tasks, names, LIMIT)) > 200
+    assert assert_same(ours(eval_model, tasks, names, LIMIT), reference(model, tasks, names, LIMIT)) > 200
     texts = ["wikitext_local"]
-    assert assert_same(ours(subject, tasks, texts, 3), reference(model, tasks, texts, 3)) == 3
+    assert assert_same(ours(eval_model, tasks, texts, 3), reference(model, tasks, texts, 3)) == 3
 
 
 def test_one_token_answers_share_a_forward(model: Path, tasks: Path) -> None:
-    subject = native_subject(model)
+    eval_model = native_model(model)
     rows: list[int] = []
 
     def counting(input_ids: torch.Tensor, labels: torch.Tensor) -> TokenScores:
         rows.append(len(input_ids))
-        return subject.scorer(input_ids, labels)
+        return eval_model.scorer(input_ids, labels)
 
-    found = ours(replace(subject, scorer=counting), tasks, ["letters_local"], LIMIT)
+    found = ours(replace(eval_model, scorer=counting), tasks, ["letters_local"], LIMIT)
     assert sum(rows) == LIMIT
     assert assert_same(found, reference(model, tasks, ["letters_local"], LIMIT)) == 2 * LIMIT
 
 
-def test_which_rows_are_shared() -> None:
+def test_rows_of_one_token_are_merged() -> None:
     def row(*tokens: int, scored: int = 1) -> Row:
         return Row(np.array(tokens), scored)
 
-    rows, places = shared([row(1, 2, 3), row(1, 2, 4), row(1, 2, 3), row(1, 3, 4), row(1, 2, 5, scored=2)])
+    rows, places = merge_single_tokens([row(1, 2, 3), row(1, 2, 4), row(1, 2, 3), row(1, 3, 4), row(1, 2, 5, scored=2)])
     assert [(each.tokens.tolist(), each.scored, each.alternatives) for each in rows] == [
         ([1, 2, 3], 1, (4,)),
         ([1, 3, 4], 1, ()),
@@ -79,10 +79,10 @@ def test_which_rows_are_shared() -> None:
 
 def test_sampled_text_is_the_same_again(model: Path, tmp_path: Path, shared_file: Callable[[str], Path]) -> None:
     sampled = write_tasks(tmp_path, shared_file, sample=True)
-    first, second = (ours(native_subject(model), sampled, ["generate_local"], 6) for _ in range(2))
+    first, second = (ours(native_model(model), sampled, ["generate_local"], 6) for _ in range(2))
     assert assert_same(first, second) == 6
     greedy = write_tasks(tmp_path, shared_file)
-    assert ours(native_subject(model), greedy, ["generate_local"], 6)["generate_local"][1] != first["generate_local"][1]
+    assert ours(native_model(model), greedy, ["generate_local"], 6)["generate_local"][1] != first["generate_local"][1]
 
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}<assistant>"
@@ -105,7 +105,7 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
     tokenizer.save_pretrained(str(chatting))
     options = TaskOptions(include_path=tasks, limit=4, num_fewshot=1, apply_chat_template=True, log_samples=True)
     (task,) = make_tasks(["copa_local"], {}, options)
-    found = task.run(native_subject(chatting))["samples"]["copa_local"]
+    found = task.run(native_model(chatting))["samples"]["copa_local"]
     loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(["copa_local"])
     for each in loaded["tasks"].values():
         each.set_config(key="num_fewshot", value=1)
@@ -120,7 +120,7 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
         assert ours_["arguments"] == json.loads(json.dumps(theirs["arguments"]))
         assert "<assistant>" in json.dumps(ours_["arguments"]) and ours_["acc"] == theirs["acc"]
     with pytest.raises(UserError, match="no chat template"):
-        task.run(native_subject(model))
+        task.run(native_model(model))
     with pytest.raises(UserError, match="--log-samples: lambada"):
         make_tasks(["lambada"], {}, TaskOptions(log_samples=True))
 
@@ -140,13 +140,13 @@ def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:
     import random
 
     (task,) = make_tasks(["copa_local"], {}, TaskOptions(include_path=tasks, limit=3, num_fewshot=2))
-    subject = native_subject(model)
+    eval_model = native_model(model)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
-    first = task.run(subject)
+    first = task.run(eval_model)
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
     # The examples before each question are drawn anew, not further, the second time.
-    assert task.run(subject)["metrics"] == first["metrics"]
+    assert task.run(eval_model)["metrics"] == first["metrics"]
     assert first["lm_eval"]["n-shot"] == {"copa_local": 2}
 
 
@@ -156,7 +156,7 @@ def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
     line = '{"goal": "To boil an egg", "sol1": "put it in water", "sol2": "put it in sand", "label": 0}\n'
     file.write_text(line * 3)
     (task,) = make_tasks(["piqa"], {"piqa": file}, TaskOptions())
-    result = task.run(native_subject(model))
+    result = task.run(native_model(model))
     assert result["examples"] == 3 and result["metrics"]["acc,none"] in (0.0, 1.0)
     assert result["data"]["piqa"]["data_files"] == {"validation": str(file)}
 
@@ -170,12 +170,18 @@ def refusal(names: list[str], data: dict[str, Path] | None = None, **options: ob
 def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
     assert re.search("--include-path .*no such directory", refusal(["copa_local"], include_path=tmp_path / "none"))
     assert re.search("no task file", refusal(["copa_local"], include_path=tmp_path))
+    (tmp_path / "copa.yaml").write_text("task: copa_local\ndataset_path: json")
     (tmp_path / "broken.yaml").write_text("task: [copa_local")
-    expected = r"no task file .* in it; .*broken\.yaml can't be read \(.*line 1.*\); correct that file$"
+    expected = r"^.*broken\.yaml can't be read \(.*line 1.*\); correct that file$"
     assert re.search(expected, refusal(["copa_local"], include_path=tmp_path))
-    (tmp_path / "other.yaml").write_text("task: other\ndataset_path: json")
-    expected = r"^copa_local: unknown task; .*; .*broken\.yaml can't be read \(.*line 1.*\); correct that file$"
-    assert re.search(expected, refusal(["copa_local"], include_path=tmp_path))
+    for text, problem in (
+        ("include: broken.yaml", "broken.yaml includes itself"),
+        ("include: none.yaml", "none.yaml can't be read"),
+        ("include: 5", "include is 5, not a string"),
+        ("- copa_local", "broken.yaml is not an object"),
+    ):
+        (tmp_path / "broken.yaml").write_text(text)
+        assert problem in refusal(["copa_local"], include_path=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,22 +195,64 @@ def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
         ("task: copa_local\ntag: 5", "tag is 5, not a string; write the name in quotes"),
         ("task: copa_local\ntag: [a, null]", "tag is null, not a string; write the name in quotes"),
         ("group: 5\ntask: [copa_local]", "group is 5, not a string; write the name in quotes"),
-        ("group: all\ntask: copa_local", 'task of the group "all" is "copa_local"; write a list of names: [NAME, ...]'),
-        (
-            "group: all\ntask: [copa_local, 7]",
-            'in the list of the group "all": 7 is not a string; write the task\'s name in quotes',
-        ),
-        (
-            "group: all\ntask: [{group: inner, task: [{task: 7}]}]",
-            'in the list of the group "all": in the list of the group "inner": task is 7, not a string; '
-            "write the name in quotes",
-        ),
     ],
 )
 def test_names_of_task_files_that_are_no_strings_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
     (tmp_path / "b.yaml").write_text(text)
     assert refusal(["copa_local"], include_path=tmp_path) == f"{tmp_path / 'b.yaml'}: {problem}"
+
+
+@pytest.fixture
+def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of a directory know no tasks but the directory's: to index lm-eval's own takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    def without_defaults(include_path: str, include_defaults: bool) -> TaskManager:
+        return TaskManager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr("zero_tp.evaluation.lm_eval_tasks.TaskManager", without_defaults)
+
+
+@pytest.mark.parametrize("members", ["copa_local", "[copa_local, 7]", "[{group: inner, task: [{task: 7}]}]"])
+@pytest.mark.usefixtures("without_lm_evals_tasks")
+def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str) -> None:
+    """By lm-eval, when the group is asked for."""
+    (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
+    (tmp_path / "b.yaml").write_text(f"group: all\ntask: {members}")
+    assert refusal(["all"], include_path=tmp_path).startswith("all: ")
+
+
+CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("mine.yaml", CODE),
+        ("mine.yaml", "task: mine\ninclude: other.yml\n"),
+        ("mine.yaml", "task: mine\nclass: !function code.text\n"),
+        ("mine.yaml", "task: [[{a: !function code.text}]]\ngroup: mine\n"),
+        ("mine.yaml", "group: mine\ntask: [inner]\n"),
+        ("mine.yaml", "group: mine\ntask: [{task: inner, num_fewshot: 1}]\n"),
+        ("mine.yaml", "group: mine\ntask: [{group: nested, task: [inner]}]\n"),
+        ("mine.yaml", "group: mine\ntask: [{task: new, process_docs: !function code.text}]\n"),
+        ("mine.yaml", "group: mine\ntask: [{task: new, metric_list: [{metric: /some/directory}]}]\n"),
+        ("mine.yaml", "group: mine\ntask: [labelled]\n"),
+        ("tagged.yaml", CODE.replace("mine", "tagged") + "tag: mine\n"),
+    ],
+)
+@pytest.mark.usefixtures("without_lm_evals_tasks")
+def test_no_way_to_a_task_runs_its_python(tmp_path: Path, file: str, text: str) -> None:
+    """Named, included, in a group or by a tag."""
+    directory = tmp_path / "tasks"
+    directory.mkdir()
+    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
+    (directory / "inner.yaml").write_text(CODE.replace("mine", "inner") + "tag: labelled\n")
+    (directory / "other.yml").write_text(CODE)
+    (directory / file).write_text(text)
+    refusal(["mine"], include_path=directory)
+    assert not (tmp_path / "ran").exists()
 
 
 @THOROUGH
@@ -250,9 +298,9 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
             task(**changes)  # type: ignore[arg-type]
         assert not (tmp_path / "ran").exists()
 
-    subject = native_subject(model)
-    expected = task().run(subject)["metrics"]
-    refuses(r"mine: .*tasks: a task file there runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    eval_model = native_model(model)
+    expected = task().run(eval_model)["metrics"]
+    refuses(r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)", doc_to_text="!function code.text")
     refuses("mine: .* is unsafe", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
@@ -262,17 +310,17 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
     exact = {"output_type": "generate_until", "doc_to_target": 1, "generation_kwargs": {"max_gen_toks": 2}}
     exact["metric_list"] = [{"metric": "exact_match", "regexes_to_ignore": ["("]}]
     with pytest.raises(UserError, match=r"mine: lm-eval can't evaluate it .*its task file"):
-        task(**exact).run(subject)  # type: ignore[arg-type]
+        task(**exact).run(eval_model)  # type: ignore[arg-type]
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # no fault of the task file
-        patched.setattr(Subject, "score", lambda *_: 1 // 0)
-        task().run(subject)
+        patched.setattr(EvalModel, "score", lambda *_: 1 // 0)
+        task().run(eval_model)
     os.mkfifo(directory / "pipe.yaml")
     refuses("not a regular file")
     (directory / "pipe.yaml").unlink()
     allowed = task(True, doc_to_text="!function code.text")
-    assert (tmp_path / "ran").exists() and allowed.run(subject)["metrics"] == expected
+    assert (tmp_path / "ran").exists() and allowed.run(eval_model)["metrics"] == expected
     file.write_text('{"text": "one", "answer": "two"}\n{"text": "", "answer": "{{"}\n')
-    assert task().run(subject)["examples"] == 2, "a document is no template"
+    assert task().run(eval_model)["examples"] == 2, "a document is no template"
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, UserError), (2, RuntimeError)])
@@ -283,16 +331,16 @@ def test_a_lost_peer_is_no_fault_of_the_task(
         raise RuntimeError("Connection closed by peer")
 
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
-    monkeypatch.setattr(Subject, "map", lost)
+    monkeypatch.setattr(EvalModel, "map_batches", lost)
     with pytest.raises(expected, match="Connection closed by peer") as raised:
-        task.run(replace(native_subject(model), topology=Topology(world=world)))
+        task.run(replace(native_model(model), topology=Topology(world=world)))
     assert raised.type is expected
 
 
 def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
-    subject = native_subject(model)
+    eval_model = native_model(model)
     with pytest.raises(UserError, match="object can't generate text"):
-        task.run(replace(subject, module=object()))
+        task.run(replace(eval_model, module=object()))
     with pytest.raises(UserError, match="generates 12 tokens, and the model's 10 positions leave no room"):
-        task.run(replace(subject, positions=10))
+        task.run(replace(eval_model, positions=10))

@@ -19,7 +19,7 @@ from tests.native import perturbed, to_theirs
 from zero_tp.architectures.configs import pretrained_config
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
-from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology

@@ -19,7 +19,7 @@ from tests.tiny_models import tiny_gpt2
 from zero_tp.commands import sample
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, error_line, shown, visible
-from zero_tp.evaluation.pretrained import open_directory
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.weights.files import INDEX, SINGLE
 from zero_tp.weights.load import open_config, open_model
@@ -244,7 +244,10 @@ def sampling(directory: Path) -> str:
     return sample.continued(options, directory)
 
 
-@pytest.mark.parametrize(("model_type", "reader"), [("bert", sampling), ("roberta", sampling), ("roberta", evaluation)])
+ENCODERS = [("bert", sampling), ("bert", evaluation), ("roberta", sampling), ("roberta", evaluation)]
+
+
+@pytest.mark.parametrize(("model_type", "reader"), ENCODERS)
 def test_an_encoder_predicts_no_next_token(model: Path, model_type: str, reader: Callable[[Path], Any]) -> None:
     """transformers has causal classes for such configs, in which a token sees those after it."""
     of_type(model, model_type)

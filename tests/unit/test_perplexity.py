@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,12 @@ from zero_tp.commands import start
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import BAD_INPUT, UserError
-from zero_tp.evaluation.perplexity import Perplexity, perplexity, sliding_windows
-from zero_tp.evaluation.registry import parse_data, parse_tasks
+from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer
+from zero_tp.evaluation.perplexity import perplexity, sliding_windows
 from zero_tp.evaluation.report import table, write_report
-from zero_tp.evaluation.subject import HuggingFaceScorer, Subject
 from zero_tp.evaluation.task import as_json
-from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
+from zero_tp.parallel.scores import TokenScores
 
 ROOT = Path(__file__).parents[2]
 POSITIONS = 16
@@ -85,18 +86,18 @@ def test_equals_brute_force(model_directory: Path, s: int, o: int, batch_size: i
 
     # Room for two rows' logits: batches of three are split.
     scorer = HuggingFaceScorer(model, logits_bytes=2 * s * 288 * 4)
-    subject = Subject(scorer, model, tokenizer, model.config, positions=s, batch_size=batch_size)
-    result = perplexity([*DOCUMENTS, ""], subject, overlap=o)
+    eval_model = EvalModel(scorer, model, tokenizer, model.config, positions=s, batch_size=batch_size)
+    result = perplexity([*DOCUMENTS, ""], eval_model, overlap=o)
     ids = [tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) for text in DOCUMENTS]
     with torch.no_grad():
         expected = sum(reference(model, [0, *each], s, o) for each in ids)
-    assert result.nll == pytest.approx(expected, rel=1e-5)
-    assert result.tokens == sum(map(len, ids))
-    assert result.documents == len(DOCUMENTS)
-    assert result.bytes == sum(len(text.encode()) for text in DOCUMENTS)
-    assert result.characters == sum(map(len, DOCUMENTS))
-    assert result.words == sum(len(text.split()) for text in DOCUMENTS)
-    assert result.windows == sum(-(-max(0, len(each) - s) // o) + 1 for each in ids)
+    assert result["nll"] == pytest.approx(expected, rel=1e-5)
+    assert result["tokens"] == sum(map(len, ids))
+    assert result["documents"] == len(DOCUMENTS)
+    assert result["bytes"] == sum(len(text.encode()) for text in DOCUMENTS)
+    assert result["characters"] == sum(map(len, DOCUMENTS))
+    assert result["words"] == sum(len(text.split()) for text in DOCUMENTS)
+    assert result["windows"] == sum(-(-max(0, len(each) - s) // o) + 1 for each in ids)
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.data())
@@ -114,13 +115,25 @@ def test_windows_score_each_target_once(targets: int, s: int, data: st.DataObjec
 
 
 def test_figures() -> None:
-    result = Perplexity(nll=80 * math.log(2), tokens=20, words=10, characters=40, bytes=50, documents=1).figures()
+    tokenizer = train_bpe(iter(DOCUMENTS), 280)
+
+    def figures(nats_a_token: float) -> dict[str, Any]:
+        def score(input_ids: torch.Tensor, labels: torch.Tensor) -> TokenScores:
+            scored = labels != IGNORE_INDEX
+            return TokenScores(scored * nats_a_token, scored)
+
+        model = EvalModel(score, None, tokenizer, GPT2Config(), positions=POSITIONS)
+        return perplexity(["four words of é"], model)
+
+    result = figures(math.log(16))
+    bits = 4 * result["tokens"]
+    assert (result["words"], result["characters"], result["bytes"]) == (4, 15, 16)
+    assert result["loss"] == pytest.approx(math.log(16))
     assert result["perplexity"] == pytest.approx(16)
-    assert result["word_perplexity"] == pytest.approx(256)
-    assert result["bits_per_byte"] == pytest.approx(1.6)
-    assert result["bits_per_character"] == pytest.approx(2)
-    large = Perplexity(nll=1e6, tokens=1, words=1, characters=1, bytes=1)
-    assert as_json(large.figures())["perplexity"] is None
+    assert result["word_perplexity"] == pytest.approx(2 ** (bits / 4))
+    assert result["bits_per_byte"] == pytest.approx(bits / 16)
+    assert result["bits_per_character"] == pytest.approx(bits / 15)
+    assert as_json(figures(1e6))["perplexity"] is None
 
 
 def test_evaluate_reports(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
@@ -197,8 +210,6 @@ def test_bad_model_directories(model_directory: Path, text_file: Path, tmp_path:
     refuses("t5 is not a causal language model")
     with_config(n_layer=3)
     refuses(r"weights missing in the files: transformer\.h\.2\.")
-    with_config(zero_tp={})
-    refuses("no complete checkpoint there; give a run directory")
     with_config()
     (copy / "model.safetensors").write_bytes(b"\0" * 100)
     refuses("weights can't be read")

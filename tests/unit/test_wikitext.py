@@ -16,11 +16,10 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation import wikitext
-from zero_tp.evaluation.registry import make_tasks
+from zero_tp.evaluation import perplexity
+from zero_tp.evaluation.perplexity import original_tokens, wikitext_split
 from zero_tp.evaluation.task import TaskOptions
-from zero_tp.evaluation.wikitext import original_tokens, wikitext_split
-from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
 
 POSITIONS = 48
 
@@ -101,9 +100,9 @@ def test_the_hubs_lines_are_the_file(monkeypatch: pytest.MonkeyPatch, text: str)
 
     rows = [{"text": line if line.strip() else ""} for line in text.splitlines(keepends=True)]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    monkeypatch.setattr(wikitext, "TEST_TOKENS", 217_642)
+    monkeypatch.setattr(perplexity, "WIKITEXT_TEST_TOKENS", 217_642)
     assert wikitext_split(None, "text")[0] == text
-    monkeypatch.setattr(wikitext, "TEST_TOKENS", 217_641)
+    monkeypatch.setattr(perplexity, "WIKITEXT_TEST_TOKENS", 217_641)
     with pytest.raises(UserError, match=r"217,642 tokens, not the 217,641 .* give that with --data wikitext103=FILE"):
         wikitext_split(None, "text")
 

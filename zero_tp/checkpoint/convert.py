@@ -19,10 +19,10 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.architectures import weights_of
 from zero_tp.checkpoint.directory import (
-    MANIFEST,
     check_sizes,
     find_checkpoint,
     in_use,
+    is_run,
     passed_over,
 )
 from zero_tp.checkpoint.manifest import Manifest
@@ -122,8 +122,7 @@ def as_huggingface(given: Path) -> Iterator[Path]:
         UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
     """
     found = resolve(given, "--model").directory
-    holds_states = (found / "checkpoints").is_dir() or (found / MANIFEST).is_file()
-    if not holds_states or any((found / name).is_file() for name in (SINGLE, INDEX)):
+    if not is_run(found) or any((found / name).is_file() for name in (SINGLE, INDEX)):
         yield found
         return
     with tempfile.TemporaryDirectory() as folder:

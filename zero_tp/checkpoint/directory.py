@@ -333,6 +333,11 @@ def set_aside(checkpoint: Path, why: str = "damaged") -> Path:
     return aside
 
 
+def is_run(path: Path) -> bool:
+    """Return whether a directory is a run or a complete checkpoint; any other can only be a Hugging Face model's."""
+    return checkpoints_of(path).is_dir() or (path / MANIFEST).is_file()
+
+
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a person means: the directory itself, or the newest of a run.
 

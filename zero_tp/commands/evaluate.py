@@ -117,18 +117,17 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
             raise UserError(f"--output {options.output}: not a file; give the name of one")
         cli.check_writable(options.output.parent)
 
-    from zero_tp.evaluation.registry import parse_data, parse_tasks
-    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate
+    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
 
     names = parse_tasks(options.tasks)
-    settings = EvaluationSettings(**{each.name: getattr(options, each.name) for each in fields(EvaluationSettings)})
-    found = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
+    settings = EvaluationSettings(**{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)})
+    results = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
     if environment.rank == 0:
-        print(report.table(found))
+        print(report.table(results))
         if options.output:
-            for file in report.write_samples(options.output, found):
+            for file in report.write_samples(options.output, results):
                 print(f"wrote {file}")
-            report.write_report(options.output, found)
+            report.write_report(options.output, results)
             print(f"wrote {options.output}")
 
 

@@ -1,7 +1,7 @@
-"""LAMBADA (arXiv 1606.06031) asks whether a passage's last word is what the model says.
+"""LAMBADA (arXiv 1606.06031): does the model predict a passage's last word?
 
-All sub-words of the word must be the arg-max under teacher forcing for the passage to count as right (arXiv 1909.08053,
-section 5.3 and appendix E.2). Tokens are cut as lm-eval does.
+A passage is correct if all sub-words of the word are the arg-max under teacher forcing (arXiv 1909.08053, section 5.3
+and appendix E.2). Texts are tokenized as lm-eval does.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 from zero_tp.data.documents import document_kind, read_documents, read_objects
 from zero_tp.data.records import text_of
 from zero_tp.errors import UserError
-from zero_tp.evaluation.subject import Subject, continuation_rows
-from zero_tp.evaluation.task import Origin, Task, TaskOptions, origin_of, read_hub
+from zero_tp.evaluation.eval_model import EvalModel, continuation_rows
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub
 from zero_tp.training.metrics import perplexity
 
 
 class Passage(NamedTuple):
-    """A passage is what stands before the last word, without the space, and the word."""
+    """The text before the last word, without the space between, and the word."""
 
     context: str
     word: str
 
 
 class LambadaTask(Task):
-    """The task gives the accuracy of the last word and its perplexity, e to the mean NLL of a whole word."""
+    """Accuracy of the last word, and its perplexity: e to the mean NLL of a whole word."""
 
     name = "lambada"
     logged = ("accuracy", "perplexity")
@@ -35,12 +35,11 @@ class LambadaTask(Task):
     def __init__(self, file: Path | None, options: TaskOptions):
         self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
-    def figures(self, subject: Subject) -> dict[str, Any]:
+    def figures(self, model: EvalModel) -> dict[str, Any]:
         """Compute the figures (see `Task.figures`); `truncated` are passages longer than the model's positions."""
-        pairs = [subject.encode_pair(context, " " + word) for context, word in self.passages]
-        rows, truncated = continuation_rows(pairs, subject.positions)
-        with subject.progress(self.name) as report:
-            scores = [scores[0] for scores in subject.score(rows, report)]
+        pairs = [model.encode_pair(context, " " + word) for context, word in self.passages]
+        rows, truncated = continuation_rows(pairs, model.positions)
+        scores = [scores[0] for scores in model.score(rows, self.name)]
         count, nll = len(scores), math.fsum(score.nll for score in scores)
         accuracy = sum(score.greedy for score in scores) / count
         return {
@@ -60,33 +59,34 @@ def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tup
     """Read the passages of a file, or OpenAI's variant of the test split from the hub.
 
     A file has JSON lines, with `context` and `continuation` or with the whole passage as text, or a passage a line.
-    UserError: another kind of file, or no passage.
+
+    Raises:
+        UserError: another kind of file, or no passage.
     """
     if path is None:
         records, origin = read_hub("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
-        return [_of_text(record["text"], "EleutherAI/lambada_openai") for record in records[:limit]], origin
+        return [_passage_of_text(record["text"], "EleutherAI/lambada_openai") for record in records[:limit]], origin
     if document_kind(path) == "jsonl":
-        passages = [_of_record(record, where, text_key) for where, record in islice(read_objects(path), limit)]
+        passages = [_passage_of_record(record, where, text_key) for where, record in islice(read_objects(path), limit)]
     else:
         lines = (line for text in read_documents(path) for line in text.splitlines() if line.strip())
-        passages = [_of_text(line, str(path)) for line in islice(lines, limit)]
+        passages = [_passage_of_text(line, str(path)) for line in islice(lines, limit)]
     if not passages:
         raise UserError(f"{path}: no passage in it")
-    return passages, origin_of(path)
+    return passages, file_origin(path)
 
 
-def _of_record(record: dict[str, Any], where: str, text_key: str) -> Passage:
-    both = [key in record for key in ("context", "continuation")]
-    if not any(both):
-        return _of_text(text_of(record, where, text_key), where)
-    if not all(both):
+def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Passage:
+    present = [key in record for key in ("context", "continuation")]
+    if not any(present):
+        return _passage_of_text(text_of(record, where, text_key), where)
+    if not all(present):
         raise UserError(f"{where}: 'context' and 'continuation' go together; the keys found are {', '.join(record)}")
-    # A word is the same with its space as without.
     return Passage(text_of(record, where, "context").rstrip(), text_of(record, where, "continuation").strip())
 
 
-def _of_text(text: str, where: str) -> Passage:
-    """Cut a whole passage, whose last word follows white space."""
+def _passage_of_text(text: str, where: str) -> Passage:
+    """Split a whole passage before its last word."""
     parts = text.strip().rsplit(maxsplit=1)
     if len(parts) < 2:
         raise UserError(f"{where}: a passage needs two words at least")

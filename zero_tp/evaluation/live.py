@@ -1,4 +1,4 @@
-"""Zero-shot tasks run on the model that is training: no copy of it, and training goes on as if they hadn't been."""
+"""Zero-shot tasks on the model that is training, without a copy of it and without an effect on training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from zero_tp.config import RunConfig
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.errors import UserError
-from zero_tp.evaluation.pretrained import check_tokenizer
-from zero_tp.evaluation.registry import check_kind, make_tasks
-from zero_tp.evaluation.subject import ParallelScorer, Subject
+from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
+from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.lines import format_number
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LiveTasks(Callback):
-    """Evaluate the zero-shot tasks of a run's config on the model that is training, at every evaluation.
+    """Evaluate the zero-shot tasks of a run's config at every evaluation.
 
     Args:
         tokenizer: directory of the run's tokenizer.
@@ -33,17 +33,15 @@ class LiveTasks(Callback):
     """
 
     def __init__(self, config: RunConfig, tokenizer: Path | None, model_config: PretrainedConfig) -> None:
-        asked = config.zero_tp.evaluation
+        block = config.zero_tp.evaluation
         if tokenizer is None:
             raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
-        include = Path(asked.task_include_path) if asked.task_include_path else None
-        data = {task: Path(file) for task, file in asked.task_data.items()}
+        include = Path(block.task_include_path) if block.task_include_path else None
+        data = {task: Path(file) for task, file in block.task_data.items()}
         try:
-            self._tokenizer = load_tokenizer(tokenizer)
+            self._tokenizer, self._model_config = load_tokenizer(tokenizer), model_config
             check_tokenizer(self._tokenizer, model_config, tokenizer)
-            options = TaskOptions(limit=asked.task_limit, include_path=include)
-            self._tasks, self._model_config = make_tasks(asked.tasks, data, options), model_config
-            check_kind(self._tasks, causal=True)  # with the masked objective none is accepted
+            self._tasks = make_tasks(block.tasks, data, TaskOptions(limit=block.task_limit, include_path=include))
             for task in self._tasks:
                 task.check(model_config.max_position_embeddings)
         except UserError as error:
@@ -55,9 +53,10 @@ class LiveTasks(Callback):
         batch_size = state.config.micro_batch
         results = run_tasks(self._tasks, self._tokenizer, self._model_config, state.engine, batch_size)
         for task, figures in results.items():
-            known = ((name, value) for name, value in figures.items() if value is not None)
-            shown = ", ".join(f"{name} {format_number(value, 0)}" for name, value in known)
-            state.print(f"{task} at step {state.step}: {shown}")
+            values = ", ".join(
+                f"{name} {format_number(value, 0)}" for name, value in figures.items() if value is not None
+            )
+            state.print(f"{task} at step {state.step}: {values}")
         flat = {f"{task}/{name}": value for task, figures in results.items() for name, value in figures.items()}
         state.log({"step": state.step, **flat})
         gc.collect()  # thousands of requests, which refer to each other
@@ -66,14 +65,14 @@ class LiveTasks(Callback):
 def run_tasks(
     tasks: Sequence[Task], tokenizer: Any, config: PretrainedConfig, engine: Any, batch_size: int
 ) -> dict[str, dict[str, float | None]]:
-    """Return what is logged of each task. Collective over all ranks.
+    """Return the figures to log of each task. Collective over all ranks.
 
     Args:
         config: the model's.
         engine: a `TrainingEngine`.
         batch_size: rows of a forward.
     """
-    subject = Subject(
+    model = EvalModel(
         ParallelScorer(engine.engine),
         engine.model,
         tokenizer,
@@ -87,6 +86,6 @@ def run_tasks(
     )
     engine.engine.eval()
     try:
-        return {task.name: task.figures_to_log(task.run(subject)) for task in tasks}
+        return {task.name: task.figures_to_log(task.run(model)) for task in tasks}
     finally:
         engine.engine.train()

@@ -1,73 +1,34 @@
-"""The perplexity of a text under a causal language model is computed by sliding windows.
+"""Perplexity of a text under a causal language model, by sliding windows; WikiText-103's as in arXiv 1909.08053.
 
-Each document is scored by itself, after the tokenizer's bos token (eos when it has none): so every one of its tokens is
-a target, the first included, and the model sees what it saw in training, where an eos stands before each document.
+Each document is scored by itself, after the tokenizer's bos token (eos if it has none). So every token is a target, and
+the model sees what it saw in training, where an eos precedes each document.
 
 Windows of s tokens advance by o, the overlap (arXiv 1909.08053, appendix E.1): the first window scores all its targets,
-each later one only its last o, which therefore have at least s - o tokens of context. With o = s windows don't overlap
-and each token is read once; with o = 1 every token but the first s has the longest context, at s times the cost.
+each later one only its last o, which have at least s - o tokens of context. With o = s windows don't overlap and each
+token is read once; with o = 1 every token but the first s has the longest context, at s times the cost.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zero_tp.errors import UserError
-from zero_tp.evaluation.subject import Row, Subject, Tokens
-from zero_tp.evaluation.task import Task, TaskOptions, read_texts
+from zero_tp.evaluation.eval_model import EvalModel, Row, Tokens
+from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub, read_texts, require_lm_eval
 from zero_tp.training import metrics
 
-
-@dataclass(frozen=True)
-class Perplexity:
-    """A perplexity has the sum of the losses, and what it can be divided by.
-
-    Attributes:
-        nll: summed negative log-likelihood, nats.
-        tokens: sub-word tokens scored, T.
-        words: words separated by white space.
-        characters: Unicode code points.
-        bytes: of the UTF-8 text.
-        documents: scored; those without any token are left out.
-        windows: rows that the model read.
-        tokens_computed: tokens that it read, padding not counted; more than `tokens` where windows overlap.
-    """
-
-    nll: float = 0.0
-    tokens: int = 0
-    words: int = 0
-    characters: int = 0
-    bytes: int = 0
-    documents: int = 0
-    windows: int = 0
-    tokens_computed: int = 0
-
-    def figures(self) -> dict[str, float]:
-        """Return the fields, nats a token (`loss`), e to that and to the nats a word, bits a byte and a character.
-
-        Those a token depend on the tokenizer, the others don't.
-        """
-        return {
-            **asdict(self),
-            "loss": self.nll / self.tokens,
-            "perplexity": metrics.perplexity(self.nll / self.tokens),
-            "word_perplexity": metrics.perplexity(self.nll / self.words),
-            "bits_per_byte": self.nll / math.log(2) / self.bytes,
-            "bits_per_character": self.nll / math.log(2) / self.characters,
-        }
+WIKITEXT_OVERLAP = 32
+WIKITEXT_TEST_TOKENS = 245_566
+"""T_o of the test split."""
 
 
 def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Iterator[Row]:
-    """Yield rows that together score each of `tokens[1:]` exactly once.
-
-    `tokens[0]` is context only. Windows wholly past the end don't exist, so none scores nothing.
-    """
+    """Yield rows that together score each of `tokens[1:]` exactly once; `tokens[0]` is context only."""
     assert 1 <= overlap <= sequence_length
     targets = len(tokens) - 1
     start, scored = 0, 0  # `scored` targets are done; the window reads tokens start … start + s - 1
@@ -79,15 +40,20 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
 
 
 def perplexity(
-    documents: Iterable[str], subject: Subject, *, overlap: int | None = None, title: str = "perplexity"
-) -> Perplexity:
-    """Return the perplexity of `documents`, each scored by itself, in windows of the subject's positions.
+    documents: Iterable[str], model: EvalModel, *, overlap: int | None = None, title: str = "perplexity"
+) -> dict[str, Any]:
+    """Return the perplexity of `documents`, each scored by itself, in windows of the model's positions.
 
-    Collective: every rank gives the same documents. Memory: the tokens of all documents, 8 bytes each, and one batch.
+    Collective: every rank passes the same documents. Memory: the tokens of all documents, 8 bytes each, and one batch.
 
     Args:
-        overlap: o, 1 … s; None: s, so that windows don't overlap.
-        title: of the bar.
+        overlap: o, 1 … s; None: s.
+        title: of the progress bar.
+
+    Returns:
+        `nll`, the summed negative log-likelihood in nats; its divisors `tokens`, `words`, `characters` (code points)
+        and `bytes` (UTF-8); `documents` that have tokens; `windows`; `tokens_computed`, those that the model read
+        without padding; and the quotients. Those per token depend on the tokenizer, the others don't.
 
     Raises:
         UserError: the documents have no token.
@@ -95,7 +61,7 @@ def perplexity(
     counts = dict.fromkeys(("tokens", "words", "characters", "bytes", "documents"), 0)
     rows: list[Row] = []
     for text in documents:
-        ids = subject.encode(text)
+        ids = model.encode(text)
         if not len(ids):
             continue
         counts["documents"] += 1
@@ -103,18 +69,27 @@ def perplexity(
         counts["words"] += len(text.split())
         counts["characters"] += len(text)
         counts["bytes"] += len(text.encode("utf-8"))
-        tokens = np.concatenate(([subject.prefix_token], ids))
-        rows += sliding_windows(tokens, subject.positions, overlap or subject.positions)
+        tokens = np.concatenate(([model.prefix_token], ids))
+        rows += sliding_windows(tokens, model.positions, overlap or model.positions)
     if not rows:
         raise UserError(f"{title}: the tokenizer finds no token in the text; give another text or tokenizer")
-    with subject.progress(title) as report:
-        # Rounded once: the same whatever the order of the batches.
-        nll = math.fsum(scores[0].nll for scores in subject.score(rows, report))
-    return Perplexity(nll=nll, **counts, windows=len(rows), tokens_computed=sum(map(len, rows)))
+    # fsum rounds once, so the order of the batches doesn't matter.
+    nll = math.fsum(scores[0].nll for scores in model.score(rows, title))
+    return {
+        "nll": nll,
+        **counts,
+        "windows": len(rows),
+        "tokens_computed": sum(map(len, rows)),
+        "loss": nll / counts["tokens"],
+        "perplexity": metrics.perplexity(nll / counts["tokens"]),
+        "word_perplexity": metrics.perplexity(nll / counts["words"]),
+        "bits_per_byte": nll / math.log(2) / counts["bytes"],
+        "bits_per_character": nll / math.log(2) / counts["characters"],
+    }
 
 
 class PerplexityTask(Task):
-    """The task gives the perplexity of any text, each document by itself."""
+    """Perplexity of any text, each document by itself."""
 
     name = "perplexity"
     logged = ("perplexity", "word_perplexity", "bits_per_byte")
@@ -128,10 +103,80 @@ class PerplexityTask(Task):
         if self.overlap is not None and not 1 <= self.overlap <= positions:
             raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
 
-    def figures(self, subject: Subject) -> dict[str, Any]:
-        found = perplexity(self.documents, subject, overlap=self.overlap, title=self.name)
-        return {"data": self.origin, "overlap": self.overlap or subject.positions, **self.chosen(found)}
+    def figures(self, model: EvalModel) -> dict[str, Any]:
+        result = perplexity(self.documents, model, overlap=self.overlap, title=self.name)
+        return {"data": self.origin, "overlap": self.overlap or model.positions, **result}
 
-    def chosen(self, found: Perplexity) -> dict[str, Any]:
-        """Return what the report has of it."""
-        return found.figures()
+
+# --- WikiText-103 -----------------------------------------------------------------------------------------------------
+
+
+def original_tokens(text: str) -> int:
+    """Return T_o: tokens between single spaces. The file has spaces around line breaks, so each of these counts."""
+    return len(text.strip().split(" "))
+
+
+def detokenize(text: str) -> str:
+    """Return the text without the spaces and the `@-@` of tokenization. lm-eval's function does Megatron-LM's steps."""
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    detokenized: str = wikitext_detokenizer({"page": text})
+    return detokenized
+
+
+def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
+    """Read the tokenized text of one split: a file with one text, or the test split from the hub.
+
+    Raises:
+        UserError: no text, or several, or the hub's can't be loaded.
+    """
+    if path is not None:
+        texts, origin = read_texts(path, text_key)
+        if len(texts) > 1:
+            raise UserError(
+                f"{path}: {len(texts):,} texts, where wikitext103 is one: give the split's own file, "
+                "such as wiki.test.tokens with .txt for its ending"
+            )
+        return texts[0], origin
+    records, origin = read_hub("wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens")
+    # The hub's lines are the file's, except that it strips blank lines of their space.
+    text = "".join(record["text"] or " \n" for record in records)
+    if original_tokens(text) != WIKITEXT_TEST_TOKENS:
+        raise UserError(
+            f"wikitext103: the hub's test split has {original_tokens(text):,} tokens, not the "
+            f"{WIKITEXT_TEST_TOKENS:,} of the original file: give that with --data wikitext103=FILE"
+        )
+    return text, origin
+
+
+class WikitextTask(PerplexityTask):
+    """WikiText-103's perplexity as in arXiv 1909.08053 (section 5.3, appendix E.1).
+
+    The tokenized text is detokenized and scored in overlapping windows. The NLL is divided by T_o, the tokens of the
+    original file (`perplexity`); by T_o - 1, as the paper's released code does (`perplexity_released_code`); and by T,
+    the sub-words (`perplexity_subword`). The released code leaves the first sub-word unscored; here it is scored.
+    """
+
+    name = "wikitext103"
+    logged = ("perplexity", "perplexity_released_code", "perplexity_subword")
+
+    def __init__(self, file: Path | None, options: TaskOptions):
+        if options.limit is not None:
+            raise UserError(f"--limit {options.limit}: wikitext103 is one text; leave the limit out, or the task")
+        require_lm_eval("the detokeniser of wikitext103")
+        text, self.origin = wikitext_split(file, options.text_key)
+        self.documents, self.original_tokens = [detokenize(text)], original_tokens(text)
+        self.overlap = options.overlap or WIKITEXT_OVERLAP
+
+    def figures(self, model: EvalModel) -> dict[str, Any]:
+        result = super().figures(model)
+        divisors = {
+            "perplexity": self.original_tokens,
+            "perplexity_released_code": self.original_tokens - 1,
+            "perplexity_subword": result["tokens"],
+        }
+        perplexities = {
+            name: metrics.perplexity(result["nll"] / count) if count else None for name, count in divisors.items()
+        }
+        kept = {name: result[name] for name in ("data", "overlap", "nll", "tokens", "windows", "tokens_computed")}
+        return {**kept, "original_tokens": self.original_tokens, **perplexities}

@@ -1,4 +1,4 @@
-"""An evaluation shows tables, the JSON file, and two of those side by side."""
+"""The report of an evaluation: tables for a terminal, the JSON file, and the comparison of two such files."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ def _percent(value: float | None) -> str:
 
 
 PARTS = ("model", "settings", "versions")
-"""Of a report, beside the tasks."""
+"""Keys of a report besides `tasks`."""
 
 _count, _rate = "{:,}".format, "{:,.0f}".format
 
-# Column, key of the result, format. A task of zero_tp's own has the columns whose keys it has, lm-eval's have the last.
+# Column, key of the result, format. zero_tp's tasks have all columns that their result has, lm-eval's the last 6.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("accuracy", "accuracy", _percent),
     ("±", "accuracy_standard_error", _percent),
     ("perplexity", "perplexity", _figure),
-    ("pseudo-perplexity", "pseudo_perplexity", _figure),
     ("by T_o - 1", "perplexity_released_code", _figure),
     ("sub-word", "perplexity_subword", _figure),
     ("nats/token", "loss", _figure),
@@ -51,20 +50,20 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Lay the results out for a person: a heading and a line for each of zero_tp's own tasks, then lm-eval's table."""
+    """Return a heading and a line for each of zero_tp's own tasks, then lm-eval's table."""
     parts: list[str] = [note] if (note := report["model"].get("note")) else []
     harness: dict[str, dict[str, Any]] = {}
     rows: list[tuple[str, ...]] = []
     for task, result in report["tasks"].items():
-        chosen = COLUMNS[-6:] if "lm_eval" in result else COLUMNS
-        columns = [(name, form(result[key])) for name, key, form in chosen if key in result]
-        both = [("task", *(name for name, _ in columns)), (task, *(cell for _, cell in columns))]
+        candidates = COLUMNS[-6:] if "lm_eval" in result else COLUMNS
+        columns = [(name, form(result[key])) for name, key, form in candidates if key in result]
+        lines = [("task", *(name for name, _ in columns)), (task, *(cell for _, cell in columns))]
         if "lm_eval" in result:
-            rows += both[1:] if rows else both
+            rows += lines[1:] if rows else lines
             for key, value in result["lm_eval"].items():
                 harness.setdefault(key, {}).update(value)
         else:
-            parts.append("\n".join(text_table(both)))
+            parts.append("\n".join(text_table(lines)))
     if harness:
         from lm_eval.utils import make_table
 
@@ -76,14 +75,15 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write JSON, whole or not at all. UserError when it can't be written."""
+    """Write a report as JSON, atomically. UserError: it can't be written."""
     write_named(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Move the samples of a report into files beside `path`, JSON lines for each task as lm-eval has them.
+    """Move the samples of a report into files next to `path`, JSON lines for each task as lm-eval has them.
 
-    UserError when one can't be written.
+    Raises:
+        UserError: a file can't be written.
     """
     written: dict[Path, str] = {}
     for result in report["tasks"].values():
@@ -98,7 +98,7 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a file that `write_report` wrote. UserError: it isn't one."""
+    """Read a file of `write_report`. UserError: it isn't one."""
     report = read_json(path, "give a report of zero-tp evaluate --output")
     tasks, parts = report.get("tasks"), [report.get(part, {}) for part in PARTS]
     if "model" in report and isinstance(tasks, dict) and all(isinstance(part, dict) for part in parts):
@@ -109,9 +109,10 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def comparison(first: Path, second: Path) -> str:
-    """Lay two reports side by side: every figure of the tasks that both have, and what else differs.
+    """Return two reports side by side: every figure of their common tasks, and the other differences.
 
-    UserError: one can't be read, or they have no task in common.
+    Raises:
+        UserError: one can't be read, or they have no task in common.
     """
     a, b = read_report(first), read_report(second)
     common = [task for task in a["tasks"] if task in b["tasks"]]
@@ -156,4 +157,4 @@ def _hashes(data: Any) -> Any:
     """Return the SHA-256 of a task's data, or of its subtasks' by name."""
     if not isinstance(data, Mapping):
         return None
-    return data.get("sha256") or {name: _hashes(each) for name, each in data.items()}
+    return data.get("sha256") or {name: _hashes(subtask) for name, subtask in data.items()}

@@ -1,4 +1,4 @@
-"""This module says what a task of zero-shot evaluation is, what it is asked with, and where its texts come from."""
+"""A task of zero-shot evaluation: its options, its data, its interface."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pydantic_core import to_jsonable_python
 from zero_tp.data.documents import read_documents
 from zero_tp.data.sources import file_sha256
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.subject import Subject
+from zero_tp.evaluation.eval_model import EvalModel
 
 Origin = dict[str, Any]
-"""What a report says of where data are from: the path or data set, and a SHA-256."""
+"""Where data are from, in a report: the path or data set, and a SHA-256."""
 
 LEAST = {"batch_size": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 MOST = 2**31 - 1
 
 
 def require_lm_eval(what: str) -> None:
-    """Check that lm-eval, which is optional, is there for what needs it. It is not imported: that takes seconds.
+    """Check that lm-eval, which is optional, is installed, without importing it: that takes seconds.
 
     Raises:
         UserError: it is not installed.
@@ -39,17 +39,17 @@ def require_lm_eval(what: str) -> None:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """The options hold what tasks are asked with.
+    """Options of tasks.
 
     Attributes:
         text_key: key of the text in JSON lines.
-        overlap: tokens a window advances by; None: the task's own.
+        overlap: tokens that a window advances by; None: the task's own.
         limit: examples (documents) of a task; None: all.
-        num_fewshot: of lm-eval's tasks; None: what the task says.
+        num_fewshot: of lm-eval's tasks; None: as in the task file.
         include_path: a directory of lm-eval task files.
         allow_task_code: they may run Python.
         apply_chat_template: put their requests into the tokenizer's chat template.
-        log_samples: give each request with the model's answer.
+        log_samples: return each request with the model's answer.
     """
 
     text_key: str = "text"
@@ -62,7 +62,7 @@ class TaskOptions:
     log_samples: bool = False
 
     def check(self) -> None:
-        """Raise a UserError for a number that can't be."""
+        """Raise a UserError for a number that is out of range."""
         for name, least in LEAST.items():
             value = getattr(self, name, None)
             if value is not None and value < least:
@@ -72,47 +72,45 @@ class TaskOptions:
 
 
 class Task(ABC):
-    """A task is one of `--tasks`. To make one reads and checks its data; the model isn't needed for that.
+    """One of `--tasks`. The constructor reads and checks its data, and does not need the model.
 
     Attributes:
-        name: as it was asked for.
-        logged: the figures that a training run logs.
-        causal: it scores causal models; else encoders.
+        name: as in `--tasks`.
+        logged: figures that a training run logs.
     """
 
     name: str
-    causal: ClassVar[bool] = True
     logged: ClassVar[tuple[str, ...]] = ()
 
     def check(self, positions: int) -> None:  # noqa: B027  # most tasks fit every model
-        """Raise a UserError if what was asked doesn't fit a model that reads so many tokens."""
+        """Raise a UserError if the options don't fit a model that reads so many tokens."""
 
-    def run(self, subject: Subject) -> dict[str, Any]:
-        """Return the figures as JSON has them. Collective; all ranks get the same."""
-        found: dict[str, Any] = as_json(self.figures(subject))
-        return found
+    def run(self, model: EvalModel) -> dict[str, Any]:
+        """Return the figures as JSON values. Collective; all ranks get the same."""
+        result: dict[str, Any] = as_json(self.figures(model))
+        return result
 
     @abstractmethod
-    def figures(self, subject: Subject) -> dict[str, Any]:
+    def figures(self, model: EvalModel) -> dict[str, Any]:
         """Compute the figures.
 
-        Every task gives `data` (its origin and SHA-256), `tokens`, those scored, and `tokens_computed`, those that the
-        model read, padding not counted.
+        Every task has `data` (its origin and SHA-256), `tokens`, the number scored, and `tokens_computed`, the number
+        that the model read, without padding.
         """
 
     def figures_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
-        """Pick what a training run logs of a result."""
+        """Return the figures of a result that a training run logs."""
         return {name: result[name] for name in self.logged}
 
 
 def as_json(value: Any) -> Any:
-    """Return the value as JSON has it: None for a number that isn't finite, its text for what JSON has no form for."""
+    """Return the value as JSON values: None for a number that isn't finite, text for what JSON has no form for."""
     return to_jsonable_python(
-        value, inf_nan_mode="null", fallback=lambda each: each.item() if isinstance(each, np.generic) else str(each)
+        value, inf_nan_mode="null", fallback=lambda other: other.item() if isinstance(other, np.generic) else str(other)
     )
 
 
-def digest_of(records: Iterable[Any]) -> str:
+def hash_records(records: Iterable[Any]) -> str:
     """Return the SHA-256 of records, each a line of JSON with sorted keys, in hexadecimal."""
     digest = hashlib.sha256()
     for record in records:
@@ -120,37 +118,40 @@ def digest_of(records: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def origin_of(path: Path) -> Origin:
-    """Describe a file by its path and the SHA-256 of its bytes as stored."""
+def file_origin(path: Path) -> Origin:
+    """Return a file's path and the SHA-256 of its bytes as stored."""
     return {"path": str(path), "sha256": file_sha256(path)}
 
 
 def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[list[str], Origin]:
-    """Read the texts of a file, but for empty ones. UserError: it can't be read, or there is none."""
+    """Read the texts of a file that are not blank. UserError: it can't be read, or there is none."""
     texts = list(islice((text for text in read_documents(path, text_key) if text.strip()), limit))
     if not texts:
         raise UserError(f"{path}: no text in it")
-    return texts, origin_of(path)
+    return texts, file_origin(path)
 
 
 def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
     """Read the test split of a data set, from the hub or its cache on this machine.
 
     Args:
-        task, file: what a `UserError` names where it can't be had: `--data TASK=FILE`.
+        task, file: named by the error message as `--data TASK=FILE`.
+
+    Raises:
+        UserError: the package datasets is not installed, or it can't load the data.
     """
-    wanted = f"give the file with --data {task}=FILE ({file})"
+    remedy = f"give the file with --data {task}=FILE ({file})"
     try:
         import datasets
     except ImportError as error:
         raise UserError(
             f"{task}: reading from the Hugging Face hub needs datasets (pip install -c constraints.txt -e .[eval]); "
-            f"or {wanted}"
+            f"or {remedy}"
         ) from error
     try:
         records = list(datasets.load_dataset(repository, name, split="test"))
     except Exception as error:  # datasets and huggingface_hub raise a dozen kinds, with and without a network
         raise UserError(
-            f"{task}: {repository} can't be had from the Hugging Face hub ({first_line(error)}): {wanted}"
+            f"{task}: {repository} can't be had from the Hugging Face hub ({first_line(error)}): {remedy}"
         ) from error
-    return records, {"dataset": repository, "name": name, "split": "test", "sha256": digest_of(records)}
+    return records, {"dataset": repository, "name": name, "split": "test", "sha256": hash_records(records)}

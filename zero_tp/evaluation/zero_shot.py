@@ -1,38 +1,50 @@
-"""A model directory or a run is evaluated zero-shot: the settings, the order of the steps, and the report."""
+"""Zero-shot evaluation: the settings, the table of tasks, the order of the steps, the report."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from zero_tp.constants import DTYPES
+from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.pretrained import open_directory
-from zero_tp.evaluation.registry import check_kind, make_tasks
-from zero_tp.evaluation.subject import Subject
-from zero_tp.evaluation.task import Task, TaskOptions, as_json
+from zero_tp.evaluation.eval_model import EvalModel
+from zero_tp.evaluation.lambada import LambadaTask
+from zero_tp.evaluation.model_directory import open_directory
+from zero_tp.evaluation.perplexity import PerplexityTask, WikitextTask
+from zero_tp.evaluation.task import Task, TaskOptions, as_json, require_lm_eval
 from zero_tp.parallel.agreement import all_gather_object, octets
 from zero_tp.process.connect import connect
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_replicas
 
+if TYPE_CHECKING:
+    from zero_tp.evaluation.lm_eval_tasks import TaskDirectory
+
+OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
+    task.name: task for task in (PerplexityTask, WikitextTask, LambadaTask)
+}
+TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
+LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
+"""Options that change lm-eval's tasks alone."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval", "datasets")
 COMPARED = 1024
-"""Elements of each parameter by which ranks compare what they have loaded."""
+"""Elements of each parameter that ranks compare after loading."""
 
 
 @dataclass(frozen=True)
 class EvaluationSettings(TaskOptions):
-    """The settings say how a model is evaluated, by the names of the command's options.
+    """Options of the command, by their names.
 
     Attributes:
         batch_size: rows at once, on each data-parallel rank.
@@ -41,7 +53,7 @@ class EvaluationSettings(TaskOptions):
         device: as torch names it; None: `cuda` if there is one, else `cpu`.
         tensor_parallel: ranks that share one copy of the model.
         tokenizer: a directory to take the tokenizer from, instead of the model's own.
-        allow_pickle: read pickled weights where there are no safetensors.
+        allow_pickle: read pickled weights if there are no safetensors.
     """
 
     batch_size: int = 8
@@ -53,6 +65,75 @@ class EvaluationSettings(TaskOptions):
     allow_pickle: bool = False
 
 
+def parse_tasks(text: str) -> list[str]:
+    """Parse task names from `a,b`. UserError: none."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UserError(f"--tasks {text!r}: no task named; there are {TASK_NAMES}")
+    return names
+
+
+def parse_data(pairs: Iterable[str], tasks: Sequence[str]) -> dict[str, Path]:
+    """Parse TASK=PATH pairs. UserError: no such pair, a task that isn't run, or no such file."""
+    data: dict[str, Path] = {}
+    for pair in pairs:
+        task, equals, path = pair.partition("=")
+        if not equals or not path:
+            raise UserError(f"--data {pair}: TASK=PATH is needed, such as lambada=data/lambada.jsonl")
+        if task in data:
+            raise UserError(f"--data {pair}: {task} has a file already, {data[task]}")
+        data[task] = Path(path)
+    check_data(data, tasks)
+    return data
+
+
+def check_data(data: Mapping[str, Path], tasks: Sequence[str]) -> None:
+    """Raise a UserError for a file of a task that isn't run, a missing file, or a task that lacks one."""
+    for task, path in data.items():
+        if task not in tasks:
+            raise UserError(f"--data {task}={path}: {task!r} is not among --tasks {','.join(tasks)}")
+    if PerplexityTask.name in tasks and PerplexityTask.name not in data:
+        raise UserError("perplexity needs a text: --data perplexity=FILE (.txt or .jsonl, each also .gz)")
+    check_files(data.values())
+
+
+def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOptions) -> list[Task]:
+    """Make the tasks in order and read their data. The model isn't needed.
+
+    A name means a task of `include_path`, else one of zero_tp's, else one of lm-eval's.
+
+    Raises:
+        UserError: an unknown task (names the nearest), options that don't fit it, or data that can't be read.
+    """
+    options.check()
+    directory: TaskDirectory | None = None
+    if options.include_path is not None or any(name not in OWN_TASKS for name in names):
+        require_lm_eval("a task that is none of zero_tp's own")
+        from zero_tp.evaluation import lm_eval_tasks
+
+        if options.include_path is not None:
+            directory = lm_eval_tasks.TaskDirectory(options.include_path, allow_code=options.allow_task_code)
+    in_directory = [name for name in names if directory and name in directory.names]
+    own = [name for name in names if name in OWN_TASKS and name not in in_directory]
+    unfit = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
+    if unfit and len(own) == len(names):
+        raise UserError(f"--{unfit[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
+    for name in names:
+        if name not in in_directory and name not in own:
+            theirs = lm_eval_tasks.lm_eval_task_manager().all_tasks
+            if name not in theirs:
+                near = difflib.get_close_matches(name, [*OWN_TASKS, *(directory.names if directory else ()), *theirs])
+                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
+                raise UserError(f"{name}: unknown task; {hint}")
+    check_data({name: path for name, path in data.items() if name in own}, own)
+    return [
+        OWN_TASKS[name](data.get(name), options)
+        if name in own
+        else lm_eval_tasks.LMEvalTask(name, directory if name in in_directory else None, options, data.get(name))
+        for name in names
+    ]
+
+
 def evaluate(
     model: Path,
     names: Sequence[str],
@@ -62,17 +143,74 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run the tasks; return what `zero-tp evaluate` writes as JSON. Collective, where there are several ranks.
 
-    All checks, and the reading of the tasks' data, come before ranks connect and before the weights are read.
+    All checks are made, and the tasks' data are read, before ranks connect and before the weights are read.
 
     Args:
         model: a Hugging Face directory, a run, or one of its checkpoints.
         data: files by the task's name.
-        environment: of this rank; None: the process is alone.
+        environment: of this rank; None: a single process.
 
     Raises:
-        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model; ranks that have other weights.
+        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model; ranks with different weights.
     """
     world = environment.world if environment else 1
+    device = _check_settings(settings, world)
+    directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
+    length = directory.sequence_length(settings.sequence_length)
+    tasks = make_tasks(names, data, settings)
+    for task in tasks:
+        task.check(length)
+    topology = Topology()
+    if environment is not None and world > 1:
+        # No sequence parallelism: without gradients it saves little memory.
+        environment.export()
+        topology, own_device = connect(environment, device, settings.tensor_parallel)
+        device = str(own_device)
+    loaded = directory.load(
+        settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
+    )
+    if world > 1:
+        check_same_weights(loaded.module, topology, directory.path)
+    return {
+        "model": {
+            "path": str(directory.path),
+            "step": directory.step,
+            **({"note": directory.note} if directory.note else {}),
+            "model_type": directory.config.model_type,
+            "class": type(loaded.module).__name__,
+            "parameters": loaded.module.num_parameters(),
+            "vocabulary_size": len(directory.tokenizer),
+        },
+        "settings": as_json(
+            asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
+        ),
+        "versions": _versions(),
+        "tasks": {task.name: _timed(task, loaded) for task in tasks},
+    }
+
+
+def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
+    """Check that all ranks have loaded the same model: directories may differ between machines. Collective.
+
+    Compares the beginning of each parameter over DP, and replicated parameters over TP.
+
+    Raises:
+        UserError: on every rank; the weights differ.
+    """
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(octets(parameter.flatten()[:COMPARED]))
+    problem = f"--model {path}: holds other weights on other machines; put it on storage that all share"
+    if len(set(all_gather_object((topology.tensor_rank, digest.digest())))) > topology.tensor:
+        raise UserError(problem)
+    try:
+        check_replicas(model, topology)
+    except UserError as error:  # its message is about training
+        raise UserError(problem) from error
+
+
+def _check_settings(settings: EvaluationSettings, world: int) -> str:
+    """Return the device to compute on. UserError: a setting is out of range, or the device can't compute."""
     settings.check()
     if settings.dtype not in DTYPES.values():
         raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES.values())}")
@@ -82,77 +220,20 @@ def evaluate(
             f"deepspeed --num_accelerators N starts N"
         )
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if world == 1:  # several take their own
-        _check_device(device)
-    directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
-    length = directory.sequence_length(settings.sequence_length)
-    tasks = make_tasks(names, data, settings)
-    check_kind(tasks, causal=directory.causal)
-    for task in tasks:
-        task.check(length)
-    topology = Topology()
-    if environment is not None and world > 1:
-        if device not in ("cuda", "cpu"):
-            raise UserError(f"--device {device}: with several ranks cuda or cpu, each rank takes its own")
-        # Without sequence parallelism: without gradients it saves no memory that counts.
-        environment.export()
-        topology, own_device = connect(environment, device, settings.tensor_parallel)
-        device = str(own_device)
-    subject = directory.load(
-        settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
-    )
-    if world > 1:
-        check_same_weights(subject.module, topology, directory.path)
-    return {
-        "model": {
-            "path": str(directory.path),
-            "step": directory.step,
-            **({"note": directory.note} if directory.note else {}),
-            "model_type": directory.config.model_type,
-            "class": type(subject.module).__name__,
-            "parameters": subject.module.num_parameters(),
-            "vocabulary_size": len(directory.tokenizer),
-        },
-        "settings": as_json(
-            asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
-        ),
-        "versions": _versions(),
-        "tasks": {task.name: _timed(task, subject) for task in tasks},
-    }
+    if world > 1 and device not in ("cuda", "cpu"):
+        raise UserError(f"--device {device}: with several ranks cuda or cpu, each rank takes its own")
+    if world == 1:  # of several ranks, each takes its own device
+        try:
+            torch.ones(1, device=device).item()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise UserError(f"--device {device}: {first_line(error)}") from error
+    return device
 
 
-def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
-    """Check that all ranks have loaded one model: machines may each have a directory of that name. Collective.
-
-    They compare the beginning of each parameter over DP, and those that are whole on each rank over TP.
-
-    Raises:
-        UserError: on every rank; they have not.
-    """
-    hashed = hashlib.sha256()
-    for parameter in model.parameters():
-        hashed.update(octets(parameter.flatten()[:COMPARED]))
-    other = f"--model {path}: holds other weights on other machines; put it on storage that all share"
-    if len(set(all_gather_object((topology.tensor_rank, hashed.digest())))) > topology.tensor:
-        raise UserError(other)
-    try:
-        check_replicas(model, topology)
-    except UserError as error:  # which tells of training
-        raise UserError(other) from error
-
-
-def _check_device(device: str) -> None:
-    """Raise a UserError if nothing can be computed there."""
-    try:
-        torch.ones(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device {device}: {first_line(error)}") from error
-
-
-def _timed(task: Task, subject: Subject) -> dict[str, Any]:
-    """Run the task; return its figures with `seconds`, and tokens scored and computed a second."""
+def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
+    """Run the task; return its figures with `seconds`, and tokens scored and computed per second."""
     started = time.perf_counter()
-    result = task.run(subject)
+    result = task.run(model)
     seconds = time.perf_counter() - started
     return result | {
         "seconds": round(seconds, 3),
@@ -162,10 +243,10 @@ def _timed(task: Task, subject: Subject) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:  # lm-eval and datasets are an extra
             continue
-    return found
+    return versions

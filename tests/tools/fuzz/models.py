@@ -30,8 +30,8 @@ from pathlib import Path
 from zero_tp import cli
 from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.evaluation.perplexity import perplexity
-from zero_tp.evaluation.pretrained import check_tokenizer
-from zero_tp.evaluation.subject import ParallelScorer, Subject
+from zero_tp.evaluation.model_directory import check_tokenizer
+from zero_tp.evaluation.eval_model import ParallelScorer, EvalModel
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.process.quiet import quiet_libraries
 
@@ -42,8 +42,8 @@ def main():
     tokenizer = open_tokenizer(directory)
     check_tokenizer(tokenizer, model.config, directory)
     positions = model.config.max_position_embeddings
-    subject = Subject(ParallelScorer(model), model, tokenizer, model.config, positions, batch_size=1)
-    print(perplexity([Path("text.txt").read_text()], subject).nll)
+    eval_model = EvalModel(ParallelScorer(model), model, tokenizer, model.config, positions, batch_size=1)
+    print(perplexity([Path("text.txt").read_text()], eval_model)["nll"])
 
 quiet_libraries(False)
 cli.run(main)

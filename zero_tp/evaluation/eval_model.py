@@ -1,0 +1,283 @@
+"""Score rows of tokens by a model of zero_tp or of transformers, in batches that the data-parallel ranks share.
+
+Shapes: b batch, n tokens of a row, k alternatives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from zero_tp.constants import IGNORE_INDEX
+from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import require_same_on_all_ranks
+from zero_tp.parallel.scores import TokenScores, scores_of_logits
+from zero_tp.topology import Topology
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Tokens = npt.NDArray[np.int64]
+Scorer = Callable[[Tensor, Tensor], TokenScores]
+"""Scores a batch: int64 input ids [b, n] and labels [b, n, k] → scores [b, n, k], 0 and False where a label is -100.
+
+Labels are already shifted: `labels[i, j]` are tokens after `input_ids[i, j]`. Collective over the grid."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens that the model reads at once.
+
+    Attributes:
+        tokens: int64 [n + 1]: the model reads all but the last, and its targets are all but the first.
+        scored: number of targets that count, the last ones; at least 1.
+        alternatives: other tokens in the last target's place, scored by the same forward.
+    """
+
+    tokens: Tokens
+    scored: int
+    alternatives: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        """Return n, the number of tokens that the model reads."""
+        return len(self.tokens) - 1
+
+
+def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int) -> tuple[list[Row], int]:
+    """Make rows that score each continuation after its context, truncated on the left to `positions` tokens.
+
+    Returns:
+        The rows, and how many were truncated.
+
+    Raises:
+        UserError: a continuation or a context has no token, or a continuation alone has more than `positions`.
+    """
+    rows, truncated = [], 0
+    for context, continuation in pairs:
+        if not len(continuation) or not len(context):
+            part = "context" if len(continuation) else "continuation"
+            raise UserError(
+                f"a {part} has no token: the tokenizer finds none in its text; give another text or tokenizer"
+            )
+        if len(continuation) > positions:
+            raise UserError(
+                f"a continuation of {len(continuation):,} tokens is longer than the {positions:,} that the model reads"
+            )
+        tokens = np.array([*context, *continuation], dtype=np.int64)
+        truncated += len(tokens) > positions + 1
+        rows.append(Row(tokens[-(positions + 1) :], len(continuation)))
+    return rows, truncated
+
+
+class Score(NamedTuple):
+    """Negative log-likelihood of a row's scored targets in nats, and whether each was the arg-max."""
+
+    nll: float
+    greedy: bool
+
+
+def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    """Return input ids [b, n] and labels [b, n, k], padded to the longest row and the most alternatives.
+
+    Padding is on the right, so a causal model needs no attention mask.
+    """
+    longest = max(map(len, rows))
+    alternatives = 1 + max(len(row.alternatives) for row in rows)
+    input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels = torch.full((len(rows), longest, alternatives), IGNORE_INDEX)
+    for number, row in enumerate(rows):
+        assert 1 <= row.scored <= len(row)
+        assert row.scored == 1 or not row.alternatives
+        tokens = torch.from_numpy(row.tokens)
+        input_ids[number, : len(row)] = tokens[:-1]
+        labels[number, len(row) - row.scored : len(row), 0] = tokens[len(tokens) - row.scored :]
+        if row.alternatives:
+            labels[number, len(row) - 1, 1 : 1 + len(row.alternatives)] = torch.tensor(row.alternatives)
+    return input_ids, labels
+
+
+class ParallelScorer:
+    """Scores by a `ZeroTPForCausalLM`, or by the DeepSpeed engine around it."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
+        output = self.model(input_ids, shift_labels=labels, reduction="none")
+        return TokenScores(output.loss, output.greedy)
+
+
+class HuggingFaceScorer:
+    """Scores by a Hugging Face causal language model.
+
+    If the model accepts `logits_to_keep`, it computes logits only at positions that some row scores. A batch whose fp32
+    logits would take more than `logits_bytes` goes through the model in smaller groups, of one row at least. Logits are
+    converted to fp32 in chunks of 128 positions.
+    """
+
+    POSITIONS = 128
+
+    def __init__(self, model: Any, logits_bytes: int = 512 << 20) -> None:
+        self.model = model.eval()
+        self.logits_bytes = logits_bytes
+        self._can_keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
+        scored = (labels != IGNORE_INDEX).any(2)  # [b, n]
+        columns = scored.any(0).nonzero().squeeze(1) if self._can_keep_logits else torch.arange(labels.shape[1])
+        nll = torch.zeros(labels.shape, device=labels.device)
+        greedy = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
+        options: dict[str, Any] = {"use_cache": False} | ({"logits_to_keep": columns} if self._can_keep_logits else {})
+        vocabulary = self.model.config.get_text_config().vocab_size
+        rows = max(1, self.logits_bytes // (max(1, len(columns)) * vocabulary * 4))
+        for start in range(0, len(input_ids), rows):
+            group = slice(start, start + rows)
+            logits = self.model(input_ids=input_ids[group], **options).logits
+            indices = scored[group][:, columns].nonzero(as_tuple=True)
+            for row, column in zip(*(index.split(self.POSITIONS) for index in indices), strict=True):
+                targets = (row + start, columns[column])
+                nll[targets], greedy[targets] = scores_of_logits(logits[row, column].float(), labels[targets])
+        return TokenScores(nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX))
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """A model with its tokenizer, on the ranks that share its rows.
+
+    Batches are formed before they are distributed to the data-parallel ranks, so every DP size computes the same sums.
+    ZeRO-3 needs equally many forwards on every rank: ranks without a batch repeat the last one, which counts once.
+
+    Attributes:
+        module: has `generate`, for tasks that generate text.
+        tokenizer: has a bos or an eos token.
+        positions: tokens of a window, and of the longest context.
+        batch_size: rows of a batch.
+        topology: the grid; by default one process.
+        lock_step: ranks must run equally many forwards while they generate, too (ZeRO-3).
+        quiet: no progress bar.
+    """
+
+    scorer: Scorer
+    module: Any
+    tokenizer: Any
+    config: PretrainedConfig
+    positions: int
+    batch_size: int = 8
+    device: torch.device | str = "cpu"
+    topology: Topology = field(default_factory=Topology)
+    lock_step: bool = False
+    quiet: bool = False
+
+    @property
+    def prefix_token(self) -> int:
+        """Return the token before a text: bos, or eos if the tokenizer has no bos."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        token = eos if bos is None else bos
+        assert isinstance(token, int)
+        return token
+
+    def encode(self, text: str) -> Tokens:
+        """Tokenize without special tokens; a special token's spelling is plain text, as in a prepared corpus."""
+        # verbose=False: no warning about the length
+        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return np.array(ids, dtype=np.int64)
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokenize (context, continuation) as lm-eval does.
+
+        Both are tokenized together and split after the context's tokens; spaces between belong to the continuation.
+        The context has the tokenizer's special tokens; an empty context is the prefix token.
+        """
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        if not stripped:
+            return [self.prefix_token], self.tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
+        both = self.tokenizer.encode(stripped + continuation, verbose=False)
+        before = self.tokenizer.encode(stripped, verbose=False)
+        return before, both[len(before) :]
+
+    def require_same_requests(self, requests: Iterable[bytes]) -> None:
+        """Check that all ranks have the same requests. Collective.
+
+        Raises:
+            UserError: on every rank; a task's data or the tokenizer differ on another machine.
+        """
+        if self.topology.world > 1:
+            digest = hashlib.sha256()
+            for request in requests:
+                digest.update(len(request).to_bytes(8) + request)
+            require_same_on_all_ranks({"what a task asks of the model": f"SHA-256 {digest.hexdigest()[:12]}…"})
+
+    def map_batches(
+        self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], title: str
+    ) -> list[R]:
+        """Compute `function` of every batch, each on one DP rank; every rank gets all, in order. Collective.
+
+        Args:
+            size: tokens of a batch, for the progress bar on rank 0's terminal.
+            title: of the bar.
+        """
+        ranks, rank = self.topology.data, self.topology.data_rank
+        results: list[R] = []
+        # None disables it if stderr is no terminal; `sys.stderr` is redirected while lm-eval runs.
+        disable = True if self.quiet or self.topology.rank else None
+        total = sum(map(size, batches))
+        with tqdm(
+            desc=title, total=total, unit=" tokens", unit_scale=True, disable=disable, leave=False, file=sys.__stderr__
+        ) as bar:
+            for start in range(0, len(batches), ranks):
+                result = function(batches[min(start + rank, len(batches) - 1)])
+                if start + rank < len(batches):
+                    results.append(result)
+                bar.update(sum(map(size, batches[start : start + ranks])))
+        if ranks == 1:
+            return results
+        gathered: list[Any] = [None] * ranks
+        dist.all_gather_object(gathered, results, group=self.topology.data_group)
+        return [gathered[index % ranks][index // ranks] for index in range(len(batches))]
+
+    @torch.no_grad()  # inference_mode's tensors could not be used in training, and ZeRO-3 gathers parameters here
+    def score(self, rows: Sequence[Row], title: str = "") -> list[list[Score]]:
+        """Score every row: its targets, then each alternative. Every rank gets all, in order. Collective.
+
+        Long rows come first: rows of a batch have similar lengths, and too little memory shows at once.
+
+        Raises:
+            UserError: see `require_same_requests`.
+        """
+        self.require_same_requests(row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows)
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        scores = self.map_batches(
+            lambda batch: self._score([rows[index] for index in batch]),
+            batches,
+            lambda batch: sum(len(rows[index]) for index in batch),
+            title,
+        )
+        by_row = dict(zip(order, (row_scores for batch in scores for row_scores in batch), strict=True))
+        return [by_row[index] for index in range(len(rows))]
+
+    def _score(self, rows: Sequence[Row]) -> list[list[Score]]:
+        input_ids, labels = pad(rows)
+        nll, greedy = self.scorer(input_ids.to(self.device), labels.to(self.device))
+        # A row with alternatives has one target, so each alternative's sum is that of its one label.
+        sums = nll.double().sum(1).tolist()
+        arg_max = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
+        return [
+            [Score(*score) for score in zip(sums[index], arg_max[index], strict=True)][: 1 + len(row.alternatives)]
+            for index, row in enumerate(rows)
+        ]

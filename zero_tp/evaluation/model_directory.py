@@ -1,0 +1,177 @@
+"""Open what `--model` names: a Hugging Face directory, a training run, or one of its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from zero_tp.architectures import ARCHITECTURES
+from zero_tp.checkpoint.convert import config_of, tokenizer_of
+from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, in_use, is_run, passed_over, read_manifest
+from zero_tp.checkpoint.reader import CheckpointReader
+from zero_tp.data.tokenizer import open_tokenizer
+from zero_tp.errors import UserError, first_line
+from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.topology import Topology
+from zero_tp.weights.files import find_weights, resolve
+from zero_tp.weights.load import open_config, open_model
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A directory with a model whose config and tokenizer are open and fit each other. Its weights are not read yet.
+
+    Attributes:
+        path: a Hugging Face directory, or a checkpoint's.
+        step: of the checkpoint; None of a Hugging Face directory.
+        note: a line for the person who evaluates it; may be empty.
+    """
+
+    path: Path
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    allow_pickle: bool = False
+    step: int | None = None
+    note: str = ""
+
+    def sequence_length(self, requested: int | None) -> int:
+        """Return the tokens of a window: `requested`, or all positions that the config has.
+
+        Raises:
+            UserError: more than the model has; or its config has none, or an impossible number.
+        """
+        positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and positions < 1:
+            raise UserError(f"{self.path}: its config's max_position_embeddings is {positions}: a positive number")
+        if requested is None:
+            if positions is None:
+                raise UserError(
+                    f"{self.path}: its config doesn't say how many positions it has: give --sequence-length"
+                )
+            return positions
+        if requested < 1:
+            raise UserError(f"--sequence-length {requested}: at least 1")
+        if positions is not None and requested > positions:
+            raise UserError(f"--sequence-length {requested:,}: the model has {positions:,} positions")
+        return requested
+
+    def load(
+        self,
+        dtype: str,
+        device: str,
+        topology: Topology | None = None,
+        *,
+        batch_size: int = 8,
+        sequence_length: int | None = None,
+    ) -> EvalModel:
+        """Load the model: a checkpoint, and any model over TP ranks, as zero_tp's; else as transformers' own class.
+
+        Raises:
+            UserError: weights are missing or damaged, no such device, or the architecture can't be split over TP ranks.
+        """
+        topology = topology or Topology()
+        parallel = self.step is not None or topology.tensor > 1
+        load = self._load_parallel if parallel else self._load_native
+        model = load(getattr(torch, dtype), device, topology).eval()
+        return EvalModel(
+            ParallelScorer(model) if parallel else HuggingFaceScorer(model),
+            model,
+            self.tokenizer,
+            self.config,
+            self.sequence_length(sequence_length),
+            batch_size=batch_size,
+            device=device,
+            topology=topology,
+        )
+
+    def _load_parallel(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
+        """Load zero_tp's model; each rank reads its own slices, of a checkpoint's fp32 masters or of the weights."""
+        if self.step is None:
+            return ZeroTPForCausalLM.from_pretrained(
+                self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
+            )
+        with in_use(self.path) as manifest:
+            source = CheckpointReader(self.path, manifest)
+            return ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
+
+    def _load_native(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
+        model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
+        try:
+            model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"--device {device}: {first_line(error)}") from error
+        try:
+            with torch.no_grad():
+                model(torch.zeros(1, 1, dtype=torch.long, device=device))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # an architecture that is unknown here raises anything
+            raise UserError(
+                f"{self.path}: the model that its config.json describes computes nothing: {first_line(error)}"
+            ) from error
+        return model
+
+
+def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
+    """Check a directory, or a name on the Hugging Face hub, and open its config and tokenizer.
+
+    Args:
+        allow_pickle: accept pickled weights.
+        tokenizer: a directory to take the tokenizer from, instead of the model's own.
+
+    Raises:
+        UserError: no such directory; it lacks config, weights or tokenizer; it has no causal language model; or its
+            tokenizer has more tokens than the model.
+    """
+    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
+    tokenizer = None if tokenizer is None else resolve(tokenizer, "--tokenizer", weights=False).directory
+    if not path.is_dir():
+        raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
+    if is_run(path):
+        checkpoint = find_checkpoint(path)
+        manifest = read_manifest(checkpoint)
+        check_sizes(checkpoint, manifest.files)
+        config, tokenizer = config_of(manifest), tokenizer_of(tokenizer, manifest.tokenizer)
+        if tokenizer is None:
+            raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
+        step, note, path = manifest.step, "; ".join(passed_over(path, manifest.step)), checkpoint
+    else:
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
+                "a run, or RUN/checkpoints/step_N"
+            )
+        find_weights(path, allow_pickle)
+        config, tokenizer = open_config(path), tokenizer or path
+        step, note = None, ""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is not None and not architecture.causal:
+        raise UserError(
+            f"{path}: {config.model_type} is an encoder, whose tokens see those after them; tasks score causal models, "
+            "and the masked accuracy of an encoder is in its run's validation"
+        )
+    opened = open_tokenizer(tokenizer)
+    check_tokenizer(opened, config, tokenizer)
+    return ModelDirectory(path, config, opened, allow_pickle, step, note)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path) -> None:
+    """Check that a causal model can use `path`'s tokenizer.
+
+    Raises:
+        UserError: it is empty, has neither a bos nor an eos token, or has more tokens than the model.
+    """
+    if not len(tokenizer):
+        raise UserError(f"{path}: no tokenizer in it")
+    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to stand before a text")
+    vocabulary = config.get_text_config().vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if max(len(tokenizer), largest + 1) > vocabulary:
+        has = f"{len(tokenizer):,} tokens" if len(tokenizer) > vocabulary else f"a token of id {largest:,}"
+        raise UserError(f"{path}: its tokenizer has {has}, the model only {vocabulary:,}: they don't belong together")
