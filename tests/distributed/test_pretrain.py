@@ -65,7 +65,7 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     assert lines.pop(1) == "devices: 4 × CPU"
     if Path("/dev/nvidia0").exists():
         assert lines.pop(1).startswith("warning: this machine has /dev/nvidia0, but the run is on CPU: DS_ACCELERATOR")
-    assert lines.pop(1) == "attention: SDPA, the maths path, which keeps the scores"
+    assert lines.pop(1) == "attention: sdpa"
     assert lines.pop(1) == 'compile: off ("auto")'
     planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
     assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")

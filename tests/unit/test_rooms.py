@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    *("constants", "errors", "validation", "machine", "files", "strict_json"),
+    *("constants", "errors", "validation", "files", "strict_json"),
     *("shipped", "page", "devices", "topology"),
     *("parallel", "tensors", "architectures", "weights", "models", "activations", "huggingface"),
     *("config", "zero", "checkpoint", "data", "process", "training"),

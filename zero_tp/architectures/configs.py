@@ -27,6 +27,8 @@ CONFIG = "config.json"
 _GIVE = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LARGEST_SIZE, MOST_LAYERS = 2**31 - 1, 10_000
+LARGEST_MATRIX = 2**40
+"""Elements of one matrix: 4 TiB in fp32."""
 
 
 def fields_of(model_type: str) -> Fields:
@@ -70,7 +72,11 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
         ) from None
     with _named_as_written(fields, aliases):
         check_rope_names(config, fields)
-        architectures.architecture_of(config).spec(config)
+        spec = architectures.architecture_of(config).spec(config)
+        rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size)
+        if rows * spec.hidden > LARGEST_MATRIX:
+            problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
+            raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
     return config
 
 

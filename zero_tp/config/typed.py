@@ -60,6 +60,10 @@ class TypedConfig:
         zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
         return cls.parse(values, zero_tp, door)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what was parsed: the class of `blocks` is made at run time."""
+        return TypedConfig.parse, (self.values, self.zero_tp, self.door)
+
     def __getitem__(self, key: str) -> Any:
         """Return the value at a dotted key of DeepSpeed's part, or its default.
 

@@ -196,6 +196,7 @@ class _Rank:
         return bool(self._node.ended()) or self._terminated.wait(0.2)
 
     def _report_unexplained(self) -> None:
+        self._node.name_killed()
         ranks = self._node.unexplained()
         if ranks and self._node.is_lowest():
             end = "has ended; if it printed no error, it was killed (out of memory?)"

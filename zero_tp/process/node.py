@@ -43,7 +43,7 @@ class NodeWatch:
         self._error_files: dict[int, str] = {}
         self._ended: dict[int, int | None] = {}
         self._named = set[int]()
-        self._lock = threading.Lock()
+        self._lock, self._naming = threading.Lock(), threading.Lock()
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
@@ -85,7 +85,7 @@ class NodeWatch:
             for descriptor, _ in exits.poll(1000 * POLL_SECONDS):
                 exits.unregister(descriptor)
                 os.close(descriptor)
-            self._name_killed()
+            self.name_killed()
             if runner is not None and not is_alive(runner):
                 self._runner_gone()
 
@@ -110,13 +110,15 @@ class NodeWatch:
     def _all_found(self) -> bool:
         return len(self._ranks) + 1 >= (self._environment.local_world or 1)
 
-    def _name_killed(self) -> None:
-        for rank, status in self.ended().items():
-            if rank not in self._named and status is not None and status < 0:
-                self._named.add(rank)
-                # A launcher's own signals, before the rank could handle them.
-                if -status not in (signal.SIGINT, signal.SIGTERM) and self.is_lowest():
-                    write_stderr(f"error: {describe_killed(rank, -status)}")
+    def name_killed(self) -> None:
+        """Print the ranks that were killed, once each. The main thread calls it before it ends this process."""
+        with self._naming:  # until the line is written
+            for rank, status in self.ended().items():
+                if rank not in self._named and status is not None and status < 0:
+                    self._named.add(rank)
+                    # A launcher's own signals, before the rank could handle them.
+                    if -status not in (signal.SIGINT, signal.SIGTERM) and self.is_lowest():
+                        write_stderr(f"error: {describe_killed(rank, -status)}")
 
 
 def _exit_status(process: psutil.Process) -> int | None:
