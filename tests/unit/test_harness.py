@@ -214,13 +214,19 @@ def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_tp.evaluation.lm_eval_tasks.TaskManager", without_defaults)
 
 
-@pytest.mark.parametrize("members", ["copa_local", "[copa_local, 7]", "[{group: inner, task: [{task: 7}]}]"])
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ("copa_local", "all: a group without tasks; write their names as a list"),
+        ("[copa_local, 7]", r".*b\.yaml: a task of the group is 7, not a string"),
+        ("[{group: inner, task: [{task: 7}]}]", r".*b\.yaml: a task of the group is 7, not a string"),
+    ],
+)
 @pytest.mark.usefixtures("without_lm_evals_tasks")
-def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str) -> None:
-    """By lm-eval, when the group is asked for."""
+def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str, words: str) -> None:
     (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
     (tmp_path / "b.yaml").write_text(f"group: all\ntask: {members}")
-    assert refusal(["all"], include_path=tmp_path).startswith("all: ")
+    assert re.match(words, refusal(["all"], include_path=tmp_path))
 
 
 CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"

@@ -138,6 +138,18 @@ def check_names(config: Mapping[str, Any], file: Path) -> None:
     for field, name in names:
         if not isinstance(name, str | RefusedCode):
             raise UserError(f"{file}: {field} is {shown(name)}, not a string; write the name in quotes")
+    if key == "group":
+        _check_members(config.get("task"), file)
+
+
+def _check_members(members: Any, file: Path) -> None:
+    """Check the names in a group's `task` list. UserError: one is not a string."""
+    for member in members if isinstance(members, list) else []:
+        name = member.get("task", member.get("group")) if isinstance(member, dict) else member
+        if isinstance(name, list):
+            _check_members(name, file)
+        elif not isinstance(name, str | RefusedCode):
+            raise UserError(f"{file}: a task of the group is {shown(name)}, not a string; write the name in quotes")
 
 
 def refuse_metrics(config: Any) -> None:
@@ -187,9 +199,11 @@ class TaskDirectory:
             raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
 
     def task_manager(self, name: str) -> Any:
-        """Return a `TaskManager` for a task; for a group, which may name lm-eval's own tasks, one with these, too."""
-        if name in self._without_defaults.all_subtasks:
-            return self._without_defaults
+        """Return a `TaskManager` for a task or group; one with lm-eval's tasks (seconds) if it may name some."""
+        own = self._without_defaults
+        is_own_group = name in own.all_groups and set(_member_names(own.task_index[name].cfg)) <= set(self.names)
+        if name in own.all_subtasks or is_own_group:
+            return own
         return self._task_manager(include_defaults=True)
 
     def _task_manager(self, *, include_defaults: bool) -> Any:
@@ -199,6 +213,15 @@ class TaskDirectory:
             if entry.yaml_path and not entry.yaml_path.is_relative_to(LM_EVAL_TASKS) and not self.allow_code:
                 entry.cfg, entry.yaml_path = self._configs[entry.yaml_path], None
         return manager
+
+
+def _member_names(config: Any) -> Iterator[str]:
+    """Yield the names in a group's `task` list, those of groups within it included."""
+    members = config.get("task") if isinstance(config, dict) else config
+    if isinstance(members, str):
+        yield members
+    for member in members if isinstance(members, list) else []:
+        yield from _member_names(member)
 
 
 class LMEvalTask(Task):
