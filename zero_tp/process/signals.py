@@ -53,12 +53,14 @@ class Requests:
         Late answers are those of the call before, on every rank alike; the first call then returns (False, False).
         """
         late = device.type != "cpu" if self.late is None else self.late
-        self._exchanges.append(_all_reduce_flags([self.stop, self.save], device))
-        self.save = False
+        save = self.save
+        if save:  # before the reduction, during which another request may come
+            self.save = False
+        self._exchanges.append(_all_reduce_flags([self.stop, save], device))
         if late and len(self._exchanges) == 1:
             return False, False
-        stop, save = self._exchanges.pop(0).read()
-        return bool(stop), bool(save)
+        stop, saves = self._exchanges.pop(0).read()
+        return bool(stop), bool(saves)
 
 
 def _all_reduce_flags(flags: list[bool], device: torch.device) -> Deferred:
