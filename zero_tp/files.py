@@ -73,7 +73,7 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
         UserError: another process is writing there.
         OSError: it cannot be made.
     """
-    partial = hidden_beside(output, "partial")
+    partial = hidden_sibling(output, "partial")
     partial.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -126,7 +126,7 @@ def remove(path: Path) -> None:
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:
     """Clear what a killed process left of `output`; one that still runs keeps it. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
-        if hidden_beside(output, "partial").is_dir() or hidden_beside(output, "replaced").is_dir():
+        if hidden_sibling(output, "partial").is_dir() or hidden_sibling(output, "replaced").is_dir():
             with partial_directory(output, own):
                 pass
 
@@ -155,13 +155,13 @@ def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lam
 def replace_directory(written: Path, output: Path) -> None:
     """Replace a directory by two renames; between them the old one has the hidden name `.NAME.replaced`."""
     if output.exists():
-        os.replace(output, hidden_beside(output, "replaced"))
+        os.replace(output, hidden_sibling(output, "replaced"))
     os.replace(written, output)
 
 
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
     """Put a replaced directory back if nothing has taken its place; else keep only a person's directories of it."""
-    replaced = hidden_beside(output, "replaced")
+    replaced = hidden_sibling(output, "replaced")
     if replaced.is_dir() and not output.exists():
         os.replace(replaced, output)
     elif replaced.is_dir():
@@ -172,7 +172,7 @@ def _finish_replacing(output: Path, own: Collection[str]) -> None:
         shutil.rmtree(replaced)
 
 
-def hidden_beside(output: Path, ending: str) -> Path:
+def hidden_sibling(output: Path, ending: str) -> Path:
     """Return the path beside `output` of what is kept for it while it isn't whole: `.NAME.ending`."""
     name = output.absolute().name
     if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes

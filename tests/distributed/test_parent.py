@@ -164,8 +164,8 @@ def test_what_keeps_the_weights_meaning_is_accepted(tmp_path: Path, parent: Path
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e5}
     changes: dict[str, Any] = {"max_position_embeddings": 128, "rope_parameters": rope, "attention_dropout": 0.1}
     config = config_of(tmp_path, **changes)
-    find_parent(parent, config, config.hf_config())
-    find_parent(step_directory(parent, 1), config, config.hf_config())
+    for source in (parent, step_directory(parent, 1)):
+        assert find_parent(source, config, config.hf_config()).checkpoint == step_directory(parent, 1)
 
 
 def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, parent: Path) -> None:

@@ -25,7 +25,7 @@ from zero_tp.data.corpus import shard_path
 from zero_tp.data.preparation import Preparation
 from zero_tp.data.spool import Spool
 from zero_tp.errors import UserError
-from zero_tp.files import hidden_beside, partial_directory
+from zero_tp.files import hidden_sibling, partial_directory
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,11 +200,11 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left .*; what was read is kept"):
             patch.setattr(Spool, "append", full)
             prepare(inputs, out, settings)
-        assert not out.exists() and hidden_beside(out, "progress").is_dir()
+        assert not out.exists() and hidden_sibling(out, "progress").is_dir()
 
     interrupted()
     found = prepare(inputs, out, settings)
-    assert found.resumed == 86 and not hidden_beside(out, "progress").exists()
+    assert found.resumed == 86 and not hidden_sibling(out, "progress").exists()
     whole = prepare(inputs, tmp_path / "whole", settings)
     assert whole.resumed == 0 and output_of(found.output) == output_of(whole.output)
     out = tmp_path / "changed"
@@ -222,7 +222,7 @@ def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: 
         raise KeyboardInterrupt
 
     def kept() -> int:
-        return Spool(hidden_beside(out, "progress")).read
+        return Spool(hidden_sibling(out, "progress")).read
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Preparation, "write", interrupted)

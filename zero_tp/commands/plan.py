@@ -52,25 +52,25 @@ def main(options: argparse.Namespace) -> None:
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     chosen = device(options.device, options.world_size)
-    made = plan(config, chosen)
+    run_plan = plan(config, chosen)
     from zero_tp.planning import report
     from zero_tp.planning.search import Search
 
-    result: dict[str, Any] = made.as_json()
-    lines = [report.describe(made)]
+    result: dict[str, Any] = run_plan.as_json()
+    lines = [report.describe(run_plan)]
     if options.dry_run:
-        whole, seconds = made.dry_run_all_layers()
+        whole, seconds = run_plan.dry_run_all_layers()
         # "true_view_bytes" is the plan's peak; the key keeps its old name for those who read it.
-        peaks = {"dry_run_bytes": whole.as_json(), "true_view_bytes": made.peak.as_json()}
+        peaks = {"dry_run_bytes": whole.as_json(), "true_view_bytes": run_plan.peak.as_json()}
         result["dry_run"] = {"seconds": seconds, **peaks}
-        lines += report.dry_run(made.peak, whole, seconds)
+        lines += report.dry_run(run_plan.peak, whole, seconds)
     advice: list[str] = []
     if options.search:
         search = Search(config, chosen)
         shown, best = search.fastest(options.set, options.top)
         result["candidates"] = [each.as_json() for each in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
-        advice = report.advice(search, shown, made)
+        advice = report.advice(search, shown, run_plan)
         lines += advice
         if options.write:
             write_named(options.write, json.dumps(best, indent=2) + "\n")
@@ -78,5 +78,5 @@ def main(options: argparse.Namespace) -> None:
     if options.html:
         from zero_tp.planning.page import write_page
 
-        lines += [f"wrote {path}" for path in write_page(made, options.html, advice)]
+        lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice)]
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))

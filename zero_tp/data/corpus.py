@@ -33,7 +33,7 @@ from zero_tp.data.work import ENCODED, READ
 from zero_tp.errors import UserError
 from zero_tp.files import (
     clear_partial,
-    hidden_beside,
+    hidden_sibling,
     partial_directory,
     put_in_place,
     remove,
@@ -83,13 +83,13 @@ def prepare(
     if shard is not None:
         return _prepare_shard(sources, output, spec, settings, overwrite, strict, processes, shard, progress)
     place = Path(os.path.realpath(output))  # of a link's output: the link stays
-    reading = hidden_beside(place, "progress")
+    reading = hidden_sibling(place, "progress")
     try:
         if (reused := find_reusable(output, sources, spec, settings, overwrite)) is not None:
             clear_partial(place, _OWN_DIRECTORIES)
             left = Spool(reading)
             of_this = not left.committed or left.identity == reading_identity(sources, spec, settings)
-            if of_this and not hidden_beside(place, "partial").exists():  # nobody writes there
+            if of_this and not hidden_sibling(place, "partial").exists():  # nobody writes there
                 shutil.rmtree(reading, ignore_errors=True)
             return reused
         with (
@@ -135,7 +135,7 @@ def _prepare_shard(
     if any(source.path is None and source.kind != "hub" for source in sources):
         raise UserError("standard input can't be read by several shards: write it to a file first")
     path = shard_path(output, shard)
-    reading = hidden_beside(path, "progress")
+    reading = hidden_sibling(path, "progress")
     try:
         with (
             partial_directory(path),

@@ -39,22 +39,22 @@ def words(text: str) -> list[str]:
 
 def shingles(text: str) -> list[str]:
     """Return every 5 words in a row; of a shorter text, all its words."""
-    found = words(text)
-    return [" ".join(found[at : at + SHINGLE]) for at in range(max(1, len(found) - SHINGLE + 1))] if found else []
+    tokens = words(text)
+    return [" ".join(tokens[at : at + SHINGLE]) for at in range(max(1, len(tokens) - SHINGLE + 1))] if tokens else []
 
 
 def sketches(texts: Sequence[str]) -> list[bytes]:
     """Return a sketch of each text; empty for one without words."""
     rensa = needed("rensa", "--deduplicate near")
     of_texts = [shingles(text) for text in texts]
-    made = rensa.RMinHash.from_token_sets(of_texts, num_perm=_NUMBERS, seed=_SEED)
-    return [sketch.__reduce__()[2] if its else b"" for sketch, its in zip(made, of_texts, strict=True)]
+    minhashes = rensa.RMinHash.from_token_sets(of_texts, num_perm=_NUMBERS, seed=_SEED)
+    return [sketch.__reduce__()[2] if its else b"" for sketch, its in zip(minhashes, of_texts, strict=True)]
 
 
 def _restored(sketch: bytes) -> Any:
-    found = needed("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
-    found.__setstate__(sketch)
-    return found
+    minhash = needed("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
+    minhash.__setstate__(sketch)
+    return minhash
 
 
 class Near(NamedTuple):

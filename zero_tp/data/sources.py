@@ -156,25 +156,25 @@ class _Zstd(io.RawIOBase):
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw, self._made = raw, zstandard.ZstdDecompressor()
         self._frame: Any = None
-        self._given = memoryview(b"")
+        self._decompressed = memoryview(b"")
         self._left = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._given:
+        while not self._decompressed:
             data = self._left or self._raw.read(2**17)
             if not data:
                 if self._frame is not None:
                     raise EOFError("it ends inside a frame")
                 return 0
             self._frame = self._frame or self._made.decompressobj()
-            self._given, self._left = memoryview(self._frame.decompress(data)), b""
+            self._decompressed, self._left = memoryview(self._frame.decompress(data)), b""
             if self._frame.eof:
                 self._left, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._given))
-        buffer[:count], self._given = self._given[:count], self._given[count:]
+        count = min(len(buffer), len(self._decompressed))
+        buffer[:count], self._decompressed = self._decompressed[:count], self._decompressed[count:]
         return count
 
 

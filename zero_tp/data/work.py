@@ -129,9 +129,9 @@ class DocumentEncoder:
 
 
 def _encoder(*state: Any) -> DocumentEncoder:
-    made = DocumentEncoder.__new__(DocumentEncoder)
-    made._set(*state)
-    return made
+    encoder = DocumentEncoder.__new__(DocumentEncoder)
+    encoder._set(*state)
+    return encoder
 
 
 # --- the work on one item ---------------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ class Reading:
                 places.append(place)
         columns = {}
         if self.encoder is not None:
-            made = self.encoder.encode([document.text for document in chosen])
-            long = [len(ids) - self.encoder.ends >= self.min_tokens for ids, _ in made]
+            encodings = self.encoder.encode([document.text for document in chosen])
+            long = [len(ids) - self.encoder.ends >= self.min_tokens for ids, _ in encodings]
             dropped["short"] += long.count(False)
             chosen, places = list(compress(chosen, long)), list(compress(places, long))
-            columns = token_columns(list(compress(made, long)), self.encoder)
+            columns = token_columns(list(compress(encodings, long)), self.encoder)
         stored = [document.text.encode("utf-8") for document in chosen]
         found = sketches([document.text for document in chosen]) if self.deduplicate == "near" else []
         described = self._described(chosen, stored, places)

@@ -68,7 +68,7 @@ class NodeWatch:
 
     def all_running(self) -> bool:
         """Return whether all ranks of this machine have been found, and none has ended."""
-        return self._all_found() and not self.ended()
+        return self._knows_all_ranks() and not self.ended()
 
     def is_lowest(self) -> bool:
         """Return whether this rank is the lowest one of this machine that has not ended."""
@@ -92,22 +92,22 @@ class NodeWatch:
     def _find_ranks(self) -> list[psutil.Process]:
         """Return ranks of this machine that are new; none, once all have been found."""
         parent, own = self._environment.parent, self._environment.rank
-        if parent is None or self._all_found():
+        if parent is None or self._knows_all_ranks():
             return []
-        found = []
+        new = []
         with contextlib.suppress(psutil.Error):  # the launcher is gone
             for process in parent.children():
                 with contextlib.suppress(psutil.Error, StopIteration):  # it has ended, or is no rank
                     variables = process.environ()
                     rank = next(int(variables[name]) for name in RANK if variables.get(name, "").isdecimal())
                     if rank != own and rank not in self._ranks:
-                        found.append(process)
+                        new.append(process)
                         with self._lock:
                             self._error_files[rank] = variables.get(_ERROR_FILE, "")
                             self._ranks[rank] = process
-        return found
+        return new
 
-    def _all_found(self) -> bool:
+    def _knows_all_ranks(self) -> bool:
         return len(self._ranks) + 1 >= (self._environment.local_world or 1)
 
     def name_killed(self) -> None:
