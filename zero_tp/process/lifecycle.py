@@ -203,8 +203,10 @@ class _Rank:
             write_stderr(f"error: {rank_name(ranks[0])} {end}")
 
     def _end_with_runner(self) -> None:
-        text = f"error: the deepspeed command above {self._environment.name} has ended"
-        self.end(text if self._environment.is_local_rank_zero else "")
+        """Local rank 0 says why and ends; its launcher then ends the others, before their own limit."""
+        if not self._environment.is_local_rank_zero:
+            time.sleep(LAUNCHER_SECONDS)
+        self.end(f"error: the deepspeed command above {self._environment.name} has ended")
 
     # --- signals ----------------------------------------------------------------------------------------------------
 

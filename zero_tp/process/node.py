@@ -39,6 +39,7 @@ class NodeWatch:
 
     def __init__(self, environment: RankEnvironment, runner_gone: Callable[[], object]) -> None:
         self._environment, self._runner_gone = environment, runner_gone
+        self._runner = environment.runner()
         self._ranks: dict[int, psutil.Process] = {}
         self._error_files: dict[int, str] = {}
         self._ended: dict[int, int | None] = {}
@@ -60,8 +61,11 @@ class NodeWatch:
             return dict(self._ended)
 
     def unexplained(self) -> list[int]:
-        """Return the ranks of which nobody saw how they ended, and which have left torchrun no error file."""
-        ended = self.ended()
+        """Return the ranks of which nobody saw how they ended, and which have left torchrun no error file.
+
+        None if the `deepspeed` command has ended, because they end with it.
+        """
+        ended = {} if self._runner_has_ended() else self.ended()
         return [
             rank for rank, status in ended.items() if status is None and not Path(self._error_files[rank]).is_file()
         ]
@@ -76,7 +80,6 @@ class NodeWatch:
         return all(rank in ended or rank > self._environment.rank for rank in self._ranks)
 
     def _watch(self) -> None:
-        runner = self._environment.runner()
         exits = select.poll()
         while True:
             for process in self._find_ranks():
@@ -86,8 +89,11 @@ class NodeWatch:
                 exits.unregister(descriptor)
                 os.close(descriptor)
             self.name_killed()
-            if runner is not None and not is_alive(runner):
+            if self._runner_has_ended():
                 self._runner_gone()
+
+    def _runner_has_ended(self) -> bool:
+        return self._runner is not None and not is_alive(self._runner)
 
     def _find_ranks(self) -> list[psutil.Process]:
         """Return ranks of this machine that are new; none, once all have been found."""
