@@ -11,9 +11,9 @@ import torch.distributed as dist
 from benchmarks.papers.allocator import Event
 from benchmarks.papers.engines import drawn, engine_of
 from benchmarks.papers.ranks import on_ranks
+from benchmarks.papers.step_memory import followed, points
 from zero_tp.config import RunConfig
 from zero_tp.planning.memory import CATEGORIES, Point, rank_memory
-from zero_tp.planning.profile import followed, points
 from zero_tp.planning.tracking import Allocations
 from zero_tp.process.quiet import hushed
 

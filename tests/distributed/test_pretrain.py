@@ -40,7 +40,7 @@ METRICS = {
 SLOW_TO_IMPORT = {
     *("datasets", "lm_eval", "matplotlib", "pandas", "scipy", "sklearn"),
     *("torch._inductor.compile_fx", "transformers.generation.utils", "transformers.modeling_utils"),
-    *("zero_tp.evaluation.eval_model", "zero_tp.huggingface", "zero_tp.planning.profile"),
+    *("zero_tp.evaluation.eval_model", "zero_tp.huggingface", "zero_tp.training.profiler"),
 }
 """What a plain run of pretraining has no use for."""
 
@@ -69,14 +69,7 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     assert lines.pop(1) == 'compile: off ("auto")'
     planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
     assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")
-    (told,) = (line for line in lines if line.startswith("profile of steps 2 to 3: runs/small/profile/steps_2-3.html"))
-    lines.remove(told)
-    record = json.loads((workplace / "runs" / "small" / "profile" / "steps_2-3.json").read_text())
-    bucket = record["peak_bytes"]["buffers"]
-    assert bucket > 0.9 * 4 * 5e8, "DeepSpeed's, of which the plan of a CPU run counts what gradients touch"
-    assert float(planned[1]) == pytest.approx((record["peak_bytes"]["total"] - bucket) / 2**30, abs=0.015)
-    # The longest few of a step, of which those that wait for the other ranks may be any.
-    assert {"_ColumnParallel", "_ColumnParallelBackward"} & record["operator_seconds"].keys()
+    lines.remove("profile of steps 2 to 3: runs/small/profile/steps_2-3.json.gz")
     assert lines[1].split()[:3] == ["step", "loss", "lr"]
     steps = [line for line in lines if re.match(r"\s*\d+/8 ", line)]
     assert len(steps) == 8 and len({len(line) for line in [lines[1], *steps]}) == 1, "one aligned line a step"

@@ -124,7 +124,15 @@ def micro_batches(config: RunConfig, count: int) -> list[Micro]:
                 loss.backward()
                 del loss
             found.append(
-                Micro(device_bytes, host_bytes, held(there), held(here), here.known(), list(log), travels.most)
+                Micro(
+                    device_bytes,
+                    host_bytes,
+                    held(there),
+                    held(here),
+                    {one.allocated for one in here.alive()},
+                    list(log),
+                    travels.most,
+                )
             )
     return found
 

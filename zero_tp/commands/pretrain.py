@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile-steps",
         metavar="FIRST:LAST",
-        help="record memory over time and time by operator of these steps, in RUN/profile; costs time in them",
+        help="profile these steps of rank 0 with torch's profiler, in RUN/profile: operators and memory",
     )
     parser.add_argument(
         "--trace-nonfinite",
@@ -134,7 +134,7 @@ def memory_forecast() -> Callback:
 
 
 def step_profiler(steps: str, config: RunConfig) -> Callback:
-    from zero_tp.planning.profile import StepProfiler, step_range
+    from zero_tp.training.profiler import StepProfiler, step_range
 
     return StepProfiler(*step_range(steps, config.zero_tp.training.steps))
 

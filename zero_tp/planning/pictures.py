@@ -1,4 +1,4 @@
-"""Draw a plan and a profiled run as matplotlib figures, the same for the page and for PNG files."""
+"""Draw a plan as matplotlib figures, the same for the page and for PNG files."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return thinned
 
 
-def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one step") -> Any:
+def seconds(title: str, terms: Mapping[str, float]) -> Any:
     """Draw horizontal bars, in the order given."""
     shown = {name: value for name, value in terms.items() if value > 0}
     figure, axes = _axes(title, 1.3 + 0.32 * len(shown))
@@ -134,7 +134,7 @@ def seconds(title: str, terms: Mapping[str, float], label: str = "seconds of one
         axes.text(value, number, f" {value:.3g} s, {value / total:.0%}", va="center", fontsize=9)
     axes.set_xlim(0, 1.25 * max(shown.values()))
     axes.invert_yaxis()
-    axes.set_xlabel(label, fontsize=9)
+    axes.set_xlabel("seconds of one step", fontsize=9)
     return figure
 
 

@@ -47,7 +47,6 @@ class Allocations(TorchDispatchMode):
     Attributes:
         all: every storage in the order of allocation.
         clock: allocations and frees so far.
-        marks: (name, clock) of `note`, in order.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
@@ -59,7 +58,6 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.all: list[Allocation] = []
         self.clock = 0
-        self.marks: list[tuple[str, int]] = []
         self._device_type = device_type
         self._alive: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
 
@@ -101,20 +99,12 @@ class Allocations(TorchDispatchMode):
         self._alive[address] = (allocation, weakref.ref(storage, free))
         return allocation
 
-    def note(self, name: str) -> None:
-        """Give this moment a name."""
-        self.marks.append((name, self.clock))
-
     def mark(self, tensors: Iterable[Tensor], category: str) -> None:
         """Give storages a category; those from before the block count as allocated now."""
         for tensor in tensors:
             allocation = self._see(tensor, "outside")
             if allocation is not None:
                 allocation.category = category
-
-    def known(self) -> set[int]:
-        """Return the addresses of the storages that exist."""
-        return set(self._alive)
 
     def alive(self) -> list[Allocation]:
         return [allocation for allocation, _ in self._alive.values()]

@@ -1,0 +1,144 @@
+"""Follow a real step's memory storage by storage, with the begins of forward, backward and update noted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from zero_tp.planning.memory import CATEGORIES, Point
+from zero_tp.planning.tracking import Allocation, Allocations
+from zero_tp.training.engine import TrainingEngine
+from zero_tp.zero.states import partition_of
+
+
+class MarkedAllocations(Allocations):
+    """`Allocations` whose moments can be named.
+
+    Attributes:
+        marks: (name, clock) of `note`, in order.
+    """
+
+    def __init__(self, device_type: str | None = None) -> None:
+        super().__init__(device_type)
+        self.marks: list[tuple[str, int]] = []
+
+    def note(self, name: str) -> None:
+        """Give this moment a name."""
+        self.marks.append((name, self.clock))
+
+    def known(self) -> set[int]:
+        """Return the addresses of the storages that exist."""
+        return set(self._alive)
+
+
+@contextmanager
+def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
+    """Give every storage that exists and that the block makes, with the begins of forward, backward and update noted.
+
+    What exists before has its category: parameters, optimizer, gradients or buffers. So have the gradients that
+    backward leaves at parameters, how long ever.
+    """
+    allocations = MarkedAllocations(engine.device.type)
+
+    def arrived(parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:  # no part of a bucket
+            allocations.mark([grad], "gradients")
+
+    handles = [
+        engine.model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
+        engine.model.register_forward_hook(lambda *_: allocations.note("backward")),
+        *(parameter.register_post_accumulate_grad_hook(arrived) for parameter in engine.model.parameters()),
+    ]
+    step: Callable[..., Any] = engine.engine.step
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        if engine.engine.is_gradient_accumulation_boundary():
+            allocations.note("step")
+        return step(*args, **kwargs)
+
+    engine.engine.step = stepping
+    try:
+        with allocations:
+            _take_in(allocations, engine)
+            yield allocations
+    finally:
+        engine.engine.step = step
+        for handle in handles:
+            handle.remove()
+
+
+def _take_in(allocations: MarkedAllocations, engine: TrainingEngine) -> None:
+    basic = engine.zero.states().optimizer
+    states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
+    masters = [fragment.flat for fragment in engine.zero.fragments()]
+    partitions = getattr(engine.zero.optimizer, "grad_partitions_flat_buffer", None)  # ZeRO-3's
+    parameters = [partition_of(parameter) for parameter in engine.model.parameters()]
+    allocations.mark(parameters, "parameters")
+    allocations.mark(states, "optimizer")
+    allocations.mark(masters, "optimizer")
+    allocations.mark(parameters, "parameters")  # in fp32 without ZeRO they are their own masters
+    allocations.mark([] if partitions is None else [partitions], "gradients")
+    allocations.mark(_other_tensors(allocations), "buffers")
+
+
+def _other_tensors(allocations: MarkedAllocations) -> Iterable[Tensor]:
+    known, frozen = allocations.known(), gc.get_freeze_count() > 0
+    gc.unfreeze()  # what is frozen is not listed
+    things = gc.get_objects()
+    if frozen:
+        gc.collect()  # what has become garbage would stay
+        gc.freeze()
+    for thing in things:
+        if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:
+            yield thing
+
+
+def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
+    """Return the moments of the last micro-batch and the step, by category.
+
+    What a forward makes and leaves is activations; what a backward makes and leaves, gradients; what was there before,
+    parameters, optimizer states and buffers; the rest of forward and backward transients, of the step buffers.
+    """
+    marks = allocations.marks
+    forward = max(clock for name, clock in marks if name == "forward")
+    backward = max(clock for name, clock in marks if name == "backward")
+    step = max((clock for name, clock in marks if name == "step"), default=allocations.clock)
+    end = allocations.clock
+
+    def category(one: Allocation) -> str:
+        if one.category is not None:
+            return one.category
+        freed = one.freed if one.freed is not None else end + 1
+        if one.allocated > step:
+            return "optimizer" if freed > end else "buffers"
+        for name, clock in reversed(marks):
+            if one.allocated <= clock:
+                continue
+            following = min((c for _, c in marks if c > clock), default=step)
+            if freed <= following:
+                # DeepSpeed's buckets are flat and empty at first; no operation of a layer makes such a tensor.
+                bucket = name == "backward" and "empty" in one.operation and len(one.shape) == 1
+                return "buffers" if bucket else "transients"
+            return "activations" if name == "forward" else "gradients"
+        return "buffers"
+
+    kinds = {id(one): category(one) for one in allocations.all}
+    sizes = dict.fromkeys(CATEGORIES, 0.0)
+    points: list[Point] = []
+    for clock, one, sign in allocations.timeline():
+        sizes[kinds[id(one)]] += sign * one.bytes
+        if clock < max(begin, forward):
+            continue
+        if clock <= backward:
+            phase, position = "forward", (clock - forward) / max(1, backward - forward)
+        elif clock <= step:
+            phase, position = "backward", 1 + (clock - backward) / max(1, step - backward)
+        else:
+            phase, position = "step", 2 + (clock - step) / max(1, end - step)
+        points.append(Point(phase, position, dict(sizes), 0.0))
+    return points

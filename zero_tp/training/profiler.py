@@ -1,0 +1,92 @@
+"""`pretrain.py --profile-steps FIRST:LAST` records rank 0's steps with torch's profiler."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from zero_tp.errors import UserError, first_line
+from zero_tp.files import write_atomically
+from zero_tp.training.callback import Callback, TrainState
+
+OPERATORS = 30
+MEMORY_EVENTS = 1_000_000
+
+
+def step_range(text: str, steps: int) -> tuple[int, int]:
+    """Return the first and the last step of FIRST:LAST; both are profiled.
+
+    Args:
+        steps: of the run.
+
+    Raises:
+        UserError: not two positive numbers in order, or the run has fewer steps.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    first, last = (int(match[1][:20]), int(match[2][:20])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
+    if last > steps:
+        raise UserError(f"--profile-steps {first}:{last}: zero_tp.training.steps is {steps}; choose earlier steps")
+    return first, last
+
+
+class StepProfiler(Callback):
+    """Profile rank 0's steps `first` to `last`, or from where a resumed run begins between them.
+
+    Files in RUN/profile: `steps_FIRST-LAST.json.gz`, a trace of operators and memory for Perfetto or TensorBoard;
+    `.txt`, the operators that take the most time; on CUDA also `.pickle`, the allocator's snapshot for
+    https://pytorch.org/memory_viz.
+    """
+
+    def __init__(self, first: int, last: int):
+        self.first, self.last = first, last
+        self._profile: Any = None
+        self._ended = False
+
+    def on_step_begin(self, state: TrainState) -> None:
+        if not state.is_rank_zero or self._profile is not None or not self.first <= state.step <= self.last:
+            return
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        self.first, self._cuda = state.step, state.engine.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        if self._cuda:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        self._profile = profile(activities=activities, profile_memory=True)
+        self._profile.start()
+
+    def on_step_end(self, state: TrainState) -> None:
+        if not state.is_rank_zero or self._ended or state.step < self.last:
+            return
+        self._ended = True
+        if self._profile is None:
+            steps = f"steps {self.first} to {self.last}"
+            state.print(f"--profile-steps: {steps} came before this start; nothing is recorded")
+            return
+        self._profile.stop()
+        try:
+            state.print(self._write(state.directory / "profile"))
+        except OSError as error:
+            state.print(f"the profile could not be written ({first_line(error)})")
+
+    def on_end(self, state: TrainState) -> None:
+        if self._profile is not None and not self._ended:
+            self._profile.stop()
+
+    def _write(self, directory: Path) -> str:
+        """Write the files and return a line that says where they are."""
+        directory.mkdir(parents=True, exist_ok=True)
+        trace = directory / f"steps_{self.first}-{self.last}.json.gz"
+        self._profile.export_chrome_trace(str(trace))
+        by = "self_device_time_total" if self._cuda else "self_cpu_time_total"
+        table = self._profile.key_averages().table(sort_by=by, row_limit=OPERATORS)
+        write_atomically(trace.with_name(f"{trace.name.removesuffix('.json.gz')}.txt"), table)
+        if self._cuda:
+            import torch
+
+            torch.cuda.memory._dump_snapshot(str(trace).removesuffix(".json.gz") + ".pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return f"profile of steps {self.first} to {self.last}: {trace}"
