@@ -73,6 +73,7 @@ class TakeOver(Callback):
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_another_launch_takes_over_ends_with_one_line(workplace: Path) -> None:
     """It has saved step 3, and would save step 6."""
     script = CALLBACKS.replace("[StopEarly(5.0)]", "[TakeOver()]")

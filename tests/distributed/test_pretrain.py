@@ -206,7 +206,8 @@ def test_check_names_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
 SHOWN = [MISTAKES[0], MISTAKES[len(MISTAKES) // 2], MISTAKES[-1]]
 
 
-@pytest.mark.parametrize("mistake", in_tiers(SHOWN, SHOWN[1:2]), ids=lambda mistake: mistake.name)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mistake", SHOWN, ids=lambda mistake: mistake.name)
 def test_the_launcher_shows_a_mistake_once(mistake: Mistake, tmp_path: Path) -> None:
     done = pretrain(4, tmp_path, "--deepspeed_config", str(wrong(tmp_path, mistake)))
     assert done.returncode != 0

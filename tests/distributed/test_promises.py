@@ -22,13 +22,14 @@ import psutil
 import pytest
 
 from tests.launched import ROOT, default_interrupts, environment, free_port, launch, said
+from tests.tiers import in_tiers
 from tests.waits import patience, wait_until
 from zero_tp.checkpoint.run import RunOwner, TakenOver, run_directory
 from zero_tp.errors import UserError
 from zero_tp.process.environment import is_alive
 
 SCRIPT = "tests/distributed/_promise_rank.py"
-LAUNCHERS = ("launch.py", "torchrun")
+LAUNCHERS = in_tiers(["launch.py", "torchrun"], ["torchrun"])
 """DeepSpeed's and torch's, as they start the ranks of one machine."""
 HOST = socket.gethostname()
 LIMIT_SECONDS = 120.0  # of an idle machine
@@ -194,7 +195,7 @@ def test_ctrl_c_ends_at_once(start: Start) -> None:
 # --- 4. ranks end with their launcher --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", *LAUNCHERS])
+@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", "launch.py", "torchrun"], ["deepspeed", "torchrun"]))
 def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)
     job.wait_for("five steps")
@@ -232,6 +233,7 @@ def test_a_rank_that_is_silent_ends_the_job(start: Start) -> None:
 # --- 6. restarts, 7. one writer --------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_torchrun_restarts_a_job(start: Start) -> None:
     job = start("restart", "torchrun", "--standalone", "--max-restarts", "1")
     job.wait_for(f"rank 1 ({HOST}): ArithmeticError")

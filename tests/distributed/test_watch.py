@@ -47,6 +47,7 @@ def hanging() -> list[str]:
     return reports
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_is_named_by_one(ranks: Pools) -> None:
     [report] = [report for reports in ranks(4).run(hanging) for report in reports if report]
     *lines, last = report.splitlines()
