@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zero_tp.training.callback import TrainState
-from zero_tp.training.lines import StepRecord
+from zero_tp.training.callback import Metrics, TrainState
+from zero_tp.training.metrics import Speed
 from zero_tp.training.metrics_file import MetricsFile
 from zero_tp.training.run_callbacks import Validation
 from zero_tp.training.step_logger import StepLogger
@@ -37,9 +37,9 @@ class RunLog:
         self.logger.print_header(self.state)
         return self
 
-    def log(self, record: StepRecord) -> None:
-        self.state.step = record.step
-        self.logger.log(self.state, record)
+    def log(self, record: tuple[Metrics, Speed]) -> None:
+        self.state.step = int(record[0]["step"] or 0)
+        self.logger.log(self.state, *record)
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         self.state.step = step

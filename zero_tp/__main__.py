@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import zero_tp
 from zero_tp import cli
-from zero_tp.commands import COMMANDS, MOVED, module, start
+from zero_tp.commands import COMMANDS, module, start
 from zero_tp.errors import UserError, did_you_mean, shown
 
 DESCRIPTION = """\
@@ -42,8 +42,6 @@ def main() -> NoReturn:
         start(name, sys.argv[2:], f"{prog} {name}")
 
     def other() -> None:
-        if name in MOVED:
-            raise UserError(f"{name}: no longer a command; run {MOVED[name]}")
         if not name.startswith("-"):
             raise UserError(f"{shown(name)} is no command of {prog}: {did_you_mean(name, COMMANDS)}")
         parser(prog).parse_args([name])

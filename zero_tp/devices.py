@@ -11,9 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import statistics
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
@@ -255,40 +252,6 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     rates = {"bfloat16": row.bf16, "float16": row.fp16, "float32": row.tf32 if tf32 else row.fp32}
     rate = rates.get(str(dtype).removeprefix("torch."))
     return None if rate is None else rate * 1e12
-
-
-def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024) -> float:
-    """Measure the FLOP/s of a square matrix product in `dtype`, on all ranks at once: they share cores and memory.
-
-    One product of 2·size³ FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
-
-    Args:
-        barrier: waits for the other ranks; called once, by every rank.
-    """
-    import torch
-
-    left = torch.ones(size, size, dtype=dtype)
-    right = torch.ones(size, size, dtype=dtype)
-    torch.mm(left, right)
-    barrier()
-    seconds: list[float] = []
-    end = time.perf_counter() + 0.5
-    while not seconds or (len(seconds) < 5 and time.perf_counter() < end):
-        start = time.perf_counter()
-        torch.mm(left, right)
-        seconds.append(time.perf_counter() - start)
-    return 2.0 * size**3 / statistics.median(seconds)
-
-
-def device_peak_flops(device_type: str, dtype: torch.dtype, barrier: Callable[[], object]) -> float | None:
-    """Return the peak of this rank's device [FLOP/s]: from the table, on "cpu" measured (then all ranks must call)."""
-    if device_type == "cpu":
-        return measure_cpu_flops(dtype, barrier)
-    if device_type != "cuda":
-        return None
-    import torch
-
-    return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
 
 
 def describe_devices(device: torch.device, ranks: int) -> str:

@@ -15,7 +15,7 @@ import pytest
 import zero_tp
 from tests.launched import ROOT
 from zero_tp import shipped
-from zero_tp.commands import COMMANDS, MOVED, module
+from zero_tp.commands import COMMANDS, module
 from zero_tp.commands.path import PATHS
 from zero_tp.config import RunConfig
 from zero_tp.errors import ConfigError
@@ -93,14 +93,6 @@ def test_what_is_no_command_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (2, told)
     listed = zero_tp_says().stdout
     assert all(re.search(rf"^    {name} ", listed, re.MULTILINE) for name in COMMANDS)
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_command_that_moved_says_what_to_run_instead(name: str) -> None:
-    assert name not in COMMANDS
-    done = zero_tp_says(name, "--help")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {name}: no longer a command; run {MOVED[name]}\n"
 
 
 def test_what_is_shipped_has_a_path() -> None:

@@ -127,10 +127,8 @@ IN_TRAINER: dict[str, dict[str, Any]] = {
 
 def rows_in_trainer() -> set[tuple[str, str]]:
     batch = {"train_batch_size": 1}
-    configs = [
-        TypedConfig.without_block({**batch, key: block}, Topology(world=1), Door.TRAINER)
-        for key, block in IN_TRAINER.items()
-    ]
+    zero_tp = ZeroTP.model_construct(parallel=Parallel(), recompute="none")  # type: ignore[call-arg]
+    configs = [TypedConfig.parse({**batch, key: block}, zero_tp, Door.TRAINER) for key, block in IN_TRAINER.items()]
     return {(row.key, row.when) for config in configs for row in refusals(config) if row.applies}
 
 

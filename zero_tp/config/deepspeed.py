@@ -161,18 +161,13 @@ OFF_BLOCKS: dict[str, str] = {
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
-    "compression_training": "delete it",
     "amp": "use bf16 or fp16",
-    "quantize_training": "delete it",
     "sparse_gradients": "delete it: gradients are dense",
-    "eigenvalue": "delete it",
-    "sparse_attention": "delete it",
     "elasticity": "set the batch size itself",
-    "graph_harvesting": "delete it",
-    "curriculum_learning": "delete it",
-    "progressive_layer_drop": "delete it",
     "zero_optimization.mics_shard_size": "use plain ZeRO-3",
     "zero_optimization.mics_hierarchical_params_gather": "use plain ZeRO-3",
+    **dict.fromkeys(("compression_training", "quantize_training", "eigenvalue", "sparse_attention"), "delete it"),
+    **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop"), "delete it"),
     "zero_optimization.zeropp_loco_param": "delete it",
 }
 """Keys that DeepSpeed has removed, with what to do instead."""
