@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from zero_tp.training.callback import Metrics, TrainState
 from zero_tp.training.metrics import Speed
@@ -28,13 +31,16 @@ class RunLog:
 
     def __init__(self, directory: Path, *, terminal: bool = False, **options: Any) -> None:
         self.state = train_state(directory, **options)
-        self.logger, self.metrics = StepLogger(terminal), MetricsFile()
+        self.logger, self.metrics, self.terminal = StepLogger(), MetricsFile(), terminal
 
     def __enter__(self) -> RunLog:
         self.state.callbacks = [self.logger, self.metrics]
         self.metrics.on_start(self.state)
         self.state.step += 1
-        self.logger.print_header(self.state)
+        with ExitStack() as stack:
+            for stream in (sys.stdout, sys.stderr):
+                stack.enter_context(mock.patch.object(stream, "isatty", lambda: self.terminal))
+            self.logger.print_header(self.state)
         return self
 
     def log(self, record: tuple[Metrics, Speed]) -> None:

@@ -33,10 +33,6 @@ def parser(prog: str) -> cli.Parser:
 def main() -> NoReturn:
     """Start the command that this process's arguments name."""
     prog = "python -m zero_tp" if os.path.basename(sys.argv[0]) == "__main__.py" else "zero-tp"
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
-        import argcomplete
-
-        argcomplete.autocomplete(parser(prog))
     name = next(iter(sys.argv[1:]), "--help")
     if name in COMMANDS:
         start(name, sys.argv[2:], f"{prog} {name}")

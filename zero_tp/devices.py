@@ -198,11 +198,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
         fp16_tflops=row.fp16,
         fp32_tflops=row.fp32,
         **row.links._asdict(),
-        units=row.units,
-        channels=row.channels,
-        per_node=row.per_node,
-        host_memory_gib=row.host_memory_gib,
-        varlen=row.varlen,
+        **{name: getattr(row, name) for name in ("units", "channels", "per_node", "host_memory_gib", "varlen")},
         **measured,
     )
 

@@ -124,28 +124,3 @@ def test_an_editor_s_schema_is_nothing_of_a_run(tmp_path: Path) -> None:
     assert config.deepspeed_config() == before.deepspeed_config() and config.resolved() == before.resolved()
     with pytest.raises(ConfigError, match=r"\$schema: expected a string"):
         RunConfig.load(path, ["$schema=1"], world_size=4)
-
-
-def completed(line: str) -> list[str]:
-    """What a shell that has argcomplete's function offers after `line`."""
-    read, write = os.pipe()
-    variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
-    words = [sys.executable, "-c", "import sys; sys.argv[0] = 'zero-tp'; from zero_tp.__main__ import main; main()"]
-    with subprocess.Popen(
-        ["bash", "-c", f'exec "$@" 8>&{write}', "bash", *words],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        pass_fds=[write],
-        stdout=subprocess.DEVNULL,
-    ) as process:
-        os.close(write)
-        with os.fdopen(read) as offered:
-            found = offered.read().split("\n")
-    assert process.returncode == 0
-    return [word.strip() for word in found]
-
-
-def test_a_shell_completes_commands_and_options() -> None:
-    assert completed("zero-tp pr") == ["prepare", "pretrain"]
-    assert completed("zero-tp plan --dr") == ["--dry-run"]
-    assert completed("zero-tp check gpt2_2") == ["gpt2_2.5b"]

@@ -306,7 +306,7 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
 
     eval_model = native_model(model)
     expected = task().run(eval_model)["metrics"]
-    refuses(r"mine\.yaml: it runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    refuses(r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)", doc_to_text="!function code.text")
     refuses("mine: .* is unsafe", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])

@@ -110,7 +110,7 @@ def pretrain(
         from zero_tp.huggingface import ZeroTPForCausalLM
 
         model = ZeroTPForCausalLM  # it can generate
-        others.append(LiveTasks(config, inputs.tokenizer, inputs.model_config))
+        others.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config))
     with start_training(
         inputs,
         environment,

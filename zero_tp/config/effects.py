@@ -81,7 +81,7 @@ def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
     script_only = "it is about an optimizer that a script makes itself"
     yield Note("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, script_only)
     unread = f"disable_allgather {_zero_keys('allgather_partitions', 'allgather_bucket_size')}"
-    checkpoints = f"checkpoint.tag_validation {_zero_keys('load_from_fp32_weights', 'stage3_gather_16bit_*')}"
+    checkpoints = _zero_keys("load_from_fp32_weights", "stage3_gather_16bit_*")
     yield Note(unread, True, "DeepSpeed 0.19.8 on torch 2.13 does not read it")
     yield Note("vocabulary_size", True, "DeepSpeed only warns of a size that is no multiple of 8")
     yield Note("data_types.buffer_dtype data_types.keep_in_fp32_modules", True, "the models have no buffers to cast")
@@ -134,17 +134,6 @@ def _zero_notes(config: TypedConfig) -> Iterator[Note]:
 
 def caution_rows(config: TypedConfig) -> Iterator[Note]:
     """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
-    yield Note(
-        "comms_logger.enabled",
-        config.blocks.comms_logger.enabled,
-        "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
-    )
-    yield Note(
-        "flops_profiler.enabled",
-        config.blocks.flops_profiler.enabled,
-        "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
-        "--profile-steps times all of them",
-    )
     rate, highest, schedule = config.number(f"{OPTIMIZER}.lr"), config.highest_rate, config["scheduler.type"]
     is_sgd = config["optimizer.type"] == "SGD"
     has_own_rates = schedule in ("OneCycle", "LRRangeTest") or highest != rate

@@ -48,11 +48,15 @@ FIXED: dict[str, tuple[Any, str]] = {
     f"{ZERO}.zenflow": (None, "it steps on stale gradients, so the model trains differently"),
     # What zero_tp does itself
     "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
-    "checkpoint.load_universal": (False, "zero_tp finds out itself what a checkpoint is"),
-    "checkpoint.use_node_local_storage": (False, "a checkpoint is complete in one directory, where it is verified"),
-    "checkpoint.writer": (None, "checkpoints are written and verified by zero_tp"),
-    "checkpoint.checkpoint_serialization": (True, "it belongs to DeepSpeed's fast writer, which is not used"),
-    "checkpoint.parallel_write.pipeline_stage": (False, "zero_tp has no pipeline parallelism"),
+    # What is known, and can't be on yet
+    **dict.fromkeys(
+        (
+            *(f"{ACTIVATIONS}.profile", f"{ACTIVATIONS}.synchronize_checkpoint_boundary", "aio.use_gds"),
+            *(f"{ZERO}.offload_optimizer.super_offload", "bf16.bf16_master_weights_and_grads"),
+            *("bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
+        ),
+        (False, "it is not built yet"),
+    ),
 }
 """Keys that may have one value: which (None: the key may not be written), and why no other; after a ";" the remedy."""
 
@@ -276,20 +280,8 @@ def _activation_refusals(config: TypedConfig) -> Iterator[Refusal]:
         )
 
 
-NOT_BUILT = (
-    f"{ACTIVATIONS}.profile",
-    f"{ACTIVATIONS}.synchronize_checkpoint_boundary",
-    f"{ZERO}.offload_optimizer.super_offload",
-    "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
-    "fp16.fp16_master_weights_and_grads",
-    "aio.use_gds",
-)
-"""Switches that are known but can't be on yet."""
-
-
 def refuse(config: TypedConfig) -> None:
-    """Refuse a config that has one of the `refusals`, or of what is not built yet.
+    """Refuse a config that has one of the `refusals`.
 
     Raises:
         ConfigError: names the first; or there is no optimizer.
@@ -299,9 +291,6 @@ def refuse(config: TypedConfig) -> None:
     for row in refusals(config):
         if row.applies:
             raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
-    for key in NOT_BUILT:
-        if config[key]:
-            raise ConfigError(key, "true is not built yet", "use false")
 
 
 def check_deepspeed(

@@ -1,7 +1,7 @@
 """lm-eval's tasks: loaded by its `TaskManager`, evaluated by its `evaluate`.
 
-The task files of a directory (`--include-path`) are data unless `--allow-task-code` is given: one that names Python,
-which lm-eval would import, is refused, and their templates run in jinja2's sandbox.
+The task files of a directory (`--include-path`) are data unless `--allow-task-code` is given. This module reads them,
+so lm-eval never imports the Python that they name, and their templates run in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import random
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import lm_eval.tasks
 import lm_eval.utils
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from zero_tp.weights.files import is_regular
 BOOTSTRAP = 1000
 """Samples of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""
 
+LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
 IN_REPORT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 
@@ -70,43 +72,44 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-IF_TRUSTED = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
+class RefusedCode:
+    """Stands in a task file's content for code. lm-eval copies the content of a task that it builds: that is refused.
+
+    Raises:
+        UserError: on the copy.
+    """
+
+    def __init__(self, problem: str):
+        self.problem = problem
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UserError(self.problem)
 
 
 class TaskFileLoader(yaml.SafeLoader):
-    """Loads a task file as data, and refuses `!function`, by which lm-eval would import Python."""
+    """Loads a task file as data: `!function` becomes `RefusedCode`."""
 
-    allow_code = False
-
-    def function(self, node: yaml.Node) -> str:
-        """Return the text of a `!function`. UserError: it is not allowed."""
-        if not self.allow_code:
-            raise UserError(f"{self.name}: it runs Python (!function {node.value}); {IF_TRUSTED}")
-        return str(node.value)
+    def refuse_function(self, node: yaml.Node) -> RefusedCode:
+        return RefusedCode(f"{self.name}: it runs Python (!function {node.value}); {_if_trusted()}")
 
 
-class TrustedTaskFileLoader(TaskFileLoader):
-    """Loads a task file that may run Python."""
-
-    allow_code = True
+TaskFileLoader.add_constructor("!function", TaskFileLoader.refuse_function)
 
 
-TaskFileLoader.add_constructor("!function", TaskFileLoader.function)
-TrustedTaskFileLoader.add_constructor("!function", TrustedTaskFileLoader.function)
+def _if_trusted() -> str:
+    return "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
 
 
-def read_task_file(file: Path, allow_code: bool, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_task_file(file: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a task file with the files that it includes, whose keys it overrides, as lm-eval does.
 
     Raises:
-        UserError: it can't be read, is no mapping, includes itself, or runs Python, which isn't allowed.
+        UserError: it can't be read, is no mapping, or includes itself.
     """
     is_regular(file)  # reading a pipe would wait for its writer
     try:
         with file.open("rb") as stream:
-            own = yaml.load(stream, TrustedTaskFileLoader if allow_code else TaskFileLoader)
-    except UserError:
-        raise
+            own = yaml.load(stream, TaskFileLoader)
     except Exception as error:  # YAML and the file system raise anything
         reason = one_line(in_json_words(str(error)) or first_line(error), 160)
         raise UserError(f"{file} can't be read ({reason}); correct that file") from error
@@ -119,7 +122,7 @@ def read_task_file(file: Path, allow_code: bool, including: tuple[Path, ...] = (
     for name in includes if isinstance(includes, list) else [includes]:
         if not isinstance(name, str):
             raise UserError(f"{file}: include is {shown(name)}, not a string; write the name of a file")
-        config |= read_task_file((file.parent / name).resolve(), allow_code, (*including, file))
+        config |= read_task_file((file.parent / name).resolve(), (*including, file))
     return config | own
 
 
@@ -133,7 +136,7 @@ def check_names(config: Mapping[str, Any], file: Path) -> None:
     tags = config.get("tag") or []
     names = [(key, config.get(key, "")), *(("tag", tag) for tag in (tags if isinstance(tags, list) else [tags]))]
     for field, name in names:
-        if not isinstance(name, str):
+        if not isinstance(name, str | RefusedCode):
             raise UserError(f"{file}: {field} is {shown(name)}, not a string; write the name in quotes")
     if key == "group":
         _check_members(config.get("task"), file)
@@ -145,15 +148,14 @@ def _check_members(members: Any, file: Path) -> None:
         name = member.get("task", member.get("group")) if isinstance(member, dict) else member
         if isinstance(name, list):
             _check_members(name, file)
-        elif not isinstance(name, str):
+        elif not isinstance(name, str | RefusedCode):
             raise UserError(f"{file}: a task of the group is {shown(name)}, not a string; write the name in quotes")
 
 
-def refuse_metrics(config: Any, file: Path) -> None:
-    """Refuse a metric that the package evaluate would load, as code, also in an entry of a group's `task` list.
+def refuse_metrics(config: Any) -> None:
+    """Put `RefusedCode` in place of a `metric_list` with a metric that the package evaluate would load, as code.
 
-    Raises:
-        UserError: there is one.
+    Entries of a group's `task` list may have one, too.
     """
     if not isinstance(config, dict):
         return
@@ -161,10 +163,10 @@ def refuse_metrics(config: Any, file: Path) -> None:
     for metric in metrics if isinstance(metrics, list) else []:
         name = metric.get("metric") if isinstance(metric, dict) else None
         if isinstance(name, str) and (metric.get("hf_evaluate") or name not in metric_registry):
-            problem = f"the metric {shown(name)} is none of lm-eval's own, and would run code"
-            raise UserError(f"{file}: {problem}; {IF_TRUSTED}")
+            problem = f"the metric {shown(name)} is none of lm-eval's own, and would run code; {_if_trusted()}"
+            config["metric_list"] = RefusedCode(problem)
     for member in members if isinstance(members, list) else []:
-        refuse_metrics(member, file)
+        refuse_metrics(member)
 
 
 @functools.cache
@@ -180,29 +182,34 @@ class TaskDirectory:
         names: of its tasks, groups and tags.
 
     Raises:
-        UserError: no such directory, no task in it, a file that can't be read or would run code that isn't allowed, or
-            a name that is not a string.
+        UserError: no such directory, no task in it, a file that can't be read, or a name that is not a string.
     """
 
     def __init__(self, path: Path, *, allow_code: bool):
         if not path.is_dir():
             raise UserError(f"--include-path {path}: no such directory")
-        self.path = path
-        for file in sorted(path.rglob("*.yaml")):
-            config = read_task_file(file, allow_code)
+        self.path, self.allow_code = path, allow_code
+        self._configs = {file: read_task_file(file) for file in sorted(path.rglob("*.yaml"))}
+        for file, config in self._configs.items():
             check_names(config, file)
-            if not allow_code:
-                refuse_metrics(config, file)
-        self._own = TaskManager(include_path=str(path), include_defaults=False)
-        self.names: list[str] = list(self._own.all_tasks)
+            refuse_metrics(config)
+        self._without_defaults = self._task_manager(include_defaults=False)
+        self.names: list[str] = list(self._without_defaults.all_tasks)
         if not self.names:
             raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
 
     def task_manager(self, name: str) -> Any:
         """Return a `TaskManager` for a task; for a group or tag one with lm-eval's tasks (seconds) that it may name."""
-        if name in self._own.all_subtasks:
-            return self._own
-        return TaskManager(include_path=str(self.path), include_defaults=True)
+        own = self._without_defaults
+        return own if name in own.all_subtasks else self._task_manager(include_defaults=True)
+
+    def _task_manager(self, *, include_defaults: bool) -> Any:
+        """Have lm-eval index the directory, and build its tasks from what was read here instead of from the files."""
+        manager = TaskManager(include_path=str(self.path), include_defaults=include_defaults)
+        for entry in manager.task_index.values():
+            if entry.yaml_path and not entry.yaml_path.is_relative_to(LM_EVAL_TASKS) and not self.allow_code:
+                entry.cfg, entry.yaml_path = self._configs[entry.yaml_path], None
+        return manager
 
 
 class LMEvalTask(Task):
@@ -213,7 +220,7 @@ class LMEvalTask(Task):
         file: the evaluated split; None: what the task file names.
 
     Raises:
-        UserError: its data can't be loaded, or don't fit its task file.
+        UserError: its data can't be loaded, or its task file runs Python, which isn't allowed.
     """
 
     def __init__(self, name: str, directory: TaskDirectory | None, options: TaskOptions, file: Path | None):

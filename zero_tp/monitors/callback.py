@@ -61,19 +61,17 @@ class Trackers(Callback):
     """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Unknown values are left out."""
 
     def on_start(self, state: TrainState) -> None:
-        self._reports: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[TrackerThread] = []
         if state.is_rank_zero:
             run = RunInfo(state.directory, state.config, state.step)
             for key, (_, open_tracker) in trackers_of(state.config).items():
-                self._threads.append(TrackerThread(key, partial(open_tracker, run), self._reports.put))
+                self._threads.append(TrackerThread(key, partial(open_tracker, run), state.print))
                 self._threads[-1].start()
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
         for thread in self._threads:
             thread.log(known, int(values["step"] or 0))
-        self._print_reports(state)
 
     def on_end(self, state: TrainState) -> None:
         """Close all trackers together within 10 s. A run that failed waits 1 s, so that its error is seen."""
@@ -83,11 +81,6 @@ class Trackers(Callback):
             thread.close()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._print_reports(state)
         for thread in self._threads:
             if thread.is_alive():
                 state.print(f"{thread.key}: not done {seconds:.0f} s after the run; its last values are lost")
-
-    def _print_reports(self, state: TrainState) -> None:
-        while not self._reports.empty():
-            state.print(self._reports.get())

@@ -112,7 +112,7 @@ def start_training(
         record = None if point.manifest is None else point.manifest.parent
         if parent.checkpoint is not None and parent.manifest is not None:
             record = Parent.of(parent.checkpoint, parent.manifest)
-        yield TrainState(inputs, engine, point.step, record, owner, machines, watch)
+        yield TrainState(inputs, engine, point.step, record, owner, watch)
         if watch is not None:
             watch.leave()
 
@@ -194,6 +194,3 @@ def _description(
         before, now = Parallelism.saved(manifest), Parallelism.of(config)
         yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
         yield from differences(manifest, config, run.validation_corpora)
-    schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
-    if schedule is not None and schedule < steps:
-        yield f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum"

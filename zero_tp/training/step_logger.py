@@ -14,14 +14,9 @@ from zero_tp.training.metrics import Speed, StepMeter, memory_gib
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps, and each step that was skipped.
+    """Log a step every `logging.interval` steps, and each step that was skipped."""
 
-    Args:
-        terminal: show a progress bar; None: only if stdout and stderr are terminals.
-    """
-
-    def __init__(self, terminal: bool | None = None) -> None:
-        self._terminal = terminal
+    def __init__(self) -> None:
         self._first = True
 
     def on_start(self, state: TrainState) -> None:
@@ -49,7 +44,7 @@ class StepLogger(Callback):
         self._meter.start()
 
     def print_header(self, state: TrainState) -> None:
-        state.output.open_bar(state.total_steps, state.step - 1, self._terminal)
+        state.output.open_bar(state.total_steps, state.step - 1)
         state.print(format_header(state.total_steps, state.engine.model.figures))
 
     def on_step_end(self, state: TrainState) -> None:
