@@ -51,7 +51,7 @@ def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0
     return printed
 
 
-def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path) -> None:
+def test_every_value_has_a_csv_file_that_a_resumed_run_appends_to(tmp_path: Path) -> None:
     """As DeepSpeed's monitor names and writes them."""
     config, run = config_of(tmp_path, "csv_monitor.enabled=true"), tmp_path / "runs" / "mine"
     run.parent.mkdir()
@@ -61,7 +61,7 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
     assert (files / "loss.csv").read_text() == "step,loss\n1,2.5\n2,nan\n3,1.75\n3,1.5\n"
     assert (files / "lambada_accuracy.csv").read_text() == "step,accuracy\n2,0.5\n"
     assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n3,1\n"
-    assert (files / "mfu.csv").read_text() == "step,mfu\n", "what was not known was not written"
+    assert (files / "mfu.csv").read_text() == "step,mfu\n3,0.25\n", "what was not known was not written"
     placed = config_of(tmp_path, "csv_monitor.enabled=true", f"csv_monitor.output_path={tmp_path}/out")
     CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []

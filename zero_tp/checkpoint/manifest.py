@@ -227,11 +227,11 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
 
 def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -> dict[str, str]:
     """Return the versions of libraries that are installed, by default those that compute."""
-    found = {}
+    installed = {}
     for package in packages:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:

@@ -88,12 +88,12 @@ def broadcast_resume_point(
         UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
     """
 
-    found: list[ResumePoint] = []
-    _check_on_all_ranks(lambda: found.append(find()) if dist.get_rank() == 0 else None)
+    points: list[ResumePoint] = []  # on rank 0 alone
+    _check_on_all_ranks(lambda: points.append(find()) if dist.get_rank() == 0 else None)
 
     def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
-        checkpoint, manifest = found[0].checkpoint, found[0].manifest
-        return None if checkpoint is None or manifest is None else (checkpoint, manifest.sha256), found[0].notes
+        checkpoint, manifest = points[0].checkpoint, points[0].manifest
+        return None if checkpoint is None or manifest is None else (checkpoint, manifest.sha256), points[0].notes
 
     description, notes = on_rank_zero(describe)
     if description is None:

@@ -71,7 +71,7 @@ def continue_prompt(options: argparse.Namespace) -> str:
     tokens = min(TOKENS, room) if options.tokens is None else options.tokens
     if tokens > room or room < 1:
         raise UserError(f"--tokens {tokens}: the prompt has {length:,} tokens, and the model {positions:,} positions")
-    model = directory.load_module("auto", "cpu", Topology())
+    model = directory.load_module("auto", "cpu", Topology()).eval()
     set_seed(options.seed)
     sampling = {"temperature": options.temperature, "top_k": options.top_k} if options.temperature > 0 else {}
     try:
