@@ -258,25 +258,6 @@ def describe_devices(device: torch.device, ranks: int) -> str:
     return f"{ranks} × {name}"
 
 
-def why_on_cpu(nvidia: str = "/dev/nvidia0") -> str:
-    """Return why a run uses the CPU although the machine has an NVIDIA device; "" if it has none.
-
-    Args:
-        nvidia: the file of the machine's first device.
-    """
-    import torch
-
-    if not os.path.exists(nvidia):
-        return ""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        why = "DS_ACCELERATOR is cpu; unset it"
-    elif torch.version.cuda is None:
-        why = f"torch {torch.__version__} is a build without CUDA; install one with it"
-    else:
-        why = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no device; look at nvidia-smi and the driver"
-    return f"this machine has {nvidia}, but the run is on CPU: {why}"
-
-
 @functools.cache
 def runs_varlen(device: torch.device) -> bool:
     """Return whether torch's flash kernels for packed pieces (`varlen_attn`) run on `device`.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from zero_tp.checkpoint.directory import start_branch
 from zero_tp.checkpoint.manifest import Parallelism, Parent, differences
@@ -14,7 +17,7 @@ from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
 from zero_tp.checkpoint.run import RunOwner, read_owner, run_directory, write_config
 from zero_tp.config.schema import Timeouts
-from zero_tp.devices import describe_devices, why_on_cpu
+from zero_tp.devices import describe_devices
 from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import most_machines, on_rank_zero, require_same_on_all_ranks
@@ -174,8 +177,9 @@ def _description(
         f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
-    if engine.device.type == "cpu" and (why := why_on_cpu()):
-        yield f"warning: {why}"
+    if engine.device.type == "cpu" and os.path.exists("/dev/nvidia0"):
+        causes = f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is {torch.__version__}"
+        yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
     yield f"attention: {engine.model.spec.attention}"
     yield from (*engine.zero.notes, *engine.activations.notes)
     if advice := launch_order_advice(engine.topology.tensor, config.zero_stage, engine.device):
