@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +210,8 @@ def commit(
         OSError: the disk is full or gone.
     """
     for name, written in files.items():
-        path, size = temporary / name, written.size
-        if not wait_until_visible(lambda path=path, size=size: path.is_file() and path.stat().st_size == size, run):
+        path = temporary / name
+        if not wait_until_visible(partial(_is_whole, path, written.size), run):
             raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
@@ -237,6 +237,10 @@ def commit(
     except OSError as error:
         return [f"{final} is complete, but {error.filename or run}: {error.strerror}"]
     return []
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def abandon(temporary: Path) -> None:
