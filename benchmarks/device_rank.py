@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from benchmarks.contenders import connected, engine_of
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
-from zero_tp.devices import device_peak_flops, find_device, named_device
+from zero_tp.devices import find_device, named_device, peak_flops
 from zero_tp.errors import UserError
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.plan import plan
@@ -25,6 +28,34 @@ from zero_tp.process.heap import keep_freed_memory
 from zero_tp.training.metrics import StepMeter, memory_gib
 
 WARM_UP = 3
+
+
+def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024) -> float:
+    """Measure the FLOP/s of a square matrix product in `dtype`, on all ranks at once: they share cores and memory.
+
+    One product of 2·size³ FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
+
+    Args:
+        barrier: waits for the other ranks; called once, by every rank.
+    """
+    left = torch.ones(size, size, dtype=dtype)
+    right = torch.ones(size, size, dtype=dtype)
+    torch.mm(left, right)
+    barrier()
+    seconds: list[float] = []
+    end = time.perf_counter() + 0.5
+    while not seconds or (len(seconds) < 5 and time.perf_counter() < end):
+        start = time.perf_counter()
+        torch.mm(left, right)
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * size**3 / statistics.median(seconds)
+
+
+def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak of this rank's device [FLOP/s]: measured on the CPU, else from the table. Collective."""
+    if device.type == "cpu":
+        return measure_cpu_flops(dtype, dist.barrier)
+    return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
 
 
 def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
@@ -65,7 +96,7 @@ def measured(config: RunConfig, steps: int) -> dict[str, Any]:
     engine = engine_of(config, topology, device)
     spec, rows, length = engine.model.spec, config.micro_batch, config.zero_tp.data.sequence_length
     assert config.accumulation == 1, "one micro-batch"
-    peak, batch = device_peak_flops(device.type, engine.dtype, dist.barrier), config.global_batch
+    peak, batch = _peak_flops(device, engine.dtype), config.global_batch
     meter = StepMeter(batch * length, model_flops(spec, batch, length), topology.world, peak, steps)
     generator, losses, speeds = torch.Generator().manual_seed(2 + topology.data_rank), [], []
     for number in range(WARM_UP + steps):

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,6 +266,33 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+@contextmanager
+def as_huggingface(model: Path) -> Iterator[Path]:
+    """Yield the Hugging Face directory of `--model`: itself, a hub name's, or a temporary export of a run.
+
+    Raises:
+        UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
+    """
+    from zero_tp.checkpoint.convert import to_huggingface
+    from zero_tp.checkpoint.directory import is_run
+    from zero_tp.weights.files import INDEX, SINGLE, resolve
+
+    source = resolve(model, "--model").directory
+    if not is_run(source) or any((source / name).is_file() for name in (SINGLE, INDEX)):
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "model"
+        converted = to_huggingface(source, exported)
+        for note in converted.notes:
+            print(note, file=sys.stderr)
+        if converted.tokenizer is None:
+            raise UserError(
+                f"--model {model}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
+            )
+        yield exported
+
+
 def main(words: Sequence[str]) -> None:
     """Check all inputs, train both variants and print the table."""
     options = parse(words)
@@ -272,7 +300,6 @@ def main(words: Sequence[str]) -> None:
         return train_variant(options)
     import transformers
 
-    from zero_tp.checkpoint.convert import as_huggingface
     from zero_tp.weights.files import open_weights
     from zero_tp.weights.load import open_any_config
 

@@ -24,7 +24,7 @@ from zero_tp.config import RunConfig
 from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.effects import caution_rows, without_effect_rows
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
-from zero_tp.config.refusals import NOT_BUILT, refusals
+from zero_tp.config.refusals import refusals
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.errors import shown
@@ -43,13 +43,15 @@ ANCHORS = {
     "comms_logger": "communication-logging",
     "activation_checkpointing": "activation-checkpointing",
     "data_types": "data-type-options",
-    "checkpoint": "checkpoint-options",
     "aio": "asynchronous-io",
     "flops_profiler": "flops-profiler",
 }
 NOTES = {
+    "comms_logger": "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of"
+    " checkpoints",
+    "flops_profiler": "it counts the forward of one rank's shard; `--profile-steps` times all of a step",
     "timers": "`throughput` is off by default, unlike in DeepSpeed, because it synchronises with the device twice a"
-    " micro-batch"
+    " micro-batch",
 }
 NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "null"}
 
@@ -134,10 +136,6 @@ def page() -> str:
             "### Optimizers",
             "",
             *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_OPTIMIZERS.items())),
-            "",
-            "### Not built yet",
-            "",
-            *_table(("key", "can be"), ((f"`{key}`", "`false`") for key in NOT_BUILT)),
             "",
             f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
             "",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from zero_tp.training.callback import TrainState
-from zero_tp.training.lines import StepRecord
+from zero_tp.training.callback import Metrics, TrainState
+from zero_tp.training.metrics import Speed
 from zero_tp.training.metrics_file import MetricsFile
 from zero_tp.training.run_callbacks import Validation
 from zero_tp.training.step_logger import StepLogger
@@ -28,18 +31,21 @@ class RunLog:
 
     def __init__(self, directory: Path, *, terminal: bool = False, **options: Any) -> None:
         self.state = train_state(directory, **options)
-        self.logger, self.metrics = StepLogger(terminal), MetricsFile()
+        self.logger, self.metrics, self.terminal = StepLogger(), MetricsFile(), terminal
 
     def __enter__(self) -> RunLog:
         self.state.callbacks = [self.logger, self.metrics]
         self.metrics.on_start(self.state)
         self.state.step += 1
-        self.logger.print_header(self.state)
+        with ExitStack() as stack:
+            for stream in (sys.stdout, sys.stderr):
+                stack.enter_context(mock.patch.object(stream, "isatty", lambda: self.terminal))
+            self.logger.print_header(self.state)
         return self
 
-    def log(self, record: StepRecord) -> None:
-        self.state.step = record.step
-        self.logger.log(self.state, record)
+    def log(self, record: tuple[Metrics, Speed]) -> None:
+        self.state.step = int(record[0]["step"] or 0)
+        self.logger.log(self.state, *record)
 
     def validation(self, step: int, figures: Mapping[str, float]) -> None:
         self.state.step = step

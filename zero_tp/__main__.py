@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import zero_tp
 from zero_tp import cli
-from zero_tp.commands import COMMANDS, MOVED, module, start
+from zero_tp.commands import COMMANDS, module, start
 from zero_tp.errors import UserError, did_you_mean, shown
 
 DESCRIPTION = """\
@@ -33,17 +33,11 @@ def parser(prog: str) -> cli.Parser:
 def main() -> NoReturn:
     """Start the command that this process's arguments name."""
     prog = "python -m zero_tp" if os.path.basename(sys.argv[0]) == "__main__.py" else "zero-tp"
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
-        import argcomplete
-
-        argcomplete.autocomplete(parser(prog))
     name = next(iter(sys.argv[1:]), "--help")
     if name in COMMANDS:
         start(name, sys.argv[2:], f"{prog} {name}")
 
     def other() -> None:
-        if name in MOVED:
-            raise UserError(f"{name}: no longer a command; run {MOVED[name]}")
         if not name.startswith("-"):
             raise UserError(f"{shown(name)} is no command of {prog}: {did_you_mean(name, COMMANDS)}")
         parser(prog).parse_args([name])

@@ -11,9 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import statistics
-import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
@@ -201,11 +198,7 @@ def named_device(name: str, ranks: int = 1) -> Device:
         fp16_tflops=row.fp16,
         fp32_tflops=row.fp32,
         **row.links._asdict(),
-        units=row.units,
-        channels=row.channels,
-        per_node=row.per_node,
-        host_memory_gib=row.host_memory_gib,
-        varlen=row.varlen,
+        **{name: getattr(row, name) for name in ("units", "channels", "per_node", "host_memory_gib", "varlen")},
         **measured,
     )
 
@@ -257,65 +250,12 @@ def peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | Non
     return None if rate is None else rate * 1e12
 
 
-def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024) -> float:
-    """Measure the FLOP/s of a square matrix product in `dtype`, on all ranks at once: they share cores and memory.
-
-    One product of 2·size³ FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
-
-    Args:
-        barrier: waits for the other ranks; called once, by every rank.
-    """
-    import torch
-
-    left = torch.ones(size, size, dtype=dtype)
-    right = torch.ones(size, size, dtype=dtype)
-    torch.mm(left, right)
-    barrier()
-    seconds: list[float] = []
-    end = time.perf_counter() + 0.5
-    while not seconds or (len(seconds) < 5 and time.perf_counter() < end):
-        start = time.perf_counter()
-        torch.mm(left, right)
-        seconds.append(time.perf_counter() - start)
-    return 2.0 * size**3 / statistics.median(seconds)
-
-
-def device_peak_flops(device_type: str, dtype: torch.dtype, barrier: Callable[[], object]) -> float | None:
-    """Return the peak of this rank's device [FLOP/s]: from the table, on "cpu" measured (then all ranks must call)."""
-    if device_type == "cpu":
-        return measure_cpu_flops(dtype, barrier)
-    if device_type != "cuda":
-        return None
-    import torch
-
-    return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
-
-
 def describe_devices(device: torch.device, ranks: int) -> str:
     """Return the devices of a run in words: `4 × NVIDIA H100 80GB HBM3`, `1 × CPU`."""
     import torch
 
     name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     return f"{ranks} × {name}"
-
-
-def why_on_cpu(nvidia: str = "/dev/nvidia0") -> str:
-    """Return why a run uses the CPU although the machine has an NVIDIA device; "" if it has none.
-
-    Args:
-        nvidia: the file of the machine's first device.
-    """
-    import torch
-
-    if not os.path.exists(nvidia):
-        return ""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        why = "DS_ACCELERATOR is cpu; unset it"
-    elif torch.version.cuda is None:
-        why = f"torch {torch.__version__} is a build without CUDA; install one with it"
-    else:
-        why = f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no device; look at nvidia-smi and the driver"
-    return f"this machine has {nvidia}, but the run is on CPU: {why}"
 
 
 @functools.cache

@@ -35,20 +35,14 @@ _PYTHON_PHRASES = (
     (r"expected str, bytes or os.PathLike object, not (\w+)", "{0}, where a path is expected"),
     (rf"unhashable type: '{_TYPE}'", "{0}, where a name is expected"),
     (rf"(?:\w+ )?indices must be integers(?: or slices)?, not '?{_TYPE}'?", "{0}, where an integer is expected"),
-    (
-        r"(?:Validation error for field '\w+': )?Field '(\w+)' expected (\w+), got (\w+)(?: \(value: .*?\))?",
-        "{0}: expected {1}, got {2}",
-    ),
+    (r"Field '(\w+)' expected (\w+), got (\w+)(?: \(value: .*?\))?", "{0}: expected {1}, got {2}"),
     (r"<class '(?:\w+\.)*(\w+)'>", "{0}"),
     (rf"'{_TYPE}'", "{0}"),
     (r"\b(NoneType)\b", "{0}"),
     (r"(?:\w+\.)?\w+\(\) got an unexpected keyword argument ('.*?')", "unknown key {0}"),
     (r"Expected YAML dict from .*, got (\w+)$", "an object is expected, not {0}"),
     (r"either str or AddedToken but got: ", "a string, but is "),
-    (
-        r"(?:Validation error for field '\w+': )?Field '(\w+)' with value (.*?) doesn't match any type in \((.*?)\).*",
-        "{0}: expected one of ({2}), got {1}",
-    ),
+    (r"Field '(\w+)' with value (.*?) doesn't match any type in \((.*?)\).*", "{0}: expected one of ({2}), got {1}"),
 )
 """Patterns in Python's messages about values of the wrong type, and the words that replace them."""
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
@@ -145,7 +139,7 @@ def class_in_words(error: BaseException) -> str:
 
 def in_json_words(text: str) -> str:
     """Return a library's text with JSON's names for Python's types, and without the names of its exceptions."""
-    text = re.sub(r"(Class validation error for validator '\w+': )?\b\w+Error: ", "", text)
+    text = re.sub(r"(Class v|V)alidation error for (validator|field) '\w+': |\b\w+Error: ", "", text)
     for pattern, words in _PYTHON_PHRASES:
         text = re.sub(pattern, partial(_with_json_kind, words), text)
     return text

@@ -231,14 +231,14 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file of at most `most` bytes.
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file of at most `MOST_BYTES`.
 
     Raises:
         OSError: as of `open_regular`, or it is longer.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {most:,} are read", str(path))
-        return file.read(most)
+        if size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {MOST_BYTES:,} are read", str(path))
+        return file.read(MOST_BYTES)

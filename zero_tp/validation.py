@@ -65,7 +65,7 @@ def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
         if key not in fields:
             raise ConfigError(where, "unknown key", did_you_mean(key, nested_names(model)))
         inner = model_in(fields[key].annotation)
-        if inner is not None and (isinstance(value, dict) or not _accepts_other_than_model(fields[key].annotation)):
+        if inner is not None and (isinstance(value, dict) or fields[key].annotation is inner):
             check_keys(inner, value, where)
 
 
@@ -103,10 +103,6 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
         return next(filter(None, map(model_in, typing.get_args(annotation))), None)
     return None
-
-
-def _accepts_other_than_model(annotation: Any) -> bool:
-    return annotation is not model_in(annotation)
 
 
 def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:

@@ -30,14 +30,15 @@ from zero_tp.checkpoint.directory import (
     prune,
     read_manifest,
     set_aside,
+    start_branch,
     step_directory,
 )
 from zero_tp.checkpoint.manifest import differences
 from zero_tp.checkpoint.resume_point import find_resume_point
+from zero_tp.checkpoint.run import write_config as write_run_config
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.training.metrics_file import METRICS_FILE
-from zero_tp.training.start import _begin_branch
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,8 @@ def killed_after(renames: int, run: Path, inputs: Any, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", replace)
         try:
-            _begin_branch(inputs, 1)
+            write_run_config(run, inputs.config.resolved())
+            start_branch(run, 1)
             with RunLog(run, step=1):
                 pass
         except Killed:

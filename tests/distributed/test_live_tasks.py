@@ -15,10 +15,8 @@ from tests.pool_rank import cached
 from tests.pools import Pools
 from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
-from zero_tp.data.tokenizer import load_tokenizer
-from zero_tp.evaluation.live import run_tasks
-from zero_tp.evaluation.task import TaskOptions
-from zero_tp.evaluation.zero_shot import make_tasks
+from zero_tp.config.schema import Evaluation
+from zero_tp.evaluation.live import LiveTasks
 from zero_tp.topology import Topology
 
 LETTERS = """\
@@ -57,9 +55,7 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
 
     topology = cached(("live tasks", 2), lambda: Topology(2, sequence=True))
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
-    options = TaskOptions(include_path=Path(asked["task_include_path"]))
-    data = {task: Path(file) for task, file in asked["task_data"].items()}
-    tasks = make_tasks(asked["tasks"], data, options)
+    tasks = LiveTasks(Evaluation(**asked), directory, config)
     engine = TrainingEngine(
         config,
         topology,
@@ -77,7 +73,7 @@ def losses(directory: Path, asked: dict[str, Any], stage: int, live: bool) -> tu
         tokens = torch.randint(config.vocab_size, (2, 33), generator=generator)
         found.append(engine.train_step([(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]))
         if live:
-            figures.append(run_tasks(tasks, load_tokenizer(directory), config, engine, 2))
+            figures.append(tasks.evaluate(engine, 2))
     return found, figures
 
 

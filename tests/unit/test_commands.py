@@ -15,7 +15,7 @@ import pytest
 import zero_tp
 from tests.launched import ROOT
 from zero_tp import shipped
-from zero_tp.commands import COMMANDS, MOVED, module
+from zero_tp.commands import COMMANDS, module
 from zero_tp.commands.path import PATHS
 from zero_tp.config import RunConfig
 from zero_tp.errors import ConfigError
@@ -95,14 +95,6 @@ def test_what_is_no_command_is_one_line() -> None:
     assert all(re.search(rf"^    {name} ", listed, re.MULTILINE) for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_a_command_that_moved_says_what_to_run_instead(name: str) -> None:
-    assert name not in COMMANDS
-    done = zero_tp_says(name, "--help")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {name}: no longer a command; run {MOVED[name]}\n"
-
-
 def test_what_is_shipped_has_a_path() -> None:
     assert {"quickstart", "gpt2_355m", "gpt2_2.5b"} <= set(shipped.config_names())
     for name in PATHS:
@@ -132,28 +124,3 @@ def test_an_editor_s_schema_is_nothing_of_a_run(tmp_path: Path) -> None:
     assert config.deepspeed_config() == before.deepspeed_config() and config.resolved() == before.resolved()
     with pytest.raises(ConfigError, match=r"\$schema: expected a string"):
         RunConfig.load(path, ["$schema=1"], world_size=4)
-
-
-def completed(line: str) -> list[str]:
-    """What a shell that has argcomplete's function offers after `line`."""
-    read, write = os.pipe()
-    variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
-    words = [sys.executable, "-c", "import sys; sys.argv[0] = 'zero-tp'; from zero_tp.__main__ import main; main()"]
-    with subprocess.Popen(
-        ["bash", "-c", f'exec "$@" 8>&{write}', "bash", *words],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        pass_fds=[write],
-        stdout=subprocess.DEVNULL,
-    ) as process:
-        os.close(write)
-        with os.fdopen(read) as offered:
-            found = offered.read().split("\n")
-    assert process.returncode == 0
-    return [word.strip() for word in found]
-
-
-def test_a_shell_completes_commands_and_options() -> None:
-    assert completed("zero-tp pr") == ["prepare", "pretrain"]
-    assert completed("zero-tp plan --dr") == ["--dry-run"]
-    assert completed("zero-tp check gpt2_2") == ["gpt2_2.5b"]

@@ -92,13 +92,6 @@ def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str) -> None:
     assert block.asked == set(keys.OWN_BLOCKS[name].model_fields)
 
 
-@pytest.mark.parametrize(("name", "model"), [("writer", keys.CheckpointWriter), ("parallel_write", keys.ParallelWrite)])
-def test_keys_within_the_checkpoint_block(name: str, model: type[Block]) -> None:
-    block = Recorder()
-    keys_read({"train_batch_size": 1, "checkpoint": {name: block}})
-    assert block.asked == set(model.model_fields)
-
-
 @pytest.mark.parametrize(
     ("name", "model"), [("optimizer", optimizer.OptimizerBlock), ("scheduler", optimizer.TypedBlock)]
 )

@@ -15,11 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from launch.finetune import as_huggingface
 from tests.checkpoints import drawn, rewritten, write_checkpoint
 from tests.memory import PeakMemory
 from tests.native import to_ours, to_theirs
 from zero_tp import commands
-from zero_tp.checkpoint.convert import as_huggingface, to_huggingface
+from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, find_checkpoint, passed_over
 from zero_tp.checkpoint.inspect import inspect, table
 from zero_tp.errors import UserError

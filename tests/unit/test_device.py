@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-from pathlib import Path
 
 import pytest
 import torch
@@ -49,28 +48,6 @@ def test_a_large_job_has_files_for_its_connections(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         allow_connections(world)
     assert set_to == [(1056, 4096), (3072, 4096), (4096, 4096)]
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "cuda", "reason"),
-    [
-        ("cpu", "13.0", "DS_ACCELERATOR is cpu; unset it"),
-        (None, None, "is a build without CUDA"),
-        (None, "13.0", "(CUDA 13.0) sees no device"),
-    ],
-)
-def test_a_run_on_the_cpu_of_a_machine_with_devices_says_why(
-    accelerator: str | None, cuda: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    if accelerator is not None:
-        monkeypatch.setenv("DS_ACCELERATOR", accelerator)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    first = tmp_path / "nvidia0"
-    assert devices.why_on_cpu(str(first)) == ""
-    first.touch()
-    said = devices.why_on_cpu(str(first))
-    assert said.startswith(f"this machine has {first}, but the run is on CPU: ") and reason in said
 
 
 def test_devices_of_a_run_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.evaluation.report import comparison, read_report, table, write_report
+from zero_tp.evaluation.report import comparison, read_report, table
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
 from zero_tp.tensors.files import read_header
 from zero_tp.zero.states import MASTER
@@ -91,12 +91,12 @@ def test_a_run_of_an_encoder_is_refused(
 def test_reports_side_by_side(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     report = evaluate(tokenizer, list(data), data, SETTINGS)
-    write_report(first, report)
+    first.write_text(json.dumps(report))
     shown = table(report).splitlines()
     assert [line.split()[0] for line in shown if line] == ["task", "perplexity", "task", "lambada"]
     data["lambada"].write_text("some words of a text\n")
     limited = EvaluationSettings(device="cpu", batch_size=3, limit=1)
-    write_report(second, evaluate(tokenizer, ["lambada"], {"lambada": data["lambada"]}, limited))
+    second.write_text(json.dumps(evaluate(tokenizer, ["lambada"], {"lambada": data["lambada"]}, limited)))
     text = comparison(first, second).splitlines()
     assert text[0].split() == ["task", "figure", str(first), str(second), "difference"]
     examples = next(line.split() for line in text if line.split()[:2] == ["lambada", "examples"])

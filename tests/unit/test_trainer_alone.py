@@ -63,7 +63,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, r"zero_optimization\.zenflow: refused at all"),
     (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-        r"zero_optimization\.offload_optimizer\.super_offload: true is not built yet",
+        r"zero_optimization\.offload_optimizer\.super_offload: refused as true: it is not built yet",
     ),
     (
         {"gradient_acumulation_steps": 2},

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +15,12 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from zero_tp.architectures import weights_of
-from zero_tp.checkpoint.directory import check_content, find_checkpoint, is_run, passed_over, read_manifest
+from zero_tp.checkpoint.directory import check_content, find_checkpoint, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
-from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
-from zero_tp.weights.files import INDEX, SINGLE, TOKENIZER_FILES, has_commit, holds_tokenizer, resolve
+from zero_tp.weights.files import TOKENIZER_FILES, has_commit, holds_tokenizer, resolve
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,11 @@ def to_huggingface(
     tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
     config = config_of(manifest)
     check_content(checkpoint, manifest.files)
-    entries = checkpoint_entries(CheckpointReader(checkpoint, manifest), config, dtype)
+    reader = CheckpointReader(checkpoint, manifest)
+    for weight in weights_of(config):
+        if weight.ours not in reader.parameters:
+            raise UserError(f"{checkpoint}: its manifest has no parameter {weight.ours}")
+    entries = native_entries(config, lambda name: reader.parameters[name].shape, reader.whole, dtype)
     write_native(
         output,
         config,
@@ -107,38 +107,3 @@ def to_huggingface(
     )
     parameters = sum(math.prod(entry.shape) for entry in entries)
     return Converted(checkpoint, parameters, tokenizer, passed_over(source, manifest.step))
-
-
-@contextmanager
-def as_huggingface(model: Path) -> Iterator[Path]:
-    """Yield the Hugging Face directory of `--model`: itself, a hub name's, or a temporary export of a run.
-
-    Raises:
-        UserError: see `resolve` and `to_huggingface`; the run has no tokenizer.
-    """
-    source = resolve(model, "--model").directory
-    if not is_run(source) or any((source / name).is_file() for name in (SINGLE, INDEX)):
-        yield source
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder) / "model"
-        converted = to_huggingface(source, exported)
-        for note in converted.notes:
-            print(note, file=sys.stderr)
-        if converted.tokenizer is None:
-            raise UserError(
-                f"--model {model}: the run has no tokenizer; export it with zero-tp convert to-hf --tokenizer"
-            )
-        yield exported
-
-
-def checkpoint_entries(reader: CheckpointReader, config: PretrainedConfig, dtype: torch.dtype) -> list[Entry]:
-    """Return every parameter's fp32 master under its Hugging Face name.
-
-    Raises:
-        UserError: the checkpoint lacks a parameter of the config's model.
-    """
-    for weight in weights_of(config):
-        if weight.ours not in reader.parameters:
-            raise UserError(f"{reader.directory}: its manifest has no parameter {weight.ours}")
-    return native_entries(config, lambda name: reader.parameters[name].shape, reader.whole, dtype)

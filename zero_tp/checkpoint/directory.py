@@ -211,7 +211,7 @@ def commit(
     """
     for name, written in files.items():
         path = temporary / name
-        if not wait_until_visible(partial(_is_there, path, written.size), run):
+        if not wait_until_visible(partial(_is_whole, path, written.size), run):
             raise RuntimeError(f"{path}: not there as its rank wrote it; is the run directory shared by all nodes?")
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
@@ -239,12 +239,8 @@ def commit(
     return []
 
 
-def _is_there(path: Path, size: int) -> bool:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == size
+def _is_whole(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def abandon(temporary: Path) -> None:

@@ -5,10 +5,11 @@ It records what the run is, which no resume may change, and how it was computed,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -208,7 +209,8 @@ class Parallelism(NamedTuple):
 
 def fixed_of(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a config that no resume may change."""
-    block = config.zero_tp
+    block, optimizer = config.zero_tp, config.deepspeed_config()["optimizer"]
+    params = optimizer["params"]
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
@@ -217,22 +219,19 @@ def fixed_of(config: RunConfig) -> dict[str, Any]:
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
-        "optimizer": _computed(config.deepspeed_config()["optimizer"]),
+        # Its implementation may change, as offload may.
+        "optimizer": {**optimizer, "params": {key: params[key] for key in params if key not in IMPLEMENTATION}},
         **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
     }
 
 
-def _computed(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """Return an `optimizer` block without the choice of its implementation, which may change, as offload may."""
-    params = optimizer.get("params", {})
-    if not isinstance(params, dict):
-        return optimizer
-    return {**optimizer, "params": {key: value for key, value in params.items() if key not in IMPLEMENTATION}}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that compute."""
-    return {package: version(package) for package in ("torch", "deepspeed", "transformers")}
+def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -> dict[str, str]:
+    """Return the versions of libraries that are installed, by default those that compute."""
+    installed = {}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:

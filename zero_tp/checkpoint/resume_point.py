@@ -48,15 +48,19 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
         resume_from: the checkpoint to resume from instead.
 
     Raises:
-        UserError: the newest manifest is damaged and `checkpoint.on_corrupt` is "stop", another model or run saved the
-            checkpoint, or `resume_from` is no checkpoint.
+        Damaged: the manifest is damaged.
+        UserError: another model or run saved the checkpoint, or `resume_from` is no checkpoint.
     """
     try:
-        point = _newest(run, config) if resume_from is None else open_checkpoint(resume_from)
+        if resume_from is None:
+            directory.refresh_view(run)
+            if not directory.complete_steps(run):
+                return ResumePoint(notes=directory.passed_over(run, 0))
+        point = open_checkpoint(resume_from or run)
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror}); mend the run directory") from error
-    if point.checkpoint is not None and point.manifest is not None:
-        check_same_run(point.checkpoint, point.manifest, config)
+    assert point.checkpoint is not None and point.manifest is not None
+    check_same_run(point.checkpoint, point.manifest, config)
     return point
 
 
@@ -64,27 +68,11 @@ def open_checkpoint(source: Path) -> ResumePoint:
     """Return the checkpoint `source`, or the newest of the run `source`. Its files are not verified.
 
     Raises:
-        UserError: neither a run nor a checkpoint, or its manifest is damaged.
+        Damaged, UserError: its manifest is damaged, or it is neither a run nor a checkpoint.
     """
     checkpoint = directory.find_checkpoint(source)
     manifest = read_manifest(checkpoint)
     return ResumePoint(checkpoint, manifest, directory.passed_over(source, manifest.step))
-
-
-def _newest(run: Path, config: RunConfig) -> ResumePoint:
-    directory.refresh_view(run)
-    notes: tuple[str, ...] = ()
-    steps = directory.complete_steps(run)
-    while steps:
-        checkpoint = directory.step_directory(run, steps.pop())
-        try:
-            point = ResumePoint(checkpoint, read_manifest(checkpoint))
-            return replace(point, notes=(*notes, *directory.passed_over(run, point.step)))
-        except Damaged as damage:
-            if config.zero_tp.checkpoint.on_corrupt == "stop" or not steps:
-                raise UserError(describe_damage(damage, run)) from damage
-            notes += (f"{damage.file}: {damage.problem}; going back to the checkpoint before",)
-    return ResumePoint(notes=directory.passed_over(run, 0))
 
 
 def broadcast_resume_point(
@@ -96,15 +84,16 @@ def broadcast_resume_point(
     for it. Then it checks its machine's other files with `check`, and its share of the checkpoint's.
 
     Raises:
-        Damaged: on every rank, for the first damaged file (see `verify_checkpoint`).
+        Damaged: on every rank, for the manifest or the first damaged file (see `verify_checkpoint`).
         UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
     """
 
+    points: list[ResumePoint] = []  # on rank 0 alone
+    _check_on_all_ranks(lambda: points.append(find()) if dist.get_rank() == 0 else None)
+
     def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
-        point = find()
-        if point.checkpoint is None or point.manifest is None:
-            return None, point.notes
-        return (point.checkpoint, point.manifest.sha256), point.notes
+        checkpoint, manifest = points[0].checkpoint, points[0].manifest
+        return None if checkpoint is None or manifest is None else (checkpoint, manifest.sha256), points[0].notes
 
     description, notes = on_rank_zero(describe)
     if description is None:

@@ -44,12 +44,6 @@ COMMANDS = {
     "path": Command("print where the scripts for launchers, the configs and the corpus are"),
 }
 
-MOVED = {
-    "papers": "python -m benchmarks.papers in a checkout of the repository",
-    "finetune": "python launch/finetune.py in a checkout of the repository, or python $(zero-tp path finetune)",
-}
-"""Former commands, and what to run instead."""
-
 
 def module(name: str) -> Any:
     """Return the module of a command."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from zero_tp.shipped import config_file, config_names
+from zero_tp.shipped import config_file
 
 Parser = argparse._ActionsContainer
 """A parser, or a group of one."""
@@ -22,14 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_config(parser: Parser, name: str, help_: str) -> None:
     """Add an argument that is a config."""
-    action: Any = parser.add_argument(name, type=config_file, metavar="FILE", help=help_)
-    action.completer = _configs  # which argcomplete asks
-
-
-def _configs(prefix: str, **others: object) -> list[str]:
-    from argcomplete.completers import FilesCompleter
-
-    return [*config_names(), *FilesCompleter()(prefix)]
+    parser.add_argument(name, type=config_file, metavar="FILE", help=help_)
 
 
 def add_parent(parser: Parser) -> None:

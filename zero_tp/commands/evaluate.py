@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NoReturn
 
 from zero_tp import cli
 from zero_tp.errors import UserError
+from zero_tp.files import write_named
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 
@@ -131,7 +133,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
         if options.output:
             for file in report.write_samples(options.output, results):
                 print(f"wrote {file}")
-            report.write_report(options.output, results)
+            write_named(options.output, json.dumps(results, indent=2, allow_nan=False) + "\n")
             print(f"wrote {options.output}")
 
 

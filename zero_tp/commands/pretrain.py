@@ -26,10 +26,8 @@ from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watch
 
 if TYPE_CHECKING:
-    from zero_tp.config import RunConfig
     from zero_tp.models.model import ParallelModel
     from zero_tp.training.callback import Callback
-    from zero_tp.training.run import RunInputs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,11 +94,23 @@ def pretrain(
     environment.export()
     if environment.world > 1:
         environment.store.join()
-    first = environment.is_local_rank_zero
-    forecast = [memory_forecast()] if environment.rank == 0 else []
-    profiler = [step_profiler(options.profile_steps, config)] if options.profile_steps else []
-    inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=first)
-    tasks, model = live_tasks(inputs) if config.zero_tp.evaluation.tasks else ([], None)
+    others: list[Callback] = [Trackers()]
+    model: type[ParallelModel] | None = None
+    if environment.rank == 0:  # most ranks start without what is imported here and below
+        from zero_tp.planning.forecast import MemoryForecast
+
+        others.insert(0, MemoryForecast())
+    if options.profile_steps:
+        from zero_tp.training.profiler import StepProfiler, step_range
+
+        others.append(StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps)))
+    inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=environment.is_local_rank_zero)
+    if config.zero_tp.evaluation.tasks:
+        from zero_tp.evaluation.live import LiveTasks
+        from zero_tp.huggingface import ZeroTPForCausalLM
+
+        model = ZeroTPForCausalLM  # it can generate
+        others.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config))
     with start_training(
         inputs,
         environment,
@@ -112,31 +122,7 @@ def pretrain(
         trace_nonfinite=options.trace_nonfinite,
         on_directory=console.keep,
     ) as state:
-        others = [*forecast, Trackers(), *profiler, *tasks, *callbacks]
-        train(state, run_callbacks(state, others), requests)
-
-
-# These import what they need when it is needed: most ranks start without.
-
-
-def live_tasks(inputs: RunInputs) -> tuple[list[Callback], type[ParallelModel]]:
-    """Return the callback that evaluates tasks, and the class of a model that can generate for them."""
-    from zero_tp.evaluation.live import LiveTasks
-    from zero_tp.huggingface import ZeroTPForCausalLM
-
-    return [LiveTasks(inputs.config, inputs.tokenizer, inputs.model_config)], ZeroTPForCausalLM
-
-
-def memory_forecast() -> Callback:
-    from zero_tp.planning.forecast import MemoryForecast
-
-    return MemoryForecast()
-
-
-def step_profiler(steps: str, config: RunConfig) -> Callback:
-    from zero_tp.training.profiler import StepProfiler, step_range
-
-    return StepProfiler(*step_range(steps, config.zero_tp.training.steps))
+        train(state, run_callbacks(state, [*others, *callbacks]), requests)
 
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()) -> NoReturn:

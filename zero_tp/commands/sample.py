@@ -1,9 +1,10 @@
-"""Print how a Hugging Face model, as transformers' own class computes it, continues a prompt."""
+"""Print how a Hugging Face model, or that of a run, continues a prompt."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 from zero_tp.errors import UserError, first_line
@@ -47,38 +48,30 @@ def check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-
-    from zero_tp.checkpoint.convert import as_huggingface
-
-    with as_huggingface(options.model) as directory:
-        print(continue_prompt(options, directory))
+    print(continue_prompt(options))
 
 
-def continue_prompt(options: argparse.Namespace, directory: Path) -> str:
-    """Return the prompt and its continuation by the model in a Hugging Face directory."""
+def continue_prompt(options: argparse.Namespace) -> str:
+    """Return the prompt and its continuation."""
     from transformers import set_seed
 
-    from zero_tp.data.tokenizer import open_tokenizer
-    from zero_tp.weights.files import find_weights
-    from zero_tp.weights.load import open_config, open_model
+    from zero_tp.evaluation.model_directory import open_directory
+    from zero_tp.topology import Topology
 
-    config = open_config(directory)
-    find_weights(directory)
-    tokenizer = open_tokenizer(directory)
+    directory = open_directory(options.model)
+    if directory.note:
+        print(directory.note, file=sys.stderr)
+    tokenizer = directory.tokenizer
     prompt = tokenizer(options.prompt, return_tensors="pt")
     length = prompt["input_ids"].shape[1]
-    largest = int(prompt["input_ids"].max()) if length else -1
-    if not 0 <= largest < config.get_text_config().vocab_size:
-        problem = (
-            f"gives the prompt the id {largest:,}, which the model lacks" if length else "finds no token in the prompt"
-        )
-        raise UserError(f"{options.model}: its tokenizer {problem}; give the model's own tokenizer, or another prompt")
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not length:
+        raise UserError(f"{options.model}: its tokenizer finds no token in the prompt; give another prompt")
+    positions = getattr(directory.config.get_text_config(), "max_position_embeddings", None)
     room = positions - length if isinstance(positions, int) else 2**32
     tokens = min(TOKENS, room) if options.tokens is None else options.tokens
     if tokens > room or room < 1:
         raise UserError(f"--tokens {tokens}: the prompt has {length:,} tokens, and the model {positions:,} positions")
-    model = open_model(directory, config)
+    model = directory.load_module("auto", "cpu", Topology()).eval()
     set_seed(options.seed)
     sampling = {"temperature": options.temperature, "top_k": options.top_k} if options.temperature > 0 else {}
     try:

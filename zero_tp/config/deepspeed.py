@@ -68,29 +68,6 @@ class DataTypes(Block):
     keep_in_fp32_modules: Literal["auto"] | list[str] = "auto"
 
 
-class CheckpointWriter(Block):
-    type: Literal["mock", "python", "fast", "MOCK", "PYTHON", "FAST"] = "fast"
-    io_buffer_size: Positive = 64 * 1024**2
-    io_buffer_double: bool = True
-    show_statistics: bool = False
-    data_parallel: Literal["replica", "socket", "machine", "REPLICA", "SOCKET", "MACHINE"] | None = None
-    decoupled: bool = False
-    io_multiplier: Positive = 1
-
-
-class ParallelWrite(Block):
-    pipeline_stage: bool = False
-
-
-class CheckpointBlock(Block):
-    tag_validation: Literal["Warn", "Ignore", "Fail", "WARN", "IGNORE", "FAIL"] = "Warn"
-    load_universal: bool = False
-    use_node_local_storage: bool = False
-    parallel_write: ParallelWrite = Field(default_factory=ParallelWrite)
-    checkpoint_serialization: bool = True
-    writer: CheckpointWriter | None = None
-
-
 class Aio(Block):
     block_size: Positive = 1048576
     queue_depth: Positive = 8
@@ -113,7 +90,6 @@ class FlopsProfiler(Block):
 OWN_BLOCKS: dict[str, type[Block]] = {
     "activation_checkpointing": ActivationCheckpointing,
     "data_types": DataTypes,
-    "checkpoint": CheckpointBlock,
     "aio": Aio,
     "flops_profiler": FlopsProfiler,
 }
@@ -155,24 +131,20 @@ OFF_BLOCKS: dict[str, str] = {
     "compile": "DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile",
     "data_efficiency": "curriculum, dynamic batching and random-LTD change which tokens a step sees; "
     "zero_tp.data decides that",
+    "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
     "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
 }
 """Blocks that zero_tp has to keep switched off, with the reason and the remedy."""
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
-    "compression_training": "delete it",
     "amp": "use bf16 or fp16",
-    "quantize_training": "delete it",
     "sparse_gradients": "delete it: gradients are dense",
-    "eigenvalue": "delete it",
-    "sparse_attention": "delete it",
     "elasticity": "set the batch size itself",
-    "graph_harvesting": "delete it",
-    "curriculum_learning": "delete it",
-    "progressive_layer_drop": "delete it",
     "zero_optimization.mics_shard_size": "use plain ZeRO-3",
     "zero_optimization.mics_hierarchical_params_gather": "use plain ZeRO-3",
+    **dict.fromkeys(("compression_training", "quantize_training", "eigenvalue", "sparse_attention"), "delete it"),
+    **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop"), "delete it"),
     "zero_optimization.zeropp_loco_param": "delete it",
 }
 """Keys that DeepSpeed has removed, with what to do instead."""

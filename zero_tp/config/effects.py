@@ -11,7 +11,7 @@ from zero_tp.config.typed import Door, TypedConfig
 
 ZERO = "zero_optimization"
 OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
-USUAL_EPS, USUAL_RATE, USUAL_SCALE_POWER = 1e-2, 1.0, 24
+USUAL_RATE = 1.0
 SWITCHED = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks whose other keys mean nothing while `enabled` is false."""
 NVME = {"offload_optimizer": ("buffer_count", "pipeline_*", "fast_init"), "offload_param": ("buffer_*", "max_in_cpu")}
@@ -35,7 +35,7 @@ class Note:
 
 def without_effect_rows(config: TypedConfig) -> list[Note]:
     """Return every note on keys that change nothing, whether it is true of this config or not."""
-    return [*_zero_tp_notes(config), *_optimization_notes(config), *_unread_notes(config), *_zero_notes(config)]
+    return [*_zero_tp_notes(config), *_optimization_notes(config), *_zero_notes(config)]
 
 
 def _zero_tp_notes(config: TypedConfig) -> Iterator[Note]:
@@ -52,10 +52,11 @@ def _zero_tp_notes(config: TypedConfig) -> Iterator[Note]:
 
 
 def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
-    """Yield what switches and optimizers leave unread."""
+    """Yield what switches, optimizers and DeepSpeed itself leave unread."""
     for block in SWITCHED:
         keys = f"{block}.[!e]* {block}.e[!n]*"
         yield Note(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
+    yield Note("comet.samples_log_interval", True, "zero_tp.logging.interval says which steps are logged")
     throughput = config.blocks.timers.throughput
     yield Note("timers.throughput.synchronized", not throughput.enabled, "timers.throughput.enabled is not true")
     slots = config.blocks.activation_checkpointing.contiguous_memory_optimization
@@ -79,11 +80,8 @@ def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
     yield Note("gradient_predivide_factor", config.blocks.prescale_gradients, prescaled)
     script_only = "it is about an optimizer that a script makes itself"
     yield Note("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, script_only)
-
-
-def _unread_notes(_: TypedConfig) -> Iterator[Note]:
     unread = f"disable_allgather {_zero_keys('allgather_partitions', 'allgather_bucket_size')}"
-    checkpoints = f"checkpoint.tag_validation {_zero_keys('load_from_fp32_weights', 'stage3_gather_16bit_*')}"
+    checkpoints = _zero_keys("load_from_fp32_weights", "stage3_gather_16bit_*")
     yield Note(unread, True, "DeepSpeed 0.19.8 on torch 2.13 does not read it")
     yield Note("vocabulary_size", True, "DeepSpeed only warns of a size that is no multiple of 8")
     yield Note("data_types.buffer_dtype data_types.keep_in_fp32_modules", True, "the models have no buffers to cast")
@@ -136,30 +134,16 @@ def _zero_notes(config: TypedConfig) -> Iterator[Note]:
 
 def caution_rows(config: TypedConfig) -> Iterator[Note]:
     """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
-    yield Note(
-        "comms_logger.enabled",
-        config.blocks.comms_logger.enabled,
-        "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
-    )
-    yield Note(
-        "flops_profiler.enabled",
-        config.blocks.flops_profiler.enabled,
-        "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
-        "--profile-steps times all of them",
-    )
     rate, highest, schedule = config.number(f"{OPTIMIZER}.lr"), config.highest_rate, config["scheduler.type"]
-    first, second = config[f"{OPTIMIZER}.betas"] or (0, 0)
     is_sgd = config["optimizer.type"] == "SGD"
     has_own_rates = schedule in ("OneCycle", "LRRangeTest") or highest != rate
     yield Note(f"{OPTIMIZER}.lr", rate == 0, "at rate 0 nothing is trained")
     yield Note(f"{OPTIMIZER}.lr", has_own_rates, "the schedule has rates of its own, and this one is not used")
-    yield Note(f"{OPTIMIZER}.betas", first > second, "the first is usually below the second")
     yield Note(
         f"{OPTIMIZER}.lr {SCHEDULER}.*max_lr",
         highest > USUAL_RATE and not is_sgd,
         "a rate above 1 is unusual for Adam, whose steps are about as long",
     )
-    yield Note(f"{OPTIMIZER}.eps", config.number(f"{OPTIMIZER}.eps") > USUAL_EPS, "1e-8 is usual")
     yield Note(
         "scheduler.type",
         bool(config[f"{SCHEDULER}.cycle_momentum"]) and not is_sgd,
@@ -176,11 +160,6 @@ def caution_rows(config: TypedConfig) -> Iterator[Note]:
         f"{SCHEDULER}.warmup_num_steps scheduler.type",
         steps is not None and config.number(f"{SCHEDULER}.warmup_num_steps") > steps,
         "the run ends before the warm-up, of 1,000 steps unless warmup_num_steps says it, does",
-    )
-    yield Note(
-        "fp16.initial_scale_power",
-        config.blocks.fp16.initial_scale_power > USUAL_SCALE_POWER,
-        "the first steps overflow and are skipped until the scale has come down",
     )
 
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product
-from typing import Annotated, Any, Union
+from typing import Any
 
-from pydantic import BaseModel, Field, WithJsonSchema, create_model
+from pydantic import create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.config import optimizer
 from zero_tp.config.deepspeed import RENAMED, config_model
 from zero_tp.config.model import FROM
-from zero_tp.config.optimizer import OptimizerBlock, TypedBlock
+from zero_tp.config.optimizer import OptimizerBlock
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA
 from zero_tp.config.schema import ZeroTP
 
 Json = dict[str, Any]
 CAN_BE_AUTO = {*AUTO, *BATCH_FIELDS}
-FLAGS = tuple(product((True, False), repeat=2))
-"""Whether an Adam is torch's, and whether its states are offloaded."""
 
 
 class _WithoutExtras(GenerateJsonSchema):
@@ -34,21 +29,13 @@ class _WithoutExtras(GenerateJsonSchema):
 def json_schema() -> Json:
     """Return the JSON schema (draft 2020-12) of a run's file. This imports DeepSpeed: about two seconds.
 
-    It knows keys, types and ranges. What RunConfig accepts is valid; combinations and sums it can't know.
+    It knows keys, types and ranges, but for the `params` of optimizer and scheduler, which depend on their types. What
+    RunConfig accepts is valid; combinations and sums it can't know.
     """
     from zero_tp.architectures import ARCHITECTURES
 
-    optimizers = (
-        _block(OptimizerBlock, name, [optimizer.optimizer_params(name.lower(), *flags) for flags in FLAGS])
-        for name in optimizer.OPTIMIZERS
-    )
-    schedulers = (_block(TypedBlock, name, [optimizer.scheduler_params(name)]) for name in optimizer.SCHEDULERS)
-    fields: dict[str, Any] = {
-        "optimizer": (_any_of(optimizers), ...),
-        "scheduler": (_any_of(schedulers), Field(default_factory=dict)),
-        "zero_tp": (ZeroTP, ...),
-    }
-    model = create_model("Config", __base__=config_model(), **fields)
+    required: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
+    model = create_model("Config", __base__=config_model(), **required)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
     _adapt(schema, schema["$defs"])
     schema["$defs"]["ZeroTP"]["properties"]["model"]["properties"] = {
@@ -62,25 +49,6 @@ def json_schema() -> Json:
         "title": "A run of zero_tp",
         "description": "A DeepSpeed config and the zero_tp block.",
     }
-
-
-def _block(base: type[TypedBlock], name: str, params: list[type[BaseModel]]) -> type[BaseModel]:
-    """Return the model of the `optimizer` or `scheduler` block of one type.
-
-    DeepSpeed takes the name in capitals too; editors offer it as it is written.
-    """
-    letters = "".join(f"[{letter.lower()}{letter.upper()}]" for letter in name)
-    in_any_case = WithJsonSchema({"anyOf": [{"const": name}, {"pattern": f"^{letters}$"}]})
-    is_needed = any(field.is_required() for field in params[0].model_fields.values())
-    fields: dict[str, Any] = {
-        "type": (Annotated[str, in_any_case], ...),
-        "params": (_any_of(params), ... if is_needed else Field(default_factory=dict)),
-    }
-    return create_model(name, __base__=base, **fields)
-
-
-def _any_of(models: Iterable[type[BaseModel]]) -> Any:
-    return Union[tuple(dict.fromkeys(models))]  # noqa: UP007
 
 
 def _adapt(schema: Json, definitions: Json, path: str = "") -> None:

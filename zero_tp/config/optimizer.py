@@ -37,12 +37,8 @@ REFUSED_OPTIMIZERS = {
     "Lion": "DeepSpeed's moves weights whose gradient is zero, as those of a token that no batch has",
     "Adagrad": "torch's makes its states for the model's own tensors, which DeepSpeed replaces",
     "Adafactor": "it factors the moments of a whole matrix, and a rank holds a shard",
-    "MuAdam": "muP needs base shapes, which the model does not set",
-    "MuAdamW": "muP needs base shapes, which the model does not set",
-    "MuSGD": "muP needs base shapes, which the model does not set",
-    "OneBitAdam": "DeepSpeed removed the 1-bit optimizers",
-    "ZeroOneAdam": "DeepSpeed removed the 1-bit optimizers",
-    "OneBitLamb": "DeepSpeed removed the 1-bit optimizers",
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "muP needs base shapes, which the model does not set"),
+    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "DeepSpeed removed the 1-bit optimizers"),
 }
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")

@@ -8,6 +8,7 @@ from typing import Any
 
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config.resolve import dtype_name
+from zero_tp.config.schema import Parallel, ZeroTP
 from zero_tp.config.typed import Door, TypedConfig
 from zero_tp.errors import ConfigError, shown
 from zero_tp.topology import Topology
@@ -47,11 +48,15 @@ FIXED: dict[str, tuple[Any, str]] = {
     f"{ZERO}.zenflow": (None, "it steps on stale gradients, so the model trains differently"),
     # What zero_tp does itself
     "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
-    "checkpoint.load_universal": (False, "zero_tp finds out itself what a checkpoint is"),
-    "checkpoint.use_node_local_storage": (False, "a checkpoint is complete in one directory, where it is verified"),
-    "checkpoint.writer": (None, "checkpoints are written and verified by zero_tp"),
-    "checkpoint.checkpoint_serialization": (True, "it belongs to DeepSpeed's fast writer, which is not used"),
-    "checkpoint.parallel_write.pipeline_stage": (False, "zero_tp has no pipeline parallelism"),
+    # What is known, and can't be on yet
+    **dict.fromkeys(
+        (
+            *(f"{ACTIVATIONS}.profile", f"{ACTIVATIONS}.synchronize_checkpoint_boundary", "aio.use_gds"),
+            *(f"{ZERO}.offload_optimizer.super_offload", "bf16.bf16_master_weights_and_grads"),
+            *("bf16.bf16_optimizer_states", "fp16.fp16_master_weights_and_grads"),
+        ),
+        (False, "it is not built yet"),
+    ),
 }
 """Keys that may have one value: which (None: the key may not be written), and why no other; after a ";" the remedy."""
 
@@ -79,10 +84,8 @@ def refusals(config: TypedConfig) -> list[Refusal]:
     """Return every combination that is refused, whether this config has it or not."""
     return [
         *(_fixed(config, key, value, reason) for key, (value, reason) in FIXED.items()),
-        *_dtype_refusals(config),
         *_gradient_refusals(config),
         *_optimizer_refusals(config),
-        *_schedule_refusals(config),
         *_zero_tp_refusals(config),
         *_offload_refusals(config),
         *_activation_refusals(config),
@@ -97,7 +100,8 @@ def _fixed(config: TypedConfig, key: str, value: Any, reason: str) -> Refusal:
     return Refusal(key, when, config.written(key, value) != value, reason, remedy or "leave it out")
 
 
-def _dtype_refusals(config: TypedConfig) -> Iterator[Refusal]:
+def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
+    """Yield what would round gradients, or reduce them in a way that DeepSpeed does not support."""
     dtypes = config.blocks.data_types
     yield Refusal(
         "fp16.enabled",
@@ -137,9 +141,6 @@ def _dtype_refusals(config: TypedConfig) -> Iterator[Refusal]:
         "DeepSpeed has no optimizer for that mix",
         "leave it out, or use ZeRO",
     )
-
-
-def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
     scales = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for key, off in scales.items():
         applies = config.stage > 0 and config[key] != off
@@ -154,7 +155,7 @@ def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
 
 
 def _optimizer_refusals(config: TypedConfig) -> Iterator[Refusal]:
-    """Yield what was never compared with a plain run, and values that no one can have meant."""
+    """Yield what was never compared with a plain run, and values of optimizer and schedule that no one can mean."""
     name = config["optimizer.type"]
     momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
     decays = str(name).lower() != "adam" or config[f"{OPTIMIZER}.adam_w_mode"]  # L2 in an Adam's gradients does not
@@ -193,9 +194,6 @@ def _optimizer_refusals(config: TypedConfig) -> Iterator[Refusal]:
         "they are two implementations of one step",
         "give one of them",
     )
-
-
-def _schedule_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         f"{SCHEDULER}.warmup_min_lr",
         "above the rate at the warm-up's end",
@@ -282,20 +280,8 @@ def _activation_refusals(config: TypedConfig) -> Iterator[Refusal]:
         )
 
 
-NOT_BUILT = (
-    f"{ACTIVATIONS}.profile",
-    f"{ACTIVATIONS}.synchronize_checkpoint_boundary",
-    f"{ZERO}.offload_optimizer.super_offload",
-    "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
-    "fp16.fp16_master_weights_and_grads",
-    "aio.use_gds",
-)
-"""Switches that are known but can't be on yet."""
-
-
 def refuse(config: TypedConfig) -> None:
-    """Refuse a config that has one of the `refusals`, or of what is not built yet.
+    """Refuse a config that has one of the `refusals`.
 
     Raises:
         ConfigError: names the first; or there is no optimizer.
@@ -305,20 +291,20 @@ def refuse(config: TypedConfig) -> None:
     for row in refusals(config):
         if row.applies:
             raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
-    for key in NOT_BUILT:
-        if config[key]:
-            raise ConfigError(key, "true is not built yet", "use false")
 
 
 def check_deepspeed(
     values: dict[str, Any], topology: Topology, door: Door, recompute: RecomputePolicy | None = None
 ) -> TypedConfig:
-    """Return the typed form of a DeepSpeed config that came in without a `zero_tp` block, after every check.
+    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
 
     Raises:
         ConfigError: the first key that has an unknown name, a wrong value, or a combination that is refused.
     """
-    config = TypedConfig.without_block(values, topology, door, recompute)
+    parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
+    policy = recompute or RecomputePolicy(mode="none")
+    zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
+    config = TypedConfig.parse(values, zero_tp, door)
     refuse(config)
     return config
 

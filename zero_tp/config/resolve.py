@@ -43,7 +43,10 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
             if not isinstance(target, dict):
                 inside = ".".join(parts[:depth])
                 raise ConfigError(key, f"{inside} is {shown(target)}, not an object", f"set {inside} itself")
-        target[parts[-1]] = _value(text)
+        try:
+            target[parts[-1]] = parse_json(text)
+        except InvalidJson:
+            target[parts[-1]] = text
 
 
 def check_leaves(value: Any, path: str = "") -> None:
@@ -63,13 +66,6 @@ def check_leaves(value: Any, path: str = "") -> None:
     for key, part in inner:
         check_leaves(str(key), path)
         check_leaves(part, f"{path}.{key}" if path else str(key))
-
-
-def _value(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except InvalidJson:
-        return text
 
 
 def look_up(config: Any, path: str) -> Any:

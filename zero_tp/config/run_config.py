@@ -81,7 +81,9 @@ class RunConfig:
 
         # 1. Types: of every key that is written; an "auto" has none yet.
         check_leaves(values)
-        _take_schema(values)
+        if not isinstance(values.pop(SCHEMA, ""), str):  # it tells an editor where the schema is
+            remedy = "give the path of what `zero-tp schema` prints, or leave it out"
+            raise ConfigError(SCHEMA, "expected a string", remedy)
         auto_keys = take_auto(values)
         zero_tp = check_types(values).zero_tp
         if zero_tp is None:
@@ -219,12 +221,6 @@ class RunConfig:
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
-
-
-def _take_schema(values: dict[str, Any]) -> None:
-    """Take out what tells an editor where the schema is: it is nothing of a run."""
-    if not isinstance(values.pop(SCHEMA, ""), str):
-        raise ConfigError(SCHEMA, "expected a string", "give the path of what `zero-tp schema` prints, or leave it out")
 
 
 def _fill_names(

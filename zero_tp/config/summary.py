@@ -16,7 +16,7 @@ def describe(config: RunConfig) -> str:
     else:
         ranks = f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
     factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
-    product = " × ".join(f"{name} {_number(size)}" for name, size in factors)
+    product = " × ".join(f"{name} {size or '?'}" for name, size in factors)
     params = raw["optimizer"].get("params", {})
     scheduler = raw.get("scheduler", {}).get("type", "none")
     tokens = "?" if batch.total is None else f"{batch.total * length:,}"
@@ -28,7 +28,7 @@ def describe(config: RunConfig) -> str:
         ("model", f"{kind}, {model.num_attention_heads} heads, vocabulary {model.vocab_size:,}{weights}"),
         ("ranks", ranks),
         ("ZeRO", f"stage {config.zero_stage}, {config.dtype}"),
-        ("batch", f"{_number(batch.total)} samples = {product}"),
+        ("batch", f"{batch.total or '?'} samples = {product}"),
         ("optimizer", f"{raw['optimizer']['type']}, lr {params['lr']:g}, clip {raw['gradient_clipping']:g}"),
         ("schedule", scheduler),
         ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
@@ -39,7 +39,3 @@ def describe(config: RunConfig) -> str:
         asked = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
         notes.append(("not here", f"{path}, which a run needs{asked}"))
     return "\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes))
-
-
-def _number(value: int | None) -> str:
-    return "?" if value is None else str(value)

@@ -8,12 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config.deepspeed import check_names, config_model
 from zero_tp.config.optimizer import check_optimizer, check_scheduler
 from zero_tp.config.resolve import dtype_name, look_up, refuse_auto
-from zero_tp.config.schema import Parallel, ZeroTP
-from zero_tp.topology import Topology
+from zero_tp.config.schema import ZeroTP
 from zero_tp.validation import check_keys, validate
 
 
@@ -49,16 +47,6 @@ class TypedConfig:
             ConfigError: see `check_types`.
         """
         return cls(values, _with_typed_params(check_types(values)), zero_tp, door)
-
-    @classmethod
-    def without_block(
-        cls, values: dict[str, Any], topology: Topology, door: Door, recompute: RecomputePolicy | None = None
-    ) -> TypedConfig:
-        """Return the typed form of a DeepSpeed config that has no `zero_tp` block."""
-        parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
-        policy = recompute or RecomputePolicy(mode="none")
-        zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
-        return cls.parse(values, zero_tp, door)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what was parsed: the class of `blocks` is made at run time."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from zero_tp.config import RunConfig
+from zero_tp.config.schema import Evaluation
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.evaluation.model_directory import check_tokenizer
-from zero_tp.evaluation.task import Task, TaskOptions
+from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.lines import format_number
@@ -20,11 +19,14 @@ from zero_tp.training.lines import format_number
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from zero_tp.training.engine import TrainingEngine
+
 
 class LiveTasks(Callback):
-    """Evaluate the zero-shot tasks of a run's config at every evaluation.
+    """Evaluate the zero-shot tasks of a run at every evaluation.
 
     Args:
+        block: `zero_tp.evaluation` of the run's config.
         tokenizer: directory of the run's tokenizer.
         model_config: the model's Hugging Face config.
 
@@ -32,8 +34,7 @@ class LiveTasks(Callback):
         UserError: see `make_tasks`; the run has no tokenizer, or one that does not fit the model.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Path | None, model_config: PretrainedConfig) -> None:
-        block = config.zero_tp.evaluation
+    def __init__(self, block: Evaluation, tokenizer: Path | None, model_config: PretrainedConfig) -> None:
         if tokenizer is None:
             raise UserError("zero_tp.evaluation.tasks: they need a tokenizer; set zero_tp.tokenizer to its directory")
         include = Path(block.task_include_path) if block.task_include_path else None
@@ -50,8 +51,7 @@ class LiveTasks(Callback):
             raise UserError(message) from error
 
     def on_evaluate(self, state: TrainState) -> None:
-        batch_size = state.config.micro_batch
-        results = run_tasks(self._tasks, self._tokenizer, self._model_config, state.engine, batch_size)
+        results = self.evaluate(state.engine, state.config.micro_batch)
         for task, figures in results.items():
             values = ", ".join(
                 f"{name} {format_number(value, 0)}" for name, value in figures.items() if value is not None
@@ -61,31 +61,22 @@ class LiveTasks(Callback):
         state.log({"step": state.step, **flat})
         gc.collect()  # thousands of requests, which refer to each other
 
-
-def run_tasks(
-    tasks: Sequence[Task], tokenizer: Any, config: PretrainedConfig, engine: Any, batch_size: int
-) -> dict[str, dict[str, float | None]]:
-    """Return the figures to log of each task. Collective over all ranks.
-
-    Args:
-        config: the model's.
-        engine: a `TrainingEngine`.
-        batch_size: rows of a forward.
-    """
-    model = EvalModel(
-        ParallelScorer(engine.engine),
-        engine.model,
-        tokenizer,
-        config,
-        config.max_position_embeddings,
-        batch_size=batch_size,
-        device=engine.device,
-        topology=engine.topology,
-        lock_step=engine.zero.lock_step,
-        quiet=True,
-    )
-    engine.engine.eval()
-    try:
-        return {task.name: task.figures_to_log(task.run(model)) for task in tasks}
-    finally:
-        engine.engine.train()
+    def evaluate(self, engine: TrainingEngine, batch_size: int) -> dict[str, dict[str, float | None]]:
+        """Return the figures to log of each task, in forwards of `batch_size` rows. Collective over all ranks."""
+        model = EvalModel(
+            ParallelScorer(engine.engine),
+            engine.model,
+            self._tokenizer,
+            self._model_config,
+            self._model_config.max_position_embeddings,
+            batch_size=batch_size,
+            device=engine.device,
+            topology=engine.topology,
+            lock_step=engine.zero.lock_step,
+            quiet=True,
+        )
+        engine.engine.eval()
+        try:
+            return {task.name: task.figures_to_log(task.run(model)) for task in self._tasks}
+        finally:
+            engine.engine.train()

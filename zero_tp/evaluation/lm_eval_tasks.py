@@ -199,12 +199,9 @@ class TaskDirectory:
             raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
 
     def task_manager(self, name: str) -> Any:
-        """Return a `TaskManager` for a task or group; one with lm-eval's tasks (seconds) if it may name some."""
+        """Return a `TaskManager` for a task; for a group or tag one with lm-eval's tasks (seconds) that it may name."""
         own = self._without_defaults
-        is_own_group = name in own.all_groups and set(_member_names(own.task_index[name].cfg)) <= set(self.names)
-        if name in own.all_subtasks or is_own_group:
-            return own
-        return self._task_manager(include_defaults=True)
+        return own if name in own.all_subtasks else self._task_manager(include_defaults=True)
 
     def _task_manager(self, *, include_defaults: bool) -> Any:
         """Have lm-eval index the directory, and build its tasks from what was read here instead of from the files."""
@@ -213,15 +210,6 @@ class TaskDirectory:
             if entry.yaml_path and not entry.yaml_path.is_relative_to(LM_EVAL_TASKS) and not self.allow_code:
                 entry.cfg, entry.yaml_path = self._configs[entry.yaml_path], None
         return manager
-
-
-def _member_names(config: Any) -> Iterator[str]:
-    """Yield the names in a group's `task` list, those of groups within it included."""
-    members = config.get("task") if isinstance(config, dict) else config
-    if isinstance(members, str):
-        yield members
-    for member in members if isinstance(members, list) else []:
-        yield from _member_names(member)
 
 
 class LMEvalTask(Task):

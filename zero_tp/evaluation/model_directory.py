@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from zero_tp.architectures import ARCHITECTURES
 from zero_tp.checkpoint.convert import config_of, tokenizer_of
@@ -76,11 +76,9 @@ class ModelDirectory:
             UserError: weights are missing or damaged, no such device, or the architecture can't be split over TP ranks.
         """
         topology = topology or Topology()
-        parallel = self.step is not None or topology.tensor > 1
-        load = self._load_parallel if parallel else self._load_native
-        model = load(getattr(torch, dtype), device, topology).eval()
+        model = self.load_module(getattr(torch, dtype), device, topology).eval()
         return EvalModel(
-            ParallelScorer(model) if parallel else HuggingFaceScorer(model),
+            ParallelScorer(model) if isinstance(model, ZeroTPForCausalLM) else HuggingFaceScorer(model),
             model,
             self.tokenizer,
             self.config,
@@ -90,8 +88,14 @@ class ModelDirectory:
             topology=topology,
         )
 
-    def _load_parallel(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
-        """Load zero_tp's model; each rank reads its own slices, of a checkpoint's fp32 masters or of the weights."""
+    def load_module(self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology) -> Any:
+        """Load the model alone, as `load` does; "auto" is the dtype of a Hugging Face directory.
+
+        Each rank reads its own slices, of a checkpoint's fp32 masters or of the weights.
+        """
+        if self.step is None and topology.tensor == 1:
+            return self._load_native(dtype, device)
+        dtype = torch.float32 if dtype == "auto" else dtype
         if self.step is None:
             return ZeroTPForCausalLM.from_pretrained(
                 self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
@@ -99,9 +103,12 @@ class ModelDirectory:
         manifest = read_manifest(self.path)
         verify_checkpoint(self.path, manifest)
         source = CheckpointReader(self.path, manifest)
-        return ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
+        model = ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
+        if manifest.generation is not None:
+            model.generation_config = GenerationConfig(**manifest.generation)
+        return model
 
-    def _load_native(self, dtype: torch.dtype, device: str, topology: Topology) -> Any:
+    def _load_native(self, dtype: torch.dtype | Literal["auto"], device: str) -> Any:
         model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
             model.to(device)

@@ -74,11 +74,6 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a report as JSON, atomically. UserError: it can't be written."""
-    write_named(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
-
-
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
     """Move the samples of a report into files next to `path`, JSON lines for each task as lm-eval has them.
 
@@ -98,7 +93,7 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a file of `write_report`. UserError: it isn't one."""
+    """Read what `zero-tp evaluate --output` wrote. UserError: it isn't that."""
     report = read_json(path, "give a report of zero-tp evaluate --output")
     tasks, parts = report.get("tasks"), [report.get(part, {}) for part in PARTS]
     if "model" in report and isinstance(tasks, dict) and all(isinstance(part, dict) for part in parts):

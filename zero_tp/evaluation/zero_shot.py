@@ -7,13 +7,13 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from zero_tp.checkpoint.manifest import versions
 from zero_tp.constants import DTYPES
 from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError, first_line
@@ -184,7 +184,7 @@ def evaluate(
         "settings": as_json(
             asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
         ),
-        "versions": _versions(),
+        "versions": versions(PACKAGES),
         "tasks": {task.name: _timed(task, loaded) for task in tasks},
     }
 
@@ -240,13 +240,3 @@ def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
         "tokens_per_second": round(result["tokens"] / seconds, 1),
         "tokens_computed_per_second": round(result["tokens_computed"] / seconds, 1),
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:  # lm-eval and datasets are an extra
-            continue
-    return versions

@@ -23,17 +23,20 @@ class TrackerThread(threading.Thread):
         key: in the config.
         open_tracker: called in the thread.
         report: takes one line about the first call that failed.
+
+    Attributes:
+        queue: (values, step) to log; None ends the thread after what is queued.
     """
 
     def __init__(self, key: str, open_tracker: Callable[[], Tracker | CsvFiles], report: Callable[[str], None]) -> None:
         super().__init__(name=f"tracker {key}", daemon=True)
         self.key, self._open, self._report, self._has_failed = key, open_tracker, report, False
-        self._queue: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         with self._tolerate():
             tracker = self._open()
-            while (line := self._queue.get()) is not None:
+            while (line := self.queue.get()) is not None:
                 with self._tolerate():
                     tracker.log(*line)
             tracker.finish()
@@ -48,46 +51,31 @@ class TrackerThread(threading.Thread):
                 self._has_failed = True
                 self._report(f"{self.key} failed ({one_line(first_line(error), 300)}); the run goes on")
 
-    def log(self, values: Values, step: int) -> None:
-        """Queue the values of a step."""
-        self._queue.put((values, step))
-
-    def close(self) -> None:
-        """Let the thread end after what is queued."""
-        self._queue.put(None)
-
 
 class Trackers(Callback):
     """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Unknown values are left out."""
 
     def on_start(self, state: TrainState) -> None:
-        self._reports: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[TrackerThread] = []
         if state.is_rank_zero:
             run = RunInfo(state.directory, state.config, state.step)
             for key, (_, open_tracker) in trackers_of(state.config).items():
-                self._threads.append(TrackerThread(key, partial(open_tracker, run), self._reports.put))
+                self._threads.append(TrackerThread(key, partial(open_tracker, run), state.print))
                 self._threads[-1].start()
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
         known = {name: value for name, value in values.items() if value is not None and name != "step"}
         for thread in self._threads:
-            thread.log(known, int(values["step"] or 0))
-        self._print_reports(state)
+            thread.queue.put((known, int(values["step"] or 0)))
 
     def on_end(self, state: TrainState) -> None:
         """Close all trackers together within 10 s. A run that failed waits 1 s, so that its error is seen."""
         seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.close()
+            thread.queue.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._print_reports(state)
         for thread in self._threads:
             if thread.is_alive():
                 state.print(f"{thread.key}: not done {seconds:.0f} s after the run; its last values are lost")
-
-    def _print_reports(self, state: TrainState) -> None:
-        while not self._reports.empty():
-            state.print(self._reports.get())

@@ -6,7 +6,6 @@ blocks: its own monitor writes only the learning rate, names no run and starts a
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import math
@@ -67,25 +66,6 @@ class RunInfo:
         return read_object(path) if path.exists() else {}
 
 
-class Thinning:
-    """Select each value at most once in `interval` samples, as DeepSpeed's `comet.samples_log_interval` says."""
-
-    def __init__(self, interval: int, samples_per_step: int) -> None:
-        self.interval, self.samples_per_step = interval, samples_per_step
-        self._last = dict[str, int]()
-
-    def __call__(self, values: Values, step: int) -> Values:
-        samples = step * self.samples_per_step
-        due = [name for name in values if samples - self._last.get(name, -self.interval) >= self.interval]
-        self._last |= dict.fromkeys(due, samples)
-        return {name: values[name] for name in due}
-
-
-def _finite(values: Values, step: int) -> Values:
-    """ClearML would write 0 for NaN."""
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
 @dataclass(frozen=True)
 class Service:
     """How accelerate's tracker of a service is opened and fed.
@@ -95,7 +75,7 @@ class Service:
         arguments: of the tracker, from the run, the options and the service's id of the resumed run. None is left out.
         run_id: reads that id from the service's own object; without it a resumed run starts another one there.
         setup: called at each start, instead of storing the config as parameters at the first.
-        selection: makes the function that selects which values of a step are logged.
+        finite_only: values that are not finite are left out. ClearML would write 0 for NaN.
         step_is_value: "step" is logged as a value. W&B drops steps below its own counter, as a resumed run's are.
     """
 
@@ -103,7 +83,7 @@ class Service:
     arguments: Callable[[RunInfo, Options, str | None], dict[str, Any]]
     run_id: Callable[[Any], object] | None = None
     setup: Callable[[Any, RunInfo, Options], None] | None = None
-    selection: Callable[[RunInfo, Options], Callable[[Values, int], Values]] | None = None
+    finite_only: bool = False
     step_is_value: bool = False
 
 
@@ -131,15 +111,15 @@ class Tracker:
             tracker.store_init_configuration(run.parameters())
         if service.run_id is not None:
             run.save_run_id(name, service.run_id(tracker.tracker))
-        self._tracker, self._step_is_value = tracker, service.step_is_value
-        self._select = service.selection(run, options) if service.selection else lambda values, step: values
+        self._tracker, self._service = tracker, service
 
     def log(self, values: Values, step: int) -> None:
-        selected = self._select(values, step)
-        if self._step_is_value:
-            self._tracker.log({**selected, "step": step})
-        elif selected:
-            self._tracker.log(selected, step=step)
+        if self._service.finite_only:
+            values = {name: value for name, value in values.items() if math.isfinite(value)}
+        if self._service.step_is_value:
+            self._tracker.log({**values, "step": step})
+        elif values:
+            self._tracker.log(values, step=step)
 
     def finish(self) -> None:
         self._tracker.finish()
@@ -216,13 +196,7 @@ def _dvclive(run: RunInfo, options: Options, run_id: str | None) -> dict[str, An
 BLOCKS = {
     "tensorboard": Service("tensorboard", _tensorboard, setup=_log_config_as_text),
     "wandb": Service("wandb", _wandb, lambda run: run.id, _define_step_axis, step_is_value=True),
-    "comet": Service(
-        "comet_ml",
-        _comet,
-        lambda experiment: experiment.get_key(),
-        _name_experiment,
-        lambda run, block: Thinning(block.get("samples_log_interval", 100), run.config.global_batch),
-    ),
+    "comet": Service("comet_ml", _comet, lambda experiment: experiment.get_key(), _name_experiment),
 }
 """DeepSpeed's blocks that accelerate has a tracker for."""
 SERVICES = {
@@ -236,7 +210,7 @@ SERVICES = {
         lambda run, options, run_id: {"run_name": run.name, "run_hash": run_id, **options},
         lambda run: run.hash,
     ),
-    "clearml": Service("clearml", _clearml, selection=lambda run, options: _finite),
+    "clearml": Service("clearml", _clearml, finite_only=True),
     "dvclive": Service("dvclive", _dvclive, lambda live: live.dir),
     "swanlab": Service(
         "swanlab",
@@ -257,19 +231,11 @@ SERVICES = {
 
 
 class CsvFiles:
-    """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them.
-
-    Lines after the step that a run resumes from are removed: those steps are trained again.
-    """
+    """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them."""
 
     def __init__(self, block: Options, run: RunInfo) -> None:
         self.directory = Path(block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name)
         self.directory.mkdir(parents=True, exist_ok=True)
-        for path in self.directory.glob("*.csv"):
-            with path.open(newline="") as file:
-                header, *rows = list(csv.reader(file)) or [[]]
-            rows = [row for row in rows if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step]
-            write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
 
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():

@@ -25,7 +25,7 @@ PANELS = {
 """Title → names in metrics.jsonl and their labels in the legend."""
 NOT_NOISY = ("learning_rate", "memory_gib", "loss_scale", "skipped_steps")
 PERCENT = ("mfu", "hfu")
-LOGARITHMIC = ("gradient norm", "loss scale")
+LOGARITHMIC = ("loss", "gradient norm", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
@@ -65,8 +65,6 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
         _draw(axes, runs, units, labels)
-        if title == "loss":
-            _fit_to_later_losses(axes, runs)
         axes.set_yscale("log" if title in LOGARITHMIC else "linear")
         axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
@@ -101,22 +99,6 @@ def _draw_series(axes: Any, run: Run, name: str, unit: float, look: dict[str, An
         axes.plot(places, smoothed(values), linewidth=1.5, **look)
     else:
         axes.plot(places, values, linewidth=1.2, **look)
-
-
-def _fit_to_later_losses(axes: Any, runs: list[Run]) -> None:
-    """Fit the axis to the losses after the first tenth of the steps, if the initial fall would take most of the height.
-
-    Every model falls from the same height, and the differences between runs would be less than a third of the picture.
-    """
-    losses = [list(run.finite("loss").values()) for run in runs if run.finite("loss")]
-    later = [value for run_losses in losses for value in run_losses[len(run_losses) // 10 :]]
-    if not later:
-        return
-    later += [value for run in runs for value in run.finite(f"{VALIDATION}loss").values()]
-    low, high = min(later), max(later)
-    if 3 * (high - low) < max(map(max, losses)) - low:
-        room = 0.05 * (high - low) or 0.1
-        axes.set_ylim(low - room, high + room)
 
 
 def smoothed(values: list[float]) -> list[float]:

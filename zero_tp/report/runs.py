@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.checkpoint.run import CONFIG
-from zero_tp.config.resolve import leaves
+from zero_tp.config.resolve import leaves, look_up
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 from zero_tp.strict_json import InvalidJson, read_object
@@ -42,19 +42,17 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int | None:
-        length, batch = self._integer("zero_tp", "data", "sequence_length"), self._integer("train_batch_size")
+        length, batch = self._integer("zero_tp.data.sequence_length"), self._integer("train_batch_size")
         return None if length is None or batch is None else length * batch
 
     @property
     def steps(self) -> int | None:
         """Return the number of steps to train."""
-        return self._integer("zero_tp", "training", "steps")
+        return self._integer("zero_tp.training.steps")
 
-    def _integer(self, *keys: str) -> int | None:
+    def _integer(self, key: str) -> int | None:
         """Return a number of the config, None if a person has changed what is there."""
-        value: Any = self.config
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
+        value = look_up(self.config, key)
         return value if type(value) is int else None
 
     @property

@@ -61,7 +61,6 @@ class TrainState:
         step: the step that is running, or the last completed one; 0 before the first step of a new run.
         parent: the checkpoint of another run that this run was started from.
         owner: of the run directory, on rank 0.
-        machines: number of hosts that the largest tensor parallel group spans.
         watch: detects hangs of this rank.
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
         skipped_in_a_row: steps without an update since the last one with an update.
@@ -75,7 +74,6 @@ class TrainState:
     step: int
     parent: Parent | None = None
     owner: RunOwner | None = None
-    machines: int = 1
     watch: Watch | None = None
     requests: Requests = field(default_factory=Requests)
     callbacks: Sequence[Callback] = ()

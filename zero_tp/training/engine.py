@@ -66,7 +66,10 @@ class TrainingEngine:
         trace_nonfinite: bool = False,
         compiled: bool | Literal["auto"] = False,
     ):
-        """Build everything. Collective over all ranks.
+        """Build the model and DeepSpeed's engine in the one order that works. Collective over all ranks.
+
+        model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
+        recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas compared.
 
         Args:
             config: the model's Hugging Face config.
@@ -84,7 +87,25 @@ class TrainingEngine:
             UserError: the sizes do not fit the topology, or torch can't compile here.
         """
         self.topology, self.device = topology, torch.device(device)
-        self._build(config, deepspeed_config, seed, source, model, recompute, compiled)
+        without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
+        check_deepspeed(deepspeed_config, topology, Door.ENGINE, recompute)
+        self.zero = zero_engine(deepspeed_config, topology)
+        self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
+        # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
+        source = source or ShardedSeededInit(seed, topology.data_group)
+        with self.zero.construction():
+            chosen = model or default_model_class(architecture_of(config).spec(config))
+            self.model = chosen(config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device)
+        audit(self.model, topology, local_shape)
+        policy = recompute or RecomputePolicy(mode="none")
+        settings = deepspeed_config.get("activation_checkpointing", {})
+        self.activations = ActivationMemory(self.model, policy, settings, self.device)
+        self.compiled = is_compiled(compiled, self.device)
+        if self.compiled:
+            compile_elementwise(self.model, self.device)
+        decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
+        self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        check_replicas(self.model, topology)
         self.engine = self.zero.engine
         self._loss: Tensor | float = float("nan")
         self._norm: Tensor | float = float("nan")
@@ -95,42 +116,6 @@ class TrainingEngine:
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
         self._hooks_checked = False
-
-    def _build(
-        self,
-        config: PretrainedConfig,
-        deepspeed_config: dict[str, Any],
-        seed: int,
-        source: WeightSource | None,
-        model: type[ParallelModel] | None,
-        recompute: RecomputePolicy | None,
-        compiled: bool | Literal["auto"],
-    ) -> None:
-        """Build the model and DeepSpeed's engine in the one order that works. Collective.
-
-        model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
-        recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas compared.
-        """
-        topology, device = self.topology, self.device
-        without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
-        check_deepspeed(deepspeed_config, topology, Door.ENGINE, recompute)
-        self.zero = zero_engine(deepspeed_config, topology)
-        self.dtype: torch.dtype = getattr(torch, DTYPES[dtype_name(deepspeed_config)])
-        # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
-        source = source or ShardedSeededInit(seed, topology.data_group)
-        with self.zero.construction():
-            chosen = model or default_model_class(architecture_of(config).spec(config))
-            self.model = chosen(config, topology, seed=seed, source=source, dtype=self.dtype, device=device)
-        audit(self.model, topology, local_shape)
-        policy = recompute or RecomputePolicy(mode="none")
-        settings = deepspeed_config.get("activation_checkpointing", {})
-        self.activations = ActivationMemory(self.model, policy, settings, device)
-        self.compiled = is_compiled(compiled, device)
-        if self.compiled:
-            compile_elementwise(self.model, device)
-        decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
-        self.zero.initialize(self.model, parameter_groups(self.model, decay))
-        check_replicas(self.model, topology)
 
     @property
     def loss(self) -> float:

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 from tqdm import tqdm
 
 from zero_tp.training.metrics import Speed
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a run logs of one step.
-
-    Attributes:
-        loss: the mean over the global batch; so are `figures`, the objective's other numbers.
-        grad_norm: of all gradients before clipping.
-        loss_scale: of fp16.
-        skipped_steps: those of the run up to this step.
-    """
-
-    step: int
-    consumed_samples: int
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    speed: Speed
-    memory_gib: float
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 def format_number(value: float, width: int = 9) -> str:
@@ -76,22 +53,21 @@ def format_header(total_steps: int, figures: Sequence[str] = ()) -> str:
     return _columns("step", total_steps, "loss", {name: name for name in accuracy_columns(figures)}, names)
 
 
-def format_line(record: StepRecord, total_steps: int) -> str:
-    """Format one step, aligned below `format_header`."""
-    speed = record.speed
+def format_line(values: Mapping[str, Any], speed: Speed, total_steps: int) -> str:
+    """Format a step's line of metrics.jsonl, aligned below `format_header`."""
     cells = (
-        f"{record.learning_rate:.2e}",
-        format_number(record.grad_norm),
+        f"{values['learning_rate']:.2e}",
+        format_number(values["grad_norm"]),
         format_rate(speed.tokens_per_second_per_device),
         format_rate(speed.tokens_per_second),
         format_rate(speed.model_tflops),
         _percent(speed.mfu),
         _percent(speed.hfu),
-        f"{record.memory_gib:.2f}",
+        f"{values['memory_gib']:.2f}",
         format_duration(speed.eta_seconds),
     )
-    shares = {column: f"{record.figures[name]:.1%}" for column, name in accuracy_columns(record.figures).items()}
-    return _columns(f"{record.step}/{total_steps}", total_steps, format_number(record.loss), shares, cells)
+    shares = {column: f"{values[name]:.1%}" for column, name in accuracy_columns(values).items()}
+    return _columns(f"{values['step']}/{total_steps}", total_steps, format_number(values["loss"]), shares, cells)
 
 
 def _percent(share: float | None) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zero_tp.parallel.agreement import all_gather_object
 
@@ -38,7 +40,7 @@ class NonfiniteTrace:
 
     def _output_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
-            for tensor in _tensors(output):
+            for tensor in filter(torch.is_tensor, tree_leaves(output)):
                 self._check(tensor, f"the output of {name}")
                 if tensor.requires_grad:
                     tensor.register_hook(self._gradient_hook(f"the gradient of the output of {name}"))
@@ -59,14 +61,3 @@ class NonfiniteTrace:
             return "every output and every local gradient is finite: a sum over ranks is not"
         _, name, rank, host = min(findings, key=lambda finding: finding[0])
         return f"the first that is not finite is {name} on rank {rank} ({host})"
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)

@@ -18,24 +18,17 @@ class RunOutput:
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self._bar: tqdm[NoReturn] | None = None
+        self._bar: tqdm[NoReturn] = tqdm(disable=True)
         self._failures = WriteFailures(_print_error)
 
-    def open_bar(self, total_steps: int, step: int, terminal: bool | None = None) -> None:
-        """Show a progress bar.
-
-        Args:
-            terminal: None: only if stdout and stderr are terminals.
-        """
-        if terminal is None:
-            terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        if self.enabled and terminal:
-            self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False)
+    def open_bar(self, total_steps: int, step: int) -> None:
+        """Show a progress bar if stdout and stderr are terminals."""
+        hidden = not (self.enabled and sys.stdout.isatty() and sys.stderr.isatty())
+        self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, leave=False, disable=hidden)
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`."""
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
+        self._bar.update(step - self._bar.n)
 
     def print(self, text: str) -> None:
         """Print one line."""
@@ -46,9 +39,7 @@ class RunOutput:
 
     def close(self) -> None:
         """Remove the bar and report lost lines."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
         self._failures.report_totals()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,16 +17,15 @@ from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point, find_intact_resume_point
 from zero_tp.checkpoint.run import RunOwner, read_owner, run_directory, write_config
 from zero_tp.config.schema import Timeouts
-from zero_tp.devices import describe_devices, why_on_cpu
+from zero_tp.devices import describe_devices
 from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import most_machines, on_rank_zero, require_same_on_all_ranks
-from zero_tp.parallel.parameter import WeightSource, Zeros
+from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed, launch_order_advice
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
 from zero_tp.process.watch import Watch
-from zero_tp.topology import Topology
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run import RunInputs
@@ -64,8 +64,9 @@ def start_training(
     """
     environment.export()  # before anything is written
     config, directory, first = inputs.config, inputs.directory, environment.rank == 0
+    block = config.zero_tp
     if watch is not None:
-        _begin_watch(watch, config.zero_tp.training.timeouts, environment)
+        _begin_watch(watch, block.training.timeouts, environment)
     with run_directory(directory) if first else nullcontext() as owner:
         if first:
             on_directory(directory)
@@ -82,9 +83,21 @@ def start_training(
         pretrained = inputs.pretrained() if is_new else None
         with hushed(verbose):
             source = pretrained if is_new else Zeros()
-            engine = _build_engine(inputs, topology, device, source, model, trace_nonfinite=trace_nonfinite)
+            engine = TrainingEngine(
+                inputs.model_config,
+                topology,
+                config.deepspeed_config(),
+                seed=block.training.seed,
+                device=device,
+                source=source,
+                model=model,
+                recompute=block.recompute_policy,
+                spike=block.training.spike,
+                trace_nonfinite=trace_nonfinite,
+                compiled=block.compile,
+            )
             if point.checkpoint is not None:
-                resume(engine.zero, point.checkpoint, config.zero_tp.training.seed)
+                resume(engine.zero, point.checkpoint, block.training.seed)
             elif parent.checkpoint is not None:
                 init_from_parent(engine.zero, parent.checkpoint)
         machines = most_machines(topology)
@@ -92,15 +105,17 @@ def start_training(
             print(*_description(inputs, engine, point, pretrained), sep="\n")
             if parent.checkpoint is not None:
                 print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")
-            if point.step < config.zero_tp.training.steps:
+            if point.step < block.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
-                _begin_branch(inputs, point.step)
+                write_config(directory, config.resolved())
+                for note in start_branch(directory, point.step):  # before logs are cut at that step
+                    print(note)
             if machines > 1:
                 print(f"TP crosses machines, {machines} of them in a group")
         record = None if point.manifest is None else point.manifest.parent
         if parent.checkpoint is not None and parent.manifest is not None:
             record = Parent.of(parent.checkpoint, parent.manifest)
-        yield TrainState(inputs, engine, point.step, record, owner, machines, watch)
+        yield TrainState(inputs, engine, point.step, record, owner, watch)
         if watch is not None:
             watch.leave()
 
@@ -115,38 +130,6 @@ def _begin_watch(watch: Watch, timeouts: Timeouts, environment: RankEnvironment)
     }
     heartbeat = None if timeouts.heartbeat is None else 60 * timeouts.heartbeat
     watch.begin(limits, environment.rank, environment.world, heartbeat)
-
-
-def _build_engine(
-    inputs: RunInputs,
-    topology: Topology,
-    device: torch.device,
-    source: WeightSource | None,
-    model: type[ParallelModel] | None,
-    *,
-    trace_nonfinite: bool,
-) -> TrainingEngine:
-    block = inputs.config.zero_tp
-    return TrainingEngine(
-        inputs.model_config,
-        topology,
-        inputs.config.deepspeed_config(),
-        seed=block.training.seed,
-        device=device,
-        source=source,
-        model=model,
-        recompute=block.recompute_policy,
-        spike=block.training.spike,
-        trace_nonfinite=trace_nonfinite,
-        compiled=block.compile,
-    )
-
-
-def _begin_branch(inputs: RunInputs, step: int) -> None:
-    """Record the run's config and set newer checkpoints aside, before logs are cut at `step`."""
-    write_config(inputs.directory, inputs.config.resolved())
-    for note in start_branch(inputs.directory, step):
-        print(note)
 
 
 def _check_shared(directory: Path, owner: RunOwner | None) -> None:
@@ -194,8 +177,9 @@ def _description(
         f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
-    if engine.device.type == "cpu" and (why := why_on_cpu()):
-        yield f"warning: {why}"
+    if engine.device.type == "cpu" and os.path.exists("/dev/nvidia0"):
+        causes = f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is {torch.__version__}"
+        yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
     yield f"attention: {engine.model.spec.attention}"
     yield from (*engine.zero.notes, *engine.activations.notes)
     if advice := launch_order_advice(engine.topology.tensor, config.zero_stage, engine.device):
@@ -214,6 +198,3 @@ def _description(
         before, now = Parallelism.saved(manifest), Parallelism.of(config)
         yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
         yield from differences(manifest, config, run.validation_corpora)
-    schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
-    if schedule is not None and schedule < steps:
-        yield f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum"

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import math
 
-import torch.distributed as dist
+import torch
 
-from zero_tp.devices import device_peak_flops
+from zero_tp.devices import peak_flops
 from zero_tp.models.flops import hardware_flops, model_flops
-from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.lines import StepRecord, format_header, format_line
-from zero_tp.training.metrics import StepMeter, memory_gib
-
-LOGGED = (
-    *("step", "consumed_samples", "loss", "learning_rate", "grad_norm"),
-    *("tokens_per_second", "model_tflops", "mfu", "hfu", "memory_gib", "seconds"),
-    *("loss_scale", "skipped_steps"),
-)
-"""Fields of StepRecord and Speed that a step's line of metrics.jsonl has."""
+from zero_tp.training.callback import Callback, Metrics, TrainState
+from zero_tp.training.lines import format_header, format_line
+from zero_tp.training.metrics import Speed, StepMeter, memory_gib
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps, and each step that was skipped.
+    """Log a step every `logging.interval` steps, and each step that was skipped."""
 
-    Args:
-        terminal: show a progress bar; None: only if stdout and stderr are terminals.
-    """
-
-    def __init__(self, terminal: bool | None = None) -> None:
-        self._terminal = terminal
+    def __init__(self) -> None:
         self._first = True
 
     def on_start(self, state: TrainState) -> None:
         config, engine = state.config, state.engine
         spec, length, batch = engine.model.spec, config.zero_tp.data.sequence_length, config.global_batch
         recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(spec.layers, config.accumulation)
+        peak = None
+        if engine.device.type == "cuda":
+            allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+            peak = peak_flops(torch.cuda.get_device_name(), engine.dtype, allow_tf32)
         self._meter = StepMeter(
             batch * length,
             model_flops(spec, batch, length, config.labelled),
             state.topology.world,
-            device_peak_flops(engine.device.type, engine.dtype, dist.barrier),
+            peak,
             state.total_steps,
             hardware_flops=hardware_flops(spec, batch, length, config.labelled, recomputed),
         )
@@ -52,7 +44,7 @@ class StepLogger(Callback):
         self._meter.start()
 
     def print_header(self, state: TrainState) -> None:
-        state.output.open_bar(state.total_steps, state.step - 1, self._terminal)
+        state.output.open_bar(state.total_steps, state.step - 1)
         state.print(format_header(state.total_steps, state.engine.model.figures))
 
     def on_step_end(self, state: TrainState) -> None:
@@ -65,35 +57,36 @@ class StepLogger(Callback):
         self._meter.tick()
         state.output.advance(step)
         if logged:
-            self.log(state, self._record(state, loss))
+            self.log(state, *self._measure(state, loss))
         if engine.spike:
             state.print(f"step {step} was skipped as a spike: {engine.spike}")
         if engine.skipped and engine.trace is not None:
             state.print(f"step {step}: {engine.trace.describe()}")
 
-    def log(self, state: TrainState, record: StepRecord) -> None:
+    def log(self, state: TrainState, values: Metrics, speed: Speed) -> None:
         """Print the step's line and add it to metrics.jsonl."""
-        state.print(format_line(record, state.total_steps))
-        values = {**vars(record), **vars(record.speed)}
-        state.log({name: values[name] for name in LOGGED} | dict(record.figures))
+        state.print(format_line(values, speed, state.total_steps))
+        state.log(values)
 
     def on_end(self, state: TrainState) -> None:
         state.output.close()
 
-    def _record(self, state: TrainState, loss: float) -> StepRecord:
-        engine = state.engine
-        return StepRecord(
-            state.step,
-            state.step * state.config.global_batch,
-            loss,
-            self._learning_rate,
-            engine.gradient_norm,
-            self._meter.read(state.step),
-            memory_gib(engine.device.type),
-            engine.loss_scale,
-            engine.skipped_steps,
-            engine.figures,
-        )
+    def _measure(self, state: TrainState, loss: float) -> tuple[Metrics, Speed]:
+        """Return the step's line of metrics.jsonl, and its speed."""
+        engine, speed = state.engine, self._meter.read(state.step)
+        values = {
+            "step": state.step,
+            "consumed_samples": state.step * state.config.global_batch,
+            "loss": loss,
+            "learning_rate": self._learning_rate,
+            "grad_norm": engine.gradient_norm,
+            **{name: getattr(speed, name) for name in ("tokens_per_second", "model_tflops", "mfu", "hfu")},
+            "memory_gib": memory_gib(engine.device.type),
+            "seconds": speed.seconds,
+            "loss_scale": engine.loss_scale,
+            "skipped_steps": engine.skipped_steps,
+        }
+        return values | engine.figures, speed
 
     def _other_work_follows(self, state: TrainState) -> bool:
         block = state.config.zero_tp
