@@ -100,8 +100,9 @@ def over_time(*, measured: bool) -> Reproduction:
 
     def draw() -> dict[str, Any]:
         return {
-            name: planning.over_time(title, steps, None, "the first and a later step")
+            f"{name}_{step.replace(' ', '_')}": planning.over_time(f"{title}, {step}", points)
             for name, (title, steps) in shown.items()
+            for step, points in steps.items()
         }
 
     return Reproduction("Memory over time, by category", tables, draw, notes)

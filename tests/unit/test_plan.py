@@ -24,9 +24,10 @@ from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import write_named
 from zero_tp.models import flops
-from zero_tp.planning import page, report
+from zero_tp.planning import report
 from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
+from zero_tp.planning.pictures import write_page
 from zero_tp.planning.plan import device, plan
 from zero_tp.planning.search import NEAREST, Choice, Search, changed
 from zero_tp.planning.settings import ZeroSettings
@@ -245,14 +246,14 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     made = plan(RunConfig.load(GPT2, (), 8), device("h100"))
     search = Search(made.config, made.device)
     shown, _ = search.fastest((), 3)
-    written = page.write_page(made, tmp_path / "plan.html", report.advice(search, shown, made))
+    written = write_page(made, tmp_path / "plan.html", report.advice(search, shown, made))
     text = written[0].read_text()
-    assert {path.suffix for path in written[1:]} == {".png"} and len(written) == 4
+    assert {path.suffix for path in written[1:]} == {".png"} and len(written) == 3
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written[1:])
     links = set(re.findall(r"(?:src|href)\s*=\s*\"([^\"]*)\"", text))
     assert not [link for link in links if not link.startswith("#")], "only references inside the page"
     assert "@import" not in text and "<script" not in text
-    assert text.count("<svg") == 3 and all(one.choice.describe() in text for one in shown)
+    assert text.count("<svg") == 2 and all(one.choice.describe() in text for one in shown)
 
 
 def test_a_model_of_96_layers_is_planned_in_seconds() -> None:

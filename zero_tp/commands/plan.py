@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> None:
             write_named(options.write, json.dumps(best, indent=2) + "\n")
             lines.append(f"wrote {options.write}")
     if options.html:
-        from zero_tp.planning.page import write_page
+        from zero_tp.planning.pictures import write_page
 
         lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice)]
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))

@@ -103,29 +103,23 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the points of a step from its last micro-batch on, in order."""
-        return self._points(self.zero)
+        """Return the points of a step from its last micro-batch on, in order.
 
-    @cached_property
-    def first_points(self) -> list[Point]:
-        """Return the points of a run's first step, in which the optimizer allocates its moments."""
-        return self._points(replace(self.zero, settings=replace(self.zero.settings, moments=0)))
-
-    def _points(self, before: ZeroMemory) -> list[Point]:
-        """Return the points of a step that begins with the model states `before`."""
+        After it come the end of backward, the optimizer's two peaks, and what stays between steps.
+        """
+        zero, points = self.zero, list[Point]()
         forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward, last_micro = len(self.moments) - forward, before.settings.accumulation - 1
-        points = []
+        backward, last_micro = len(self.moments) - forward, zero.settings.accumulation - 1
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            states = before.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
+            states = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
             points.append(self._point(one.phase, position, states, one.activations, one.transients))
         return [
             *points,
-            self._point("reduce", 2.0, before.end_of_backward()),
-            self._point("step", 2.25, before.converting()),
-            self._point("step", 2.5, self.zero.updating()),
-            self._point("step", 3.0, self.zero.states),
+            self._point("reduce", 2.0, zero.end_of_backward()),
+            self._point("step", 2.25, zero.converting()),
+            self._point("step", 2.5, zero.updating()),
+            self._point("step", 3.0, zero.states),
         ]
 
     @cached_property
