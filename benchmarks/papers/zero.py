@@ -23,7 +23,7 @@ from zero_tp.devices import Device, named_device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory, zero_memory
-from zero_tp.planning.plan import MemoryFit
+from zero_tp.planning.plan import Estimate
 from zero_tp.planning.settings import ZeroSettings, workload_of
 
 __all__ = ["largest_model", "model_states", "residual", "volume"]
@@ -178,11 +178,12 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
     lines: dict[int, list[tuple[float, int]]] = {stage: [] for stage in STAGES}
     for layers in (8, 16):
         config = large_config("zero_7.5b", devices, "train_micro_batch_size_per_gpu=1", layers_of(layers))
-        model, moments = model_in(config), dry_run(config.hf_config(), workload_of(config, cpu=False))
+        model, workload = model_in(config), workload_of(config, cpu=False)
+        moments = dry_run(config.hf_config(), workload)
         given = ZeroSettings.of(config.deepspeed_config(), devices, cpu=False)
         for stage, line in lines.items():
             memory = RankMemory(zero_memory(model.parameters, given.at_stage(stage)), moments)
-            line.append((MemoryFit(memory, device, devices, tensor=1).needed, model.whole))
+            line.append((Estimate(device, model, workload, memory).needed, model.whole))
     return {
         stage: parameters + (device.memory_gib * GIB - bytes_) * (more - parameters) / (more_bytes - bytes_)
         for stage, ((bytes_, parameters), (more_bytes, more)) in lines.items()
