@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -140,16 +140,6 @@ class RankMemory:
         return Point(phase, position, sizes, states.host + self.stored[1])
 
 
-def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:
-    """Return DeepSpeed's account of these parameters.
-
-    On the CPU memory is taken when it is touched, so of a bucket only what gradients can fill is counted.
-    """
-    if settings.cpu:
-        settings = replace(settings, reduce_bucket=min(settings.reduce_bucket, parameters.total))
-    return ZeroMemory(parameters, settings)
-
-
 def rank_memory(
     config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None, whole: bool = False
 ) -> RankMemory:
@@ -163,7 +153,7 @@ def rank_memory(
         whole: dry-run all layers.
     """
     model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
-    zero = zero_memory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
+    zero = ZeroMemory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
     stored = workload.stored(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload, whole=whole), stored)
 

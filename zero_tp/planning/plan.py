@@ -13,9 +13,10 @@ from zero_tp.constants import GIB
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
+from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
 from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
-from zero_tp.planning.timing import StepTime, Timing, matrix_flops
+from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.strict_json import read_json
 from zero_tp.validation import validate
 
@@ -66,9 +67,8 @@ class Estimate:
         Raises:
             UserError: the device can't compute in the run's dtype.
         """
-        return Timing(
-            self.model.spec, self.workload, self.settings, self.model.parameters.total, self.device
-        ).estimate()
+        parameters = self.model.parameters.total
+        return Timing(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
 
     @property
     def communicators(self) -> int:

@@ -24,7 +24,7 @@ from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of, zero_memory
+from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of
 from zero_tp.planning.plan import Estimate
 from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import Moment
@@ -176,7 +176,7 @@ class Search:
             policy=RecomputePolicy(mode=choice.recompute),
             checkpointing=self._workload.checkpointing if choice.recompute == "full" else {},
         )
-        zero = zero_memory(model.parameters, settings)
+        zero = ZeroMemory(model.parameters, settings)
         return Candidate(device, model, workload, RankMemory(zero, _estimated_moments(model, workload, zero)), choice)
 
     def _dry_run(self, estimate: Candidate) -> Candidate:
