@@ -69,6 +69,7 @@ def peak_of_step(made: Any, batches: list[Any], before: set[int]) -> int:
 def measure(overrides: list[str], world: int) -> dict[str, Any]:
     import torch
 
+    from benchmarks.papers.steps import first_step
     from zero_tp.config import RunConfig
     from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
     from zero_tp.parallel.parameter import SeededInit
@@ -110,8 +111,9 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     del made
     gc.collect()
     point = memory.peak
-    first, later = memory.first_points[0], memory.points[0]
-    first_planned = max(each.total + each.host for each in memory.first_points)
+    first_points = first_step(memory)
+    first, later = first_points[0], memory.points[0]
+    first_planned = max(each.total + each.host for each in first_points)
     return {
         "moments": [before_first, after_first],
         "planned_moments": later.bytes["optimizer"] + later.host - first.bytes["optimizer"] - first.host,

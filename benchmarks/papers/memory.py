@@ -17,8 +17,8 @@ from benchmarks.papers.steps import Steps
 from benchmarks.papers.studied import CORES, GPT2, Case, cases
 from zero_tp.config import RunConfig
 from zero_tp.constants import MIB
-from zero_tp.planning import pictures as planning
 from zero_tp.planning.memory import Point, model_in
+from zero_tp.planning.pictures import over_time as over_time_picture
 from zero_tp.topology import Topology
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -100,8 +100,9 @@ def over_time(*, measured: bool) -> Reproduction:
 
     def draw() -> dict[str, Any]:
         return {
-            name: planning.over_time(title, steps, None, "the first and a later step")
+            f"{name}_{step.replace(' ', '_')}": over_time_picture(f"{title}, {step}", points)
             for name, (title, steps) in shown.items()
+            for step, points in steps.items()
         }
 
     return Reproduction("Memory over time, by category", tables, draw, notes)
@@ -214,7 +215,7 @@ def by_recomputation(*, measured: bool) -> Reproduction:
 
     def draw() -> dict[str, Any]:
         return {
-            str(number): planning.bars(f"Memory at its peak: {heading}", bars, None)
+            str(number): pictures.memory_bars(f"Memory at its peak: {heading}", bars, None)
             for number, (heading, bars) in enumerate(stacks.items(), start=1)
         }
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers.rows import Table
+from zero_tp.constants import GIB
 from zero_tp.page import legend, new_figure, style_axes
+from zero_tp.planning.memory import CATEGORIES
 from zero_tp.planning.pictures import COLOURS as KINDS
 from zero_tp.planning.report import TITLES
 
@@ -30,6 +32,34 @@ def bars(tables: Mapping[str, Table]) -> Any:
     for axes, (heading, unit, rows) in zip(every, panels, strict=True):
         _panel(style_axes(axes, heading), rows)
         axes.set_xlabel(unit, fontsize=9)
+    return figure
+
+
+def memory_bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: float | None) -> Any:
+    """Draw horizontal stacked bars in GiB: for each label its bytes by category.
+
+    Args:
+        limit: the device's memory [GiB], a line where it is less than four times the longest bar.
+    """
+    figure = new_figure(8.4, 1.4 + 0.5 * len(stacks))
+    axes = style_axes(figure.add_subplot(), title)
+    largest = max(sum(stack.values()) for stack in stacks.values())
+    left = [0.0] * len(stacks)
+    for name in CATEGORIES:
+        if all(stack.get(name, 0.0) <= 0.002 * largest for stack in stacks.values()):
+            continue
+        sizes = [stack.get(name, 0.0) / GIB for stack in stacks.values()]
+        axes.barh(list(stacks), sizes, left=left, color=KINDS[name], label=TITLES[name], height=0.62)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    for number, total in enumerate(left):
+        axes.text(total, number, f" {total:.3g}", va="center", fontsize=9)
+    line = limit if limit is not None and limit < 4 * max(left) else 0.0
+    if line:
+        axes.axvline(line, color="#222222", linestyle="--", linewidth=1.2)
+    axes.set_xlim(0, 1.12 * max(*left, line))
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB on one device" if limit is None else f"GiB on one device, which has {limit:g}", fontsize=9)
+    legend(axes, reverse=True)
     return figure
 
 

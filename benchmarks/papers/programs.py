@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zero_tp.planning.layer_time import Bytes, LayerWork
+from zero_tp.planning.layer_time import Bytes
 from zero_tp.planning.timing import Timing
 
 
-class Layer2019(LayerWork):
-    """A layer of Megatron-LM in 2019."""
+class Megatron2019Synchronous(Timing):
+    """Megatron-LM in 2019, with gradients reduced after backward."""
 
     def overlapped_products(self) -> float:
         """Return 0: its autograd functions wait for every collective (mpu/mappings.py)."""
@@ -26,13 +26,6 @@ class Layer2019(LayerWork):
         return passes
 
 
-class Megatron2019Synchronous(Timing):
-    """Megatron-LM in 2019, with gradients reduced after backward."""
-
-    def layer_work(self) -> LayerWork:
-        return Layer2019(self.spec, self.workload, self.rates)
-
-
 class Megatron2019(Megatron2019Synchronous):
     """Megatron-LM in 2019 with torch's DistributedDataParallel (README: "the scaling increases from 60% to 76%")."""
 
@@ -41,21 +34,14 @@ class Megatron2019(Megatron2019Synchronous):
         return True
 
 
-class Layer2022(LayerWork):
-    """A layer of Megatron-LM in 2022: a fused kernel scales, masks and takes the softmax."""
+class Megatron2022(Timing):
+    """Megatron-LM in 2022. A fused kernel scales, masks and takes the softmax; gradients are reduced after backward."""
 
     def passes(self) -> dict[str, Bytes]:
         passes = super().passes()
         forward, backward = passes["core"]
         passes["core"] = forward - 2 * self.workload.element * self.layer.scores, backward
         return passes
-
-
-class Megatron2022(Timing):
-    """Megatron-LM in 2022. Gradients are all-reduced after backward."""
-
-    def layer_work(self) -> LayerWork:
-        return Layer2022(self.spec, self.workload, self.rates)
 
     def accumulation_time(self) -> float:
         """Leave out reading and writing new gradients: the product of a weight's gradient adds it to those before.

@@ -14,7 +14,6 @@ from benchmarks.papers.rows import Columns, Row, Table, rows
 from benchmarks.papers.steps import after_forward, measured_steps, planned_steps, step_seconds
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB, MIB
-from zero_tp.planning import pictures as planning
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.settings import workload_of
@@ -45,7 +44,9 @@ def figure_1(*, measured: bool) -> Reproduction:
         tables[f"{name} on {run.devices} A100"] = rows("GiB", {"formula": by_kind(sizes)}, GIB)
     title = "Memory of one device (figure 1)"
     notes = ("By the paper's formulas, 16 bytes a parameter. Nothing published stands beside it.",)
-    return Reproduction(title, tables, lambda: {"": planning.bars(title, stacks, published.A100.memory_gib)}, notes)
+    return Reproduction(
+        title, tables, lambda: {"": pictures.memory_bars(title, stacks, published.A100.memory_gib)}, notes
+    )
 
 
 def by_kind(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

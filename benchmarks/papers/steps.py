@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from benchmarks.papers.engines import drawn, engine_of
 from benchmarks.papers.ranks import on_ranks
 from benchmarks.papers.step_memory import followed, points
 from zero_tp.config import RunConfig
-from zero_tp.planning.memory import CATEGORIES, Point, rank_memory
+from zero_tp.planning.memory import CATEGORIES, Point, RankMemory, rank_memory
 from zero_tp.planning.tracking import Allocations
 from zero_tp.process.quiet import hushed
 
@@ -54,7 +55,13 @@ def most_in_backward(step: Sequence[Point]) -> dict[str, float]:
 
 def planned_steps(config: RunConfig, *, cpu: bool) -> Steps:
     memory = rank_memory(config, cpu=cpu)
-    return {"first step": memory.first_points, "later steps": memory.points}
+    return {"first step": first_step(memory), "later steps": memory.points}
+
+
+def first_step(memory: RankMemory) -> list[Point]:
+    """Return the points of a new run's first step: the optimizer allocates its moments in its update."""
+    before = replace(memory.zero, settings=replace(memory.zero.settings, moments=0))
+    return [*replace(memory, zero=before).points[:-2], *memory.points[-2:]]
 
 
 def _two_steps(config: RunConfig) -> list[Followed]:

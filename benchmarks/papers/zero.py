@@ -22,9 +22,10 @@ from zero_tp.constants import GIB, MIB
 from zero_tp.devices import Device, named_device
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory, zero_memory
-from zero_tp.planning.plan import MemoryFit
+from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory
+from zero_tp.planning.plan import Estimate
 from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.zero import ZeroMemory
 
 __all__ = ["largest_model", "model_states", "residual", "volume"]
 
@@ -116,7 +117,7 @@ def states_of(name: str, published: Mapping[int, Mapping[int, float | None]]) ->
 def states(config: RunConfig, model: Model) -> tuple[dict[str, float], dict[str, float]]:
     """Return one rank's bytes of model states: what DeepSpeed has when backward ends, and what the paper counts."""
     settings = ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=True)
-    at_end = zero_memory(model.parameters, settings).end_of_backward()
+    at_end = ZeroMemory(model.parameters, settings).end_of_backward()
     planned = {"parameters": at_end.parameters, "gradients": at_end.gradients, "optimizer": at_end.optimizer}
     return planned, formulas.model_states(model.whole, config.zero_stage, config.data_parallel)
 
@@ -178,11 +179,12 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
     lines: dict[int, list[tuple[float, int]]] = {stage: [] for stage in STAGES}
     for layers in (8, 16):
         config = large_config("zero_7.5b", devices, "train_micro_batch_size_per_gpu=1", layers_of(layers))
-        model, moments = model_in(config), dry_run(config.hf_config(), workload_of(config, cpu=False))
+        model, workload = model_in(config), workload_of(config, cpu=False)
+        moments = dry_run(config.hf_config(), workload)
         given = ZeroSettings.of(config.deepspeed_config(), devices, cpu=False)
         for stage, line in lines.items():
-            memory = RankMemory(zero_memory(model.parameters, given.at_stage(stage)), moments)
-            line.append((MemoryFit(memory, device, devices, tensor=1).needed, model.whole))
+            memory = RankMemory(ZeroMemory(model.parameters, given.at_stage(stage)), moments)
+            line.append((Estimate(device, model, workload, memory).needed, model.whole))
     return {
         stage: parameters + (device.memory_gib * GIB - bytes_) * (more - parameters) / (more_bytes - bytes_)
         for stage, ((bytes_, parameters), (more_bytes, more)) in lines.items()

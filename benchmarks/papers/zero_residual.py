@@ -15,9 +15,10 @@ from benchmarks.papers.steps import after_forward, events, followed_steps, most_
 from zero_tp.constants import MIB
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import without_numbers
-from zero_tp.planning.memory import Model, model_in, zero_memory
+from zero_tp.planning.memory import Model, model_in
 from zero_tp.planning.settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import Allocations
+from zero_tp.planning.zero import ZeroMemory
 
 GB = 1e9
 # Of 1.5 B parameters, b 32, s 1024 (section 3) [GB].
@@ -110,7 +111,7 @@ def buffers_planned(file: str) -> Row:
     config = large_config(file, 64, "zero_optimization.stage=2")
     model: Model = model_in(config)
     settings = ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=False)
-    planned = zero_memory(model.parameters, settings).end_of_backward().buffers
+    planned = ZeroMemory(model.parameters, settings).end_of_backward().buffers
     label = f"{model.whole / 1e9:,.1f} B parameters"
     return Row(label, "GB", None, planned / GB, printed.fused_buffer_bytes(model.whole) / GB)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.papers.engines import drawn, engine_of, model_in, small_config
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.planning.memory import zero_memory
 from zero_tp.planning.settings import ZeroSettings, page_locked
+from zero_tp.planning.zero import ZeroMemory
 
 RANKS = 2
 OPTIMIZER = 'zero_optimization.offload_optimizer={"device":"cpu"}'
@@ -66,11 +66,11 @@ def page_locked_by(config: Any) -> list[int]:
 def test_an_engine_page_locks_what_the_planner_rounds_up(ranks: Pools, stage: int, changes: tuple[str, ...]) -> None:
     config = config_of(stage, changes)
     settings = ZeroSettings.of(config.deepspeed_config(), RANKS, cpu=False)
-    memory = zero_memory(model_in(config).parameters, settings)
+    memory = ZeroMemory(model_in(config).parameters, settings)
     found, _ = ranks(RANKS).run(page_locked_by, config)
     assert found == sorted(memory.pinned)
     assert bool(found) == (PAGEABLE not in changes)
-    on_cpu = zero_memory(memory.parameters, ZeroSettings.of(config.deepspeed_config(), RANKS, cpu=True))
+    on_cpu = ZeroMemory(memory.parameters, ZeroSettings.of(config.deepspeed_config(), RANKS, cpu=True))
     assert memory.states.host - on_cpu.states.host == sum(map(page_locked, found)) - sum(found)
 
 

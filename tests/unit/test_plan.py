@@ -24,9 +24,10 @@ from zero_tp.devices import NAMES
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import write_named
 from zero_tp.models import flops
-from zero_tp.planning import page, report
+from zero_tp.planning import report
 from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
+from zero_tp.planning.pictures import write_page
 from zero_tp.planning.plan import device, plan
 from zero_tp.planning.search import NEAREST, Choice, Search, changed
 from zero_tp.planning.settings import ZeroSettings
@@ -245,14 +246,14 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     made = plan(RunConfig.load(GPT2, (), 8), device("h100"))
     search = Search(made.config, made.device)
     shown, _ = search.fastest((), 3)
-    written = page.write_page(made, tmp_path / "plan.html", report.advice(search, shown, made))
+    written = write_page(made, tmp_path / "plan.html", report.advice(search, shown, made))
     text = written[0].read_text()
-    assert {path.suffix for path in written[1:]} == {".png"} and len(written) == 4
+    assert {path.suffix for path in written[1:]} == {".png"} and len(written) == 2
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written[1:])
     links = set(re.findall(r"(?:src|href)\s*=\s*\"([^\"]*)\"", text))
     assert not [link for link in links if not link.startswith("#")], "only references inside the page"
     assert "@import" not in text and "<script" not in text
-    assert text.count("<svg") == 3 and all(one.choice.describe() in text for one in shown)
+    assert text.count("<svg") == 1 and all(one.choice.describe() in text for one in shown)
 
 
 def test_a_model_of_96_layers_is_planned_in_seconds() -> None:
@@ -319,20 +320,6 @@ def test_a_planner_that_fails_on_its_own_says_why() -> None:
     with pytest.raises(ValueError, match=r"^invalid literal for int\(\) with base 10: 'x'$"):
         run_isolated(int, "x")
     assert run_isolated(int, "17", base=8) == 15
-
-
-def test_a_cpu_runs_last_line_says_that_memory_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(*overrides: str) -> str:
-        forecast = MemoryForecast()
-        forecast.announce(RunConfig.load(ROOT / "ds_configs" / "quickstart.json", overrides, 4), "cpu")
-        return forecast.outcome("cpu")
-
-    for name in [each for each in os.environ if each == "GLIBC_TUNABLES" or each.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    assert re.fullmatch(r"memory: .* before the first step, and kept what was freed", said())
-    assert said("zero_tp.training.keep_freed_memory=false").endswith("before the first step")
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    assert said().endswith("before the first step"), "what a person has set stays"
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="candidates that --search shows (default 10)")
     parser.add_argument("--write", type=Path, metavar="OUT", help="with --search: write the fastest as a run config")
     parser.add_argument("--dry-run", action="store_true", help="run all layers with fake tensors and compare")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with pictures, and PNGs beside it")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with a picture, and a PNG beside it")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> None:
             write_named(options.write, json.dumps(best, indent=2) + "\n")
             lines.append(f"wrote {options.write}")
     if options.html:
-        from zero_tp.planning.page import write_page
+        from zero_tp.planning.pictures import write_page
 
         lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice)]
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))

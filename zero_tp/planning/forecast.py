@@ -13,9 +13,8 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
 from zero_tp.devices import runs_varlen
 from zero_tp.errors import first_line
-from zero_tp.planning.memory import Point, rank_memory
+from zero_tp.planning.memory import rank_memory
 from zero_tp.planning.report import PHASES
-from zero_tp.process.heap import can_keep_freed_memory
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.metrics import memory_gib, resident_gib
 
@@ -48,10 +47,9 @@ class MemoryForecast(Callback):
         if cpu:
             point = rank_memory(config, cpu=True).peak
         else:
-            point = run_isolated(_peak_of_accelerator, config, runs_varlen(_current(device_type)))
+            point = run_isolated(rank_memory, config, cpu=False, varlen=runs_varlen(_current(device_type))).peak
         self._planned = (point.total + (point.host if cpu else 0.0)) / GIB
         self._before = resident_gib() if cpu else 0.0
-        self._keeps_freed = config.zero_tp.training.keep_freed_memory and can_keep_freed_memory()
         host = f", and {point.host / GIB:.2f} GiB of host memory" if point.host and not cpu else ""
         return f"plan: at most {self._planned:.2f} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
 
@@ -66,7 +64,6 @@ class MemoryForecast(Callback):
             return (
                 f"memory: {self._planned:.2f} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
                 f"{self._before:.2f} of them before the first step"
-                + (", and kept what was freed" if self._keeps_freed else "")
             )
         return f"memory: {self._planned:.2f} GiB planned, {measured:.2f} GiB measured"
 
@@ -87,10 +84,6 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
 
 def _hide_devices() -> None:
     os.environ.update(WITHOUT_DEVICES)
-
-
-def _peak_of_accelerator(config: RunConfig, varlen: bool) -> Point:
-    return rank_memory(config, cpu=False, varlen=varlen).peak
 
 
 def _current(device_type: str) -> torch.device:

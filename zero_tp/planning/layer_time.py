@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.devices import Device
+from zero_tp.errors import UserError
 from zero_tp.models.flops import forward_flops
 from zero_tp.planning.formulas import Layer
 from zero_tp.planning.settings import Workload
@@ -28,6 +29,22 @@ FLASH_SHARE = 0.6
 START, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
 """Seconds of a ring before its first byte, for each hop over NVLink, and for each over a network (NCCL 2.18,
 src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
+
+
+def matrix_flops(device: Device, dtype: str) -> float:
+    """Return the peak of a device's matrix units in a run's dtype [FLOP/s].
+
+    Raises:
+        UserError: the device can't compute in this dtype.
+    """
+    teraflops = device.tflops(dtype)
+    if teraflops is None:
+        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
+        raise UserError(
+            f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
+            f"(--set bf16.enabled=false), or another device"
+        )
+    return teraflops * 1e12
 
 
 @dataclass(frozen=True)
@@ -131,13 +148,17 @@ class LayerWork:
 
     spec: TransformerSpec
     workload: Workload
-    rates: Rates
+    device: Device
+
+    @cached_property
+    def rates(self) -> Rates:
+        return Rates(self.device, self.workload.element, matrix_flops(self.device, self.workload.dtype))
 
     @cached_property
     def layer(self) -> Layer:
         return Layer.of(self.spec, self.workload)
 
-    def time(self) -> LayerTime:
+    def layer_time(self) -> LayerTime:
         products = [*self._columns(), *self._rows()]
         forward = sum(self.rates.product(self._tokens, outputs, inputs) for inputs, outputs in products)
         backward = self._input_gradients(products) + self._weight_gradients(products)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -103,29 +103,23 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the points of a step from its last micro-batch on, in order."""
-        return self._points(self.zero)
+        """Return the points of a step from its last micro-batch on, in order.
 
-    @cached_property
-    def first_points(self) -> list[Point]:
-        """Return the points of a run's first step, in which the optimizer allocates its moments."""
-        return self._points(replace(self.zero, settings=replace(self.zero.settings, moments=0)))
-
-    def _points(self, before: ZeroMemory) -> list[Point]:
-        """Return the points of a step that begins with the model states `before`."""
+        After it come the end of backward, the optimizer's two peaks, and what stays between steps.
+        """
+        zero, points = self.zero, list[Point]()
         forward = sum(moment.phase == "forward" for moment in self.moments)
-        backward, last_micro = len(self.moments) - forward, before.settings.accumulation - 1
-        points = []
+        backward, last_micro = len(self.moments) - forward, zero.settings.accumulation - 1
         for number, one in enumerate(self.moments):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            states = before.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
+            states = zero.during(one.phase, one.gradients, one.layer, last_micro, one.transients)
             points.append(self._point(one.phase, position, states, one.activations, one.transients))
         return [
             *points,
-            self._point("reduce", 2.0, before.end_of_backward()),
-            self._point("step", 2.25, before.converting()),
-            self._point("step", 2.5, self.zero.updating()),
-            self._point("step", 3.0, self.zero.states),
+            self._point("reduce", 2.0, zero.end_of_backward()),
+            self._point("step", 2.25, zero.converting()),
+            self._point("step", 2.5, zero.updating()),
+            self._point("step", 3.0, zero.states),
         ]
 
     @cached_property
@@ -146,16 +140,6 @@ class RankMemory:
         return Point(phase, position, sizes, states.host + self.stored[1])
 
 
-def zero_memory(parameters: Parameters, settings: ZeroSettings) -> ZeroMemory:
-    """Return DeepSpeed's account of these parameters.
-
-    On the CPU memory is taken when it is touched, so of a bucket only what gradients can fill is counted.
-    """
-    if settings.cpu:
-        settings = replace(settings, reduce_bucket=min(settings.reduce_bucket, parameters.total))
-    return ZeroMemory(parameters, settings)
-
-
 def rank_memory(
     config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None, whole: bool = False
 ) -> RankMemory:
@@ -169,7 +153,7 @@ def rank_memory(
         whole: dry-run all layers.
     """
     model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
-    zero = zero_memory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
+    zero = ZeroMemory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
     stored = workload.stored(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload, whole=whole), stored)
 

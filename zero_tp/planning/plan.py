@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from zero_tp.constants import GIB
 from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
+from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
-from zero_tp.planning.settings import workload_of
-from zero_tp.planning.timing import StepTime, Timing, matrix_flops
+from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
+from zero_tp.planning.timing import StepTime, Timing
 from zero_tp.strict_json import read_json
 from zero_tp.validation import validate
 
@@ -34,29 +36,44 @@ def device(name: str, ranks: int = 1) -> Device:
 
 
 @dataclass(frozen=True)
-class MemoryFit:
-    """What a run needs of the memory of its devices and nodes [bytes].
+class Estimate:
+    """What settings of a run need of a kind of device [bytes], and the time of their steps.
 
     Attributes:
         memory: of one rank.
-        ranks: of the run.
-        tensor: TP size.
     """
 
-    memory: RankMemory
     device: Device
-    ranks: int
-    tensor: int
+    model: Model
+    workload: Workload
+    memory: RankMemory
+
+    @property
+    def settings(self) -> ZeroSettings:
+        return self.memory.zero.settings
+
+    @property
+    def ranks(self) -> int:
+        return self.workload.tensor * self.settings.data
 
     @property
     def peak(self) -> Point:
         return self.memory.peak
 
+    @cached_property
+    def time(self) -> StepTime:
+        """Return the seconds of one step.
+
+        Raises:
+            UserError: the device can't compute in the run's dtype.
+        """
+        parameters = self.model.parameters.total
+        return Timing(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
+
     @property
     def communicators(self) -> int:
         """Return how many communicators of several ranks a rank has: of the world, and of smaller TP and DP groups."""
-        data = self.ranks // self.tensor
-        return (self.ranks > 1) + (1 < self.tensor < self.ranks) + (1 < data < self.ranks)
+        return (self.ranks > 1) + sum(1 < size < self.ranks for size in (self.workload.tensor, self.settings.data))
 
     @property
     def reserved(self) -> float:
@@ -95,13 +112,14 @@ class MemoryFit:
 
 
 @dataclass(frozen=True)
-class Plan(MemoryFit):
+class Plan(Estimate):
     """One run on one kind of device; `plan` makes it."""
 
     config: RunConfig
-    model: Model
-    paper: PaperView
-    time: StepTime
+
+    @property
+    def paper(self) -> PaperView:
+        return PaperView(self.model, self.workload, self.config.zero_stage, self.config.data_parallel)
 
     @property
     def tokens(self) -> int:
@@ -122,11 +140,11 @@ class Plan(MemoryFit):
 
     def elements_sent(self) -> dict[str, float]:
         """Return the elements that one rank sends in a step over TP and over DP, as the papers count."""
-        config, layer, policy = self.config, self.paper.layer, self.paper.workload.policy
-        layers = self.model.spec.layers
+        config, paper = self.config, self.paper
+        layer = formulas.tensor_volume(paper.layer, self.workload.policy.mode)
         return {
-            "tensor": config.accumulation * layers * formulas.tensor_volume(layer, policy.mode),
-            "data": formulas.zero_volume(self.paper.parameters, config.zero_stage, config.data_parallel),
+            "tensor": config.accumulation * self.model.spec.layers * layer,
+            "data": formulas.zero_volume(paper.parameters, config.zero_stage, config.data_parallel),
         }
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
@@ -189,14 +207,5 @@ def plan(config: RunConfig, device: Device) -> Plan:
     matrix_flops(device, config.dtype)  # refuses before the dry run
     model = model_in(config)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
-    workload, zero = workload_of(config, cpu=device.is_cpu, varlen=device.varlen), memory.zero
-    return Plan(
-        memory=memory,
-        device=device,
-        ranks=config.data_parallel * workload.tensor,
-        tensor=workload.tensor,
-        config=config,
-        model=model,
-        paper=PaperView(model, workload, config.zero_stage, config.data_parallel),
-        time=Timing(model.spec, workload, zero.settings, zero.parameters.total, device).estimate(),
-    )
+    workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+    return Plan(device, model, workload, memory, config)

@@ -93,17 +93,12 @@ def time(plan: Plan) -> list[str]:
 
 
 def dry_run(planned: Point, whole: Point, seconds: float) -> list[str]:
-    """Return the table that compares the plan's peak with a dry run of all layers."""
-    lines = [
+    """Return lines that compare the plan's peak with a dry run of all layers."""
+    return [
         "",
-        f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula",
-        f"{'at the peak [GiB]':28}{'all layers':>10}{'planned':>12}",
+        f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula; "
+        f"{whole.total / GIB:.3f} GiB at the peak, {planned.total / whole.total - 1:+.2%} planned",
     ]
-    for name in CATEGORIES:
-        if whole.bytes[name] or planned.bytes[name]:
-            lines.append(f"  {TITLES[name]:26}{whole.bytes[name] / GIB:10.3f}{planned.bytes[name] / GIB:12.3f}")
-    difference = planned.total / whole.total - 1
-    return [*lines, f"  {'together':26}{whole.total / GIB:10.3f}{planned.total / GIB:12.3f}   {difference:+.2%}"]
 
 
 def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:

@@ -24,10 +24,9 @@ from zero_tp.devices import Device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
-from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of, zero_memory
-from zero_tp.planning.plan import MemoryFit
+from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of
+from zero_tp.planning.plan import Estimate
 from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
-from zero_tp.planning.timing import StepTime, Timing, matrix_flops
 from zero_tp.planning.tracking import Moment
 from zero_tp.planning.zero import ZeroMemory
 from zero_tp.strict_json import read_json
@@ -35,6 +34,8 @@ from zero_tp.strict_json import read_json
 NEAREST = 8
 """If nothing fits by formulas, so many settings that come nearest are run dry before the search gives up."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+OFFLOADS = ((0, False, False), (1, True, False), (3, True, True))
+"""The least ZeRO stage of each offload, and whether it is of the optimizer and of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,10 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Candidate(MemoryFit):
+class Candidate(Estimate):
     """A choice with what it needs and the time of its steps."""
 
     choice: Choice
-    model: Model
-    workload: Workload
-    time: StepTime
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
@@ -100,14 +98,13 @@ class Search:
         Raises:
             UserError: the device can't compute in the run's dtype; no setting splits this world size.
         """
-        matrix_flops(device, config.dtype)  # refuses before anything is ranked
         assert config.world_size is not None
         self.config, self.device, self.ranks = config, device, config.world_size
         self._deepspeed = config.deepspeed_config()
         self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
         estimates = (self._estimate(choice, model) for choice, model in _choices(config, cpu=device.is_cpu))
-        self.ranked = [one for one in estimates if one.memory.zero.settings.to_owners == one.choice.owners]
+        self.ranked = [one for one in estimates if one.settings.to_owners == one.choice.owners]
         if not self.ranked:
             raise UserError(
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
@@ -171,7 +168,6 @@ class Search:
             offload_param=choice.offload_param,
             owners=choice.owners,
         )
-        zero = zero_memory(model.parameters, settings)
         workload = replace(
             self._workload,
             batch=choice.micro,
@@ -180,16 +176,8 @@ class Search:
             policy=RecomputePolicy(mode=choice.recompute),
             checkpointing=self._workload.checkpointing if choice.recompute == "full" else {},
         )
-        return Candidate(
-            memory=RankMemory(zero, _estimated_moments(model, workload, zero)),
-            device=device,
-            ranks=self.ranks,
-            tensor=choice.tensor,
-            choice=choice,
-            model=model,
-            workload=workload,
-            time=Timing(model.spec, workload, zero.settings, model.parameters.total, device).estimate(),
-        )
+        zero = ZeroMemory(model.parameters, settings)
+        return Candidate(device, model, workload, RankMemory(zero, _estimated_moments(model, workload, zero)), choice)
 
     def _dry_run(self, estimate: Candidate) -> Candidate:
         choice, workload, spec = estimate.choice, estimate.workload, estimate.model.spec
@@ -229,35 +217,26 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
 def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
     assert config.world_size is not None
     length, hf_config = config.zero_tp.data.sequence_length, config.hf_config()
-    for tensor in _divisors(config.world_size):
+    for tensor, sequence in itertools.product(_divisors(config.world_size), (False, True)):
         data = config.world_size // tensor
         samples, left_over = divmod(config.global_batch, data)
-        if left_over:
+        if left_over or (sequence and (tensor == 1 or length % tensor)):
             continue
-        for sequence in (False, True) if tensor > 1 and length % tensor == 0 else (False,):
-            try:
-                model = model_of(hf_config, tensor, sequence)
-            except UserError:  # heads or MLP do not divide
-                break
-            yield from ((choice, model) for choice in _choices_of_split(tensor, sequence, data, samples, model, cpu))
-
-
-def _choices_of_split(
-    tensor: int, sequence: bool, data: int, samples: int, model: Model, cpu: bool
-) -> Iterator[Choice]:
-    """Yield every choice at one TP size, with or without SP.
-
-    Args:
-        data: number of replicas. samples: of a step, on each replica.
-    """
-    # A fused attention keeps nothing that selective recomputation would save.
-    fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
-    modes = [mode for mode in MODES if not (fused and mode == "selective")]
-    for micro, stage, recompute in itertools.product(_divisors(samples), range(4), modes):
-        offloads = [(False, False)] + [(True, False)] * (stage > 0) + [(True, True)] * (stage == 3)
-        reductions = (False, True) if stage in (1, 2) and data > 1 else (False,)
-        for offload, owners in itertools.product(offloads, reductions):
-            yield Choice(tensor, sequence, stage, recompute, micro, samples // micro, *offload, owners)
+        try:
+            model = model_of(hf_config, tensor, sequence)
+        except UserError:  # heads or MLP do not divide
+            continue
+        # A fused attention keeps nothing that selective recomputation would save.
+        fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
+        modes = [mode for mode in MODES if not (fused and mode == "selective")]
+        for micro, stage, recompute, offload, owners in itertools.product(
+            _divisors(samples), range(4), modes, OFFLOADS, (False, True)
+        ):
+            least_stage, optimizer, parameters = offload
+            if stage < least_stage or (owners and (stage not in (1, 2) or data == 1)):
+                continue
+            accumulation = samples // micro
+            yield Choice(tensor, sequence, stage, recompute, micro, accumulation, optimizer, parameters, owners), model
 
 
 def _divisors(number: int) -> list[int]:

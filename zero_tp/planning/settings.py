@@ -98,8 +98,15 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
 # ---- ZeRO ------------------------------------------------------------------------------------------------------------
 
 
-MOMENT_BYTES = {"adam": 8, "adamw": 8, "sgd": 4}
-"""Optimizer states of a parameter, without the fp32 master."""
+ELEMENT_KEYS = {
+    "reduce_bucket": "reduce_bucket_size",
+    "prefetch_bucket": "stage3_prefetch_bucket_size",
+    "persistence_threshold": "stage3_param_persistence_threshold",
+    "max_live": "stage3_max_live_parameters",
+    "max_reuse": "stage3_max_reuse_distance",
+    "sub_group": "sub_group_size",
+}
+"""The keys of `zero_optimization` for the attributes that count elements."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ class ZeroSettings:
     Attributes:
         data: N_d. element: e. cpu: the device is the CPU, and host memory is its own.
         copies: see `copies_gradients`.
+        moments: bytes of the optimizer's states of a parameter, without the fp32 master.
         torch_optimizer: torch's class that is not fused, which makes temporaries.
         accumulated, reduced: bytes of an element of the gradients that are added up, and that are sent over DP.
         bf16: the run's dtype, which has an optimizer of its own at stage 1; see `separate_fp32_grads`.
@@ -151,20 +159,10 @@ class ZeroSettings:
         zero = config.get("zero_optimization", {})
         half = any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
         block = config.get("optimizer", {})
+        optimizer, params = str(block.get("type", "adamw")), block.get("params", {})
         stage = int(zero.get("stage", 0))
         offload = zero.get("offload_optimizer") or {}
-        elements = {
-            name: int(zero[key])
-            for name, key in (
-                ("reduce_bucket", "reduce_bucket_size"),
-                ("prefetch_bucket", "stage3_prefetch_bucket_size"),
-                ("persistence_threshold", "stage3_param_persistence_threshold"),
-                ("max_live", "stage3_max_live_parameters"),
-                ("max_reuse", "stage3_max_reuse_distance"),
-                ("sub_group", "sub_group_size"),
-            )
-            if key in zero
-        }
+        elements = {name: int(zero[key]) for name, key in ELEMENT_KEYS.items() if key in zero}
         all_reduces = zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True)
         overlap = zero.get("overlap_comm")
         element = 2 if half else 4
@@ -182,10 +180,10 @@ class ZeroSettings:
             overlap=stage == 3 if overlap is None else bool(overlap),
             offload_optimizer=(offload.get("device") or "none") != "none",
             offload_param=((zero.get("offload_param") or {}).get("device") or "none") != "none",
-            moments=MOMENT_BYTES.get(str(block.get("type", "adamw")).lower(), 8),
+            moments=4 if optimizer.lower() == "sgd" else 8,
             owners=not all_reduces,
             pins=bool(offload.get("pin_memory", True)) and offload.get("device") != "nvme",
-            torch_optimizer=_makes_temporaries(block),
+            torch_optimizer=not params.get("fused") and (bool(params.get("torch_adam")) or optimizer == "SGD"),
             copies=copies_gradients(dict(config)),
             **elements,
         )
@@ -237,8 +235,3 @@ class ZeroSettings:
         """
         overlap = stage == 3 if stage != self.stage and 3 in (stage, self.stage) else self.overlap
         return replace(self, stage=stage, overlap=overlap, **changes)
-
-
-def _makes_temporaries(optimizer: Mapping[str, Any]) -> bool:
-    params = optimizer.get("params", {})
-    return not params.get("fused") and (bool(params.get("torch_adam")) or optimizer.get("type") == "SGD")

@@ -8,34 +8,14 @@ its test.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-from zero_tp.architectures.spec import TransformerSpec
-from zero_tp.devices import Device
-from zero_tp.errors import UserError
 from zero_tp.models.flops import head_products
-from zero_tp.planning.layer_time import LayerTime, LayerWork, Rates, Seconds
-from zero_tp.planning.settings import Workload, ZeroSettings
+from zero_tp.planning.layer_time import LayerTime, LayerWork, Seconds
+from zero_tp.planning.settings import ZeroSettings
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
 
 HOST_MEMORY_GBPS = 200.0
 """Of a whole node, for an optimizer on the host."""
-
-
-def matrix_flops(device: Device, dtype: str) -> float:
-    """Return the peak of a device's matrix units in a run's dtype [FLOP/s].
-
-    Raises:
-        UserError: the device can't compute in this dtype.
-    """
-    teraflops = device.tflops(dtype)
-    if teraflops is None:
-        others = [name for name in ("bf16", "fp16", "fp32") if device.tflops(name)]
-        raise UserError(
-            f"--device: {device.name} has no {dtype} matrix units; plan for {' or '.join(others)} "
-            f"(--set bf16.enabled=false), or another device"
-        )
-    return teraflops * 1e12
 
 
 @dataclass(frozen=True)
@@ -81,22 +61,15 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Timing:
+class Timing(LayerWork):
     """Everything that the time of a step is estimated from.
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
     """
 
-    spec: TransformerSpec
-    workload: Workload
     zero: ZeroSettings
     parameters: float
-    device: Device
-
-    @cached_property
-    def rates(self) -> Rates:
-        return Rates(self.device, self.workload.element, matrix_flops(self.device, self.workload.dtype))
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term.
@@ -104,9 +77,10 @@ class Timing:
         Raises:
             UserError: the device can't compute in this dtype.
         """
-        micro, share = self.zero.accumulation, self._recomputed()
-        layers = self.spec.layers
-        layer = self.layer_work().time()
+        micro, layers = self.zero.accumulation, self.spec.layers
+        # Backward runs this share of the layers again, a mean over micro-batches.
+        share = self.workload.policy.mean_recomputed_layers(layers, micro) / layers
+        layer = self.layer_time()
         work, again = Seconds().plus(layer.forward, layers).plus(layer.backward, layers), layers * share
         work = work.plus(Seconds(passes=self.accumulation_time()))
         head = self.head()
@@ -122,15 +96,6 @@ class Timing:
             host=host,
             layer=layer,
         )
-
-    def layer_work(self) -> LayerWork:
-        """Return the work of one layer."""
-        return LayerWork(self.spec, self.workload, self.rates)
-
-    def _recomputed(self) -> float:
-        """Return the share of a step's layers that backward runs again, a mean over its micro-batches."""
-        layers = self.workload.policy.mean_recomputed_layers(self.spec.layers, self.zero.accumulation)
-        return layers / self.spec.layers
 
     def head(self) -> Seconds:
         """Return forward and backward of the output layer and its loss, which goes over each logit six times."""

@@ -76,6 +76,12 @@ class ZeroMemory:
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
     @cached_property
+    def bucket(self) -> int:
+        """Return the elements of a bucket. A CPU's memory is taken when it is touched: what gradients can fill."""
+        size = self.settings.reduce_bucket
+        return min(size, self.parameters.total) if self.settings.cpu else size
+
+    @cached_property
     def partitions(self) -> list[int]:
         """Return rank 0's elements of each group; stages 1 and 2 pad the group, stage 3 each parameter."""
         data = self.settings.data
@@ -119,7 +125,7 @@ class ZeroMemory:
             return StateBytes(whole, buffers=e * largest, host=master_moments + copies + self._waiting + self._rounding)
         persistent = e * sum(size for size in self.parameters.sizes if size <= zero.persistence_threshold)
         device, host = (0.0, e * part + self._rounding) if zero.offload_param else (e * part, self._rounding)
-        states = StateBytes(device, gathered=persistent, buffers=e * zero.reduce_bucket, host=host)
+        states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=host)
         if zero.offload_optimizer:
             return states._replace(
                 host=host + master_moments + (4 + self._sum) * part
@@ -205,7 +211,7 @@ class ZeroMemory:
             transients: of the activations at that moment.
         """
         zero, states, e = self.settings, self.states, self.settings.element
-        buckets = e * zero.reduce_bucket * (2 if zero.overlap else 1)
+        buckets = e * self.bucket * (2 if zero.overlap else 1)
         total = self.parameters.total
         if zero.stage == 3:
             return states._replace(gathered=states.gathered + self.gathered_at[phase, layer])
@@ -224,9 +230,9 @@ class ZeroMemory:
         if phase == "forward":
             return states._replace(gradients=before)
         gradients, flattened = before, 0.0
-        if done > zero.reduce_bucket:  # one bucket at least has been reduced
+        if done > self.bucket:  # one bucket at least has been reduced
             gradients = self._with_own(before)
-            flattened = 0 if zero.overlap else e * zero.reduce_bucket
+            flattened = 0 if zero.overlap else e * self.bucket
         norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
         # Flattening and norms happen in hooks, when the layer's own transients are gone.
         excess = max(0.0, max(flattened, norm) - transients)
@@ -241,7 +247,7 @@ class ZeroMemory:
         """Return the elements of the parameters that fit the first bucket."""
         filled = 0
         for size in self.parameters.matrices:
-            if filled + size > self.settings.reduce_bucket:
+            if filled + size > self.bucket:
                 break
             filled += size
         return filled
@@ -249,7 +255,7 @@ class ZeroMemory:
     def end_of_backward(self) -> StateBytes:
         """Return the bytes when the last buckets are reduced, without activations."""
         zero, states, e = self.settings, self.states, self.settings.element
-        total, bucket = self.parameters.total, e * zero.reduce_bucket
+        total, bucket = self.parameters.total, e * self.bucket
         if zero.stage in (0, 3) or zero.single_replica or zero.separate_fp32_grads:
             states = self.during("backward", total, -1, zero.accumulation - 1)
             flat = e if zero.stage == 0 else 0
@@ -257,7 +263,7 @@ class ZeroMemory:
                 flat = self._sum + zero.reduced  # as they are added up, and as they are sent
             flattened = flat * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
-        fill = e * min(zero.reduce_bucket, total)
+        fill = e * min(self.bucket, total)
         if zero.stage == 1 and not zero.overlap:
             # Each gradient moves into the bucket; when the first is full, this rank's buffer is made.
             gradients = max(self._sum * total, self._sum * (total - self._first_fill) + self._own)
