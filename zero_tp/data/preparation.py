@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,11 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from zero_tp.data.collection import Documents, assemble, choose_validation, count_documents, describe_dropped, unigram
-from zero_tp.data.indexed import REPORT
+from zero_tp.data.collection import Documents, choose_validation, write_output
 from zero_tp.data.records import Block
 from zero_tp.data.settings import (
     PrepareSettings,
     differing_settings,
-    library_versions,
-    memories,
     output_identity,
     reading_identity,
     size_of,
@@ -39,7 +36,7 @@ from zero_tp.data.settings import (
 )
 from zero_tp.data.show import REMOVED
 from zero_tp.data.similarity import EvaluationSets
-from zero_tp.data.sources import Source, file_sha256
+from zero_tp.data.sources import Source
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
@@ -69,10 +66,9 @@ class Preparation:
         strict: bool,
         processes: int | None,
         progress: bool,
-        shard: tuple[int, int] = (0, 1),
     ) -> None:
-        self.shard, self.overwrite = shard, overwrite
-        self.sources, self.spec, self.settings, self.directory, self.strict = sources, spec, settings, directory, strict
+        self.sources, self.spec, self.settings, self.directory = sources, spec, settings, directory
+        self.overwrite, self.strict = overwrite, strict
         self.bar_disabled = None if progress else True  # None: tqdm shows a bar on a terminal only
         self.stamps = [stamp_of(source) for source in sources]
         small = all(source.path is not None for source in sources) and sum(map(size_of, sources)) < _SMALL
@@ -86,7 +82,7 @@ class Preparation:
         self.ended = set[int]()
 
     def __enter__(self) -> Preparation:
-        identity = reading_identity(self.sources, self.spec, self.settings, self.shard)
+        identity = reading_identity(self.sources, self.spec, self.settings)
         left = Spool(self.directory)
         if left.committed and not self.overwrite and (otherwise := differing_settings(left.identity, identity)):
             raise UserError(
@@ -97,7 +93,6 @@ class Preparation:
             remove(self.directory)  # what comes from elsewhere may be something else now
         columns = READ if self.work.encoder is None else READ + ENCODED
         self.spool = Spool(self.directory, columns, identity)
-        self.spools = [self.spool]
         self.resumed = self.spool.read
         return self
 
@@ -119,18 +114,16 @@ class Preparation:
             problem = spool.problems[0][-1]
             raise UserError(f"{problem.where}: {problem.detail}")
         reached = dict(zip(spool.sources, spool.numbers, strict=True))
-        i, n = self.shard
-        whole = len(self.sources) >= 4 * n  # a shard reads its files alone
         total = sum(map(size_of, self.sources)) or None
         bar: tqdm = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=self.bar_disabled, leave=False)
 
         def blocks() -> Iterator[tuple[int, Block]]:
             before = 0
             for number, source in enumerate(self.sources):
-                if number not in spool.done and (not whole or number % n == i):
+                if number not in spool.done:
                     for block in source.blocks():
                         bar.update(before + source.position - bar.n)
-                        if block.number > reached.get(number, -1) and (whole or (number + block.number) % n == i):
+                        if block.number > reached.get(number, -1):
                             yield number, block
                     self.ended.add(number)
                 before += size_of(source)
@@ -151,28 +144,6 @@ class Preparation:
         spool.flush()
         self.seconds["reading"] = time.perf_counter() - started
 
-    def take(self, shards: Sequence[Spool]) -> None:
-        """Take what shards have read instead.
-
-        Raises:
-            UserError: they are of other inputs or settings, or saw other bytes in the same file.
-        """
-        self.spools, self.seconds["reading"] = list(shards), 0.0
-        for number, spool in enumerate(shards):
-            for key, value in spool.identity.items() if spool.identity else [("journal", None)]:
-                mine = [number, len(shards)] if key == "shard" else self.spool.identity.get(key)
-                if mine != value:
-                    raise UserError(f"{spool.directory}: made with other {key}: prepare this shard again")
-            for source, about in spool.done.items():
-                if self.done.setdefault(source, about) != about:
-                    raise UserError(f"{self.sources[source].name} was another file where {spool.directory} was made")
-        assert len(self.done) == len(self.sources)
-
-    @property
-    def done(self) -> dict[int, dict[str, Any]]:
-        """Return what is known of each source."""
-        return self.spool.done
-
     def _ended(self, numbers: range) -> None:
         """Note the ends of sources."""
         for number in numbers:
@@ -187,56 +158,29 @@ class Preparation:
 
     def write(self, directory: Path) -> dict[str, Any]:
         """Write all of the output, and return the report."""
-        spools = self.spools
-        documents = Documents(spools, [source.name for source in self.sources])
+        documents = Documents(self.spool, [source.name for source in self.sources])
         removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
             with open(directory / REMOVED, "w", encoding="utf-8") as file:
                 file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in removed)
-        if not len(documents):
-            names = ", ".join(source.name for source in self.sources)
-            raise UserError(f"no text in {names}{describe_dropped(spools)}")
-        held_out = choose_validation(documents, self.settings.validation, describe_dropped(spools))
-        trained = time.perf_counter()
+        held_out = choose_validation(documents, self.settings.validation)
         encoder, tokens = self._tokens(documents, held_out, directory / "tokenizer")
-        encoded = time.perf_counter()
-        counts, splits = assemble(documents, tokens, encoder, held_out, directory)
-        finished = time.perf_counter()
-        self.seconds["tokenizer"] = self.seconds.get("tokenizer", encoded - trained)
-        self.seconds["encoding"] = self.seconds.get("encoding", 0.0) + finished - encoded
-        encoding = self.seconds["reading"] if self.work.encoder is not None else 0.0
-        hashes = [self.done[number]["sha256"] for number in range(len(self.sources))]
-        total = sum(figures["tokens"] for figures in splits.values())
-        report = {
-            "identity": output_identity(self.sources, hashes, self.spec, self.settings),
-            "inputs": [source.name for source in self.sources],
-            "documents": count_documents(spools, documents),
-            "splits": splits,
-            "vocabulary_size": encoder.vocabulary_size,
-            "end_of_document": encoder.end_of_document,
-            "unigram": unigram(counts["train"], counts["validation"]),
-            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
-            "tokens_per_second": round(total / (encoding + self.seconds["encoding"])),
-            "versions": library_versions(),
-        }
-        report["files"] = {
-            str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            for path in sorted(directory.rglob("*"))
-            if path.is_file() and path not in memories(directory)
-        }
-        (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        return report
+        hashes = [self.spool.done[number]["sha256"] for number in range(len(self.sources))]
+        identity = output_identity(self.sources, hashes, self.spec, self.settings)
+        return write_output(directory, documents, tokens, encoder, held_out, identity, self.seconds)
 
     def _tokens(
         self, documents: Documents, held_out: npt.NDArray[np.bool_], saved: Path
-    ) -> tuple[DocumentEncoder, Callable[[int, str], bytes]]:
-        """Return the encoder, and what gives a column of `ENCODED` of an entry. The tokenizer is trained on the
-        training documents if it has to be, and saved."""
+    ) -> tuple[DocumentEncoder, Spool]:
+        """Return the encoder, and the spool with the columns `ENCODED`. The tokenizer is trained on the training
+        documents if it has to be, and saved."""
+        started = time.perf_counter()
         if self.work.encoder is not None:
             assert self.tokenizer is not None
             self.tokenizer.save_pretrained(str(saved))
-            return self.work.encoder, documents.part
-        started, trained, tokenizer = time.perf_counter(), self.directory / "tokenizer", None
+            self.seconds["tokenizer"] = time.perf_counter() - started
+            return self.work.encoder, self.spool
+        trained, tokenizer = self.directory / "tokenizer", None
         self.spool.commit()
         if not trained.exists():
             between = self.directory / "tokenizer.new"
@@ -256,7 +200,7 @@ class Preparation:
             self.directory / "encoded", ENCODED, {"tokenizer": TokenizerSpec(directory=trained).fingerprint()}
         )
         try:
-            begun = range(len(encoded), len(documents.entries))
+            begun = range(len(encoded), len(self.spool))
             items = (documents.item(entry) for entry in tqdm(
                 begun, "encoding", unit=" blocks", disable=self.bar_disabled, leave=False))  # fmt: skip
             for entry, columns in zip(begun, in_order(Encoding(encoder), items, self.processes), strict=True):
@@ -265,4 +209,4 @@ class Preparation:
         finally:
             encoded.close()
         self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
-        return encoder, encoded.part
+        return encoder, encoded
