@@ -20,7 +20,7 @@ from tests.corpora import TEXTS, output_of, run, texts_of, write_jsonl
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data import sources as reading
 from zero_tp.data import spool as spooling
-from zero_tp.data.preparation import Preparation
+from zero_tp.data.corpus import Preparation
 from zero_tp.data.spool import Spool
 from zero_tp.errors import UserError
 from zero_tp.files import hidden_sibling, partial_directory

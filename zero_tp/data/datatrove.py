@@ -135,13 +135,12 @@ class TokenizedCorpus(PipelineStep):
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         """Write the part of task `rank`. A part that a killed task left, or an earlier run made, is replaced."""
-        make = self.reading()
         with new_part(self.parts / f"{rank:05d}") as (directory, spool):
             own = self.reader.own(rank, world_size) if self.reader is not None else []
             sources = {source: number for number, source in enumerate(own)}
             for item in self._blocks(data, sources):
                 with self.track_time():
-                    columns = make(item)
+                    columns = self.reading(item)
                     spool.append(*columns)
                     self.stat_update("documents", value=columns.read - columns.dropped.total())
             spool.commit()

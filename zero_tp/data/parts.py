@@ -78,7 +78,8 @@ class Parts(Spool):
         self.manifests = [_read_manifest(path) for path in paths]
         first = self.manifests[0]
         for path, part in zip(paths, self.manifests, strict=True):
-            other = sorted(key for key in first.settings.keys() | part.settings.keys() if not _same(first, part, key))
+            keys = sorted(first.settings.keys() | part.settings.keys())
+            other = [key for key in keys if first.settings.get(key) != part.settings.get(key)]
             other += ["number of tasks"] if part.tasks != first.tasks else []
             if other:
                 raise UserError(f"{path}: made with another {', '.join(other)} than {paths[0].name}: {_AGAIN}")
@@ -137,10 +138,6 @@ class Parts(Spool):
         encoder = DocumentEncoder(load_tokenizer(directory / TOKENIZER), sentences)
         seconds = {"reading": self.checking, "tokenizer": 0.0}
         return write_output(directory, documents, self, encoder, held_out, self.output_identity(validation), seconds)
-
-
-def _same(first: Part, other: Part, key: str) -> bool:
-    return key in first.settings and key in other.settings and first.settings[key] == other.settings[key]
 
 
 def _read_manifest(path: Path) -> Part:
