@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash launch/setup_env.sh [EXTRA…]   (data, dev, eval, plot)
+# bash launch/setup_env.sh [EXTRA…]   (data, datatrove, dev, eval, plot)
 #
 # Makes .venv in the repository, installs zero_tp with these extras at the versions of constraints.txt, and compiles the
 # DeepSpeed ops of a CPU run. What is there and current is left alone. PYTHON chooses the interpreter of a new .venv.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 from zero_tp.data import Prepared, PrepareSettings, prepare
 
@@ -26,3 +28,25 @@ def run(tmp_path: Path, name: str = "out", texts: list[str] = TEXTS, **settings:
 def held_out(output: Path) -> list[str]:
     lines = (output / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]
+
+
+def texts_of(chance: random.Random, count: int) -> list[str]:
+    """Texts of up to 60 words, a tenth of them twice, and two that are empty."""
+    words = [f"word{i}" for i in range(300)]
+    texts = [" ".join(chance.choices(words, k=chance.randrange(1, 60))) for _ in range(count)]
+    return [*texts, *chance.sample(texts, count // 10), "", " "]
+
+
+def content_of(output: Path) -> dict[str, bytes]:
+    """The bytes of an output's corpora, validation texts and tokenizer."""
+    return {
+        str(path.relative_to(output)): path.read_bytes()
+        for path in output.rglob("*")
+        if path.is_file() and (path.suffix in (".bin", ".idx", ".jsonl") or path.parent.name == "tokenizer")
+    }
+
+
+def output_of(output: Path) -> dict[str, Any]:
+    """What an output holds, without times."""
+    report = json.loads((output / "report.json").read_text())
+    return content_of(output) | {key: report[key] for key in ("identity", "documents", "splits", "unigram", "files")}

@@ -1,9 +1,8 @@
-"""A preparation that is killed or whose disk is full goes on; one in shards ends as one that is not."""
+"""A preparation that is killed or whose disk is full goes on."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -17,12 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.corpora import TEXTS, run, write_jsonl
+from tests.corpora import TEXTS, output_of, run, texts_of, write_jsonl
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data import sources as reading
 from zero_tp.data import spool as spooling
-from zero_tp.data.corpus import shard_path
-from zero_tp.data.preparation import Preparation
+from zero_tp.data.corpus import Preparation
 from zero_tp.data.spool import Spool
 from zero_tp.errors import UserError
 from zero_tp.files import hidden_sibling, partial_directory
@@ -30,74 +28,10 @@ from zero_tp.files import hidden_sibling, partial_directory
 ROOT = Path(__file__).parents[2]
 
 
-def texts_of(chance: random.Random, count: int) -> list[str]:
-    words = [f"word{i}" for i in range(300)]
-    texts = [" ".join(chance.choices(words, k=chance.randrange(1, 60))) for _ in range(count)]
-    return [*texts, *chance.sample(texts, count // 10), "", " "]
-
-
-def output_of(output: Path) -> dict[str, Any]:
-    """What an output holds, without times."""
-    found: dict[str, Any] = {
-        str(path.relative_to(output)): path.read_bytes()
-        for path in output.rglob("*")
-        if (path.is_file() and path.suffix in (".bin", ".idx", ".jsonl")) or path.parent.name == "tokenizer"
-    }
-    report = json.loads((output / "report.json").read_text())
-    return found | {key: report[key] for key in ("identity", "documents", "splits", "unigram", "files")}
-
-
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
     source = write_jsonl(tmp_path / "sample.jsonl", texts_of(random.Random(1), 50))
     return str(prepare([source], tmp_path / "sample", PrepareSettings("bpe:300")).output / "tokenizer")
-
-
-@pytest.mark.parametrize("files", [1, 3, 12])
-def test_shards_make_what_one_process_makes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, seed: int, files: int
-) -> None:
-    """Of few files they take blocks in turns, of many whole files. Damage, duplicates and all."""
-    monkeypatch.setattr(reading, "_BLOCK_RECORDS", 7)
-    texts = texts_of(random.Random(seed), 200)
-    inputs: list[str | Path] = []
-    for number in range(files):
-        inputs.append(write_jsonl(tmp_path / f"{number:02}.jsonl", texts[number::files]))
-        with open(inputs[-1], "a") as file:
-            file.write('{"text": \n' * 3)
-    settings = PrepareSettings(tokenizer, 0.1, deduplicate="exact", min_tokens=10)
-    one = prepare(inputs, tmp_path / "one", settings)
-    out = tmp_path / "out"
-    for i in (2, 0):
-        assert prepare(inputs, out, settings, shard=(i, 3)).report["documents"]["kept"] > 30, "each has its share"
-    with pytest.raises(UserError, match=r"shard 1 of 3 is missing: prepare it with --shard 1/3"):
-        prepare(inputs, out, settings, merge=True)
-    assert not prepare(inputs, out, settings, shard=(1, 3)).reused
-    assert prepare(inputs, out, settings, shard=(1, 3)).reused
-    merged = prepare(inputs, out, settings, merge=True)
-    assert one.report["documents"]["problems"] and one.report["documents"]["dropped"]["duplicate"]
-    assert output_of(merged.output) == output_of(one.output)
-    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("out", ".")))
-    assert left == ["out", *(shard_path(out, (i, 3)).name for i in range(3))]
-
-
-def test_shards_that_do_not_belong_together(tmp_path: Path, tokenizer: str) -> None:
-    source, out = write_jsonl(tmp_path / "a.jsonl", texts_of(random.Random(1), 50)), tmp_path / "out"
-    settings = PrepareSettings(tokenizer, 0.1)
-    with pytest.raises(UserError, match="there are no shards of it"):
-        prepare([source], out, settings, merge=True)
-    with pytest.raises(UserError, match="a shard takes a finished tokenizer"):
-        prepare([source], out, PrepareSettings("bpe:300"), shard=(0, 2))
-    with pytest.raises(UserError, match=r"shard 2/2: from 0/2 to 1/2"):
-        prepare([source], out, settings, shard=(2, 2))
-    for i in range(2):
-        prepare([source], out, settings, shard=(i, 2))
-    with pytest.raises(UserError, match="made with other settings: prepare this shard again"):
-        prepare([source], out, PrepareSettings(tokenizer, 0.1, seed=3), merge=True)
-    with pytest.raises(UserError, match=r"is there, and of other inputs or settings.*--overwrite"):
-        prepare([source], out, PrepareSettings(tokenizer, 0.1, seed=3), shard=(0, 2))
-    assert not prepare([source], out, settings, merge=True).reused
-    assert not out.with_name(".out.progress").exists()
 
 
 STARTED = """

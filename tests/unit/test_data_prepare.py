@@ -216,10 +216,6 @@ def test_a_changed_byte_is_no_output_that_is_up_to_date(tmp_path: Path) -> None:
             run(tmp_path)
         path.write_bytes(content)
     assert run(tmp_path).reused, "restored, with other times"
-    report = json.loads((first.output / "report.json").read_text())
-    report["files"] = {name: described["bytes"] for name, described in report["files"].items()}
-    (first.output / "report.json").write_text(json.dumps(report))  # as an earlier version wrote it
-    assert run(tmp_path).compared == "sizes"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +224,7 @@ def test_a_changed_byte_is_no_output_that_is_up_to_date(tmp_path: Path) -> None:
         {"files": {}},
         {"files": []},
         {"files": {"../out.jsonl": 5}},
-        {"files": {"train.bin": -1}},
+        {"files": {"train.bin": 5}},
         {"files": {"train.bin": {"bytes": 1}}},
         {"identity": [1]},
         {"splits": {"train": None}},

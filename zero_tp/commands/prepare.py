@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -31,13 +30,6 @@ input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data set of the Hugging Face hub. d
 What can't be read is counted by reason, and the rest goes on. The split depends on the documents and the seed only, not
 on their order. Running the same command again reuses OUTPUT; one that was interrupted goes on.
 """
-
-
-def _shard(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: I/N is needed, such as 0/4")
-    return int(match[1]), int(match[2])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="stop at the first record that is no document")
     parser.add_argument("--processes", type=int, metavar="N", help="that read and tokenise (default: one a core)")
     parser.add_argument(
-        "--shard", type=_shard, metavar="I/N", help="do part I (from 0) of N of the work, on this machine of several"
+        "--merge", type=Path, metavar="PARTS", help="join the parts that a cluster has made (launch/prepare_cluster.py)"
     )
-    parser.add_argument("--merge", action="store_true", help="put the N parts together, as one process would have done")
+    parser.add_argument("--shard", help=argparse.SUPPRESS)
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -147,25 +139,40 @@ def main(options: argparse.Namespace) -> None:
     if options.show is not None:
         _show(options)
         return
-    if missing := [f"--{name}" for name in ("input", "tokenizer", "output") if getattr(options, name) is None]:
+    if options.shard is not None:
+        raise UserError("--shard was removed: launch/prepare_cluster.py prepares a corpus on several machines")
+    required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
+    if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
     if options.html is not None:
         raise UserError("--html draws the corpus of --show DIR")
+    prepared = _prepare(options) if options.merge is None else _merge(options)
+    print("\n".join(_summary(prepared)))
 
+
+def _prepare(options: argparse.Namespace) -> Prepared:
     from zero_tp.data import PrepareSettings, prepare
 
     settings = {field.name: getattr(options, field.name) for field in fields(PrepareSettings)}
-    prepared = prepare(
+    return prepare(
         options.input,
         options.output,
         PrepareSettings(**settings | {"decontaminate": tuple(options.decontaminate)}),
         overwrite=options.overwrite,
         strict=options.strict,
         processes=options.processes,
-        shard=options.shard,
-        merge=options.merge,
     )
-    print("\n".join(_summary(prepared, is_shard=options.shard is not None)))
+
+
+def _merge(options: argparse.Namespace) -> Prepared:
+    from zero_tp.data import PrepareSettings
+    from zero_tp.data.corpus import merge
+
+    defaults = {field.name: field.default for field in fields(PrepareSettings) if field.name != "validation"}
+    defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}
+    if given := [name for name, default in defaults.items() if getattr(options, name) != default]:
+        raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(given)}")
+    return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -179,33 +186,27 @@ def _show(options: argparse.Namespace) -> None:
         print(text)
 
 
-def _summary(prepared: Prepared, is_shard: bool) -> Iterator[str]:
+def _summary(prepared: Prepared) -> Iterator[str]:
     """Yield the lines that describe a prepared corpus."""
     from zero_tp.data.tokenizer_training import suggested_size
 
     report = prepared.report
     if prepared.reused:
-        by = (
-            "" if prepared.compared == "content" else f" (compared by {prepared.compared}: its report has no checksums)"
-        )
-        yield f"{prepared.output} is up to date: made from the same inputs and settings{by}"
+        yield f"{prepared.output} is up to date: made from the same inputs and settings"
     if prepared.resumed:
         yield f"went on from an interrupted start, which had read {prepared.resumed:,} documents"
-    if (documents := report.get("documents")) and documents["dropped"]:
+    if (documents := report["documents"])["dropped"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
         dropped = documents["read"] - documents["kept"]
         yield f"   dropped: {dropped:,} of {documents['read']:,} documents: {reasons}"
         yield from (f"            {problem['where']}: {problem['detail']}" for problem in documents["problems"])
-    if is_shard:
-        yield f"{prepared.output}: {report['documents']['kept']:,} documents; --merge puts it together with the others"
-        return
     for split, figures in report["splits"].items():
         counts = ", ".join(f"{figures[name]:,} {name}" for name in ("documents", "characters", "tokens"))
         yield f"{split:>10}: {counts}"
     unigram, size = report["unigram"], report["vocabulary_size"]
     advice = f"; a vocab_size of {suggested_size(size):,} suits any TP size" if size != suggested_size(size) else ""
     yield f"vocabulary: {size:,} tokens{advice}"
-    if (end := report.get("end_of_document")) is not None:
+    if (end := report["end_of_document"]) is not None:
         yield f"   each document ends with {end}"
     yield (
         f"   unigram: {unigram['train_entropy']:.3f} nats a token "

@@ -1,46 +1,65 @@
 """`prepare` makes a corpus of text files: it splits by document, tokenises, writes `.bin/.idx`, and reports.
 
-The inputs are read once. What is made of them, block by block, in as many processes as there are cores, goes to a spool
-(spool.py) in a hidden directory beside the output: texts, and tokens where the tokenizer is finished. From it a
-preparation that was interrupted goes on. Once all is read, the split is drawn, a tokenizer is trained if it has to be,
-and the output is put together, which then takes its place at once: it is whole or it isn't there. Memory holds 53 bytes
-a document, a few blocks of 1 MiB a process (or one document if that is longer), and nothing of the corpus itself.
+The inputs are read once, block by block, in as many processes as there are cores. The results go to a spool (spool.py)
+in a hidden directory beside the output, from which an interrupted preparation resumes. Memory holds 53 bytes a
+document, a few blocks of 1 MiB a process (or one document if that is longer), and nothing of the corpus itself. A
+`Preparation` passes through these states:
+
+1. opened: `__enter__` opens the spool, with the blocks that an interrupted start has read.
+2. reading: `read` appends block after block, from the first one that is missing.
+3. read: the spool is complete; duplicates are removed and the split is drawn.
+4. trained, if no tokenizer was given: `tokenizer/` is in the spool's directory.
+5. encoded: the tokens are in the spool, or in `encoded/` below it if the tokenizer was trained.
+6. finished: `prepare` has renamed the output that `write` completed; the spool is removed.
+
+A kill in any state loses only what the spools have not committed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import glob
+import json
 import os
-import re
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from zero_tp.data.collection import Documents, choose_validation, write_output
 from zero_tp.data.documents import find_sources
-from zero_tp.data.preparation import Preparation
+from zero_tp.data.parts import Parts
+from zero_tp.data.records import Block
 from zero_tp.data.settings import (
     Prepared,
     PrepareSettings,
     check_settings,
+    check_validation,
+    differing_settings,
     find_reusable,
+    output_identity,
     reading_identity,
+    size_of,
+    stamp_of,
 )
-from zero_tp.data.sources import Source
+from zero_tp.data.show import REMOVED
+from zero_tp.data.similarity import EvaluationSets
+from zero_tp.data.sources import Source, file_sha256
 from zero_tp.data.spool import Spool
+from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.data.work import ENCODED, READ
+from zero_tp.data.work import ENCODED, READ, DocumentEncoder, Encoding, Reading, in_order, usable_cores
 from zero_tp.errors import UserError
-from zero_tp.files import (
-    clear_partial,
-    hidden_sibling,
-    partial_directory,
-    put_in_place,
-    remove,
-    sync,
-)
+from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 
 _OWN_DIRECTORIES = ("tokenizer",)
+_SMALL = 4 << 20  # bytes of inputs that are read before other processes have started
+_CHANGED = "it changed while it was read: run this again"
 
 
 def prepare(
@@ -51,8 +70,6 @@ def prepare(
     overwrite: bool = False,
     strict: bool = False,
     processes: int | None = None,
-    shard: tuple[int, int] | None = None,
-    merge: bool = False,
     progress: bool = True,
 ) -> Prepared:
     """Write `output/{train,validation}.{bin,idx}`, `output/tokenizer/`, `output/validation.jsonl` and
@@ -64,9 +81,6 @@ def prepare(
         overwrite: replace an output of other inputs or settings, and what an interrupted start with others has read.
         strict: stop at the first record that is no document, instead of counting it.
         processes: that read and tokenise; None: one a core.
-        shard: (i, n): do the i-th of n parts of the work, i from 0, into `shard_path`; other processes or machines that
-            see the same inputs do the others.
-        merge: put together what n shards made, which is what one process would have.
         progress: show progress bars when stderr is a terminal.
 
     Raises:
@@ -77,15 +91,19 @@ def prepare(
     sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
-    if shard is not None and merge:
-        raise UserError("a shard is prepared or the shards are merged: give --shard or --merge")
-    shards = _shards(output) if merge else []
-    if shard is not None:
-        return _prepare_shard(sources, output, spec, settings, overwrite, strict, processes, shard, progress)
     place = Path(os.path.realpath(output))  # of a link's output: the link stays
     reading = hidden_sibling(place, "progress")
-    try:
-        if (reused := find_reusable(output, sources, spec, settings, overwrite)) is not None:
+
+    def identity() -> dict[str, Any]:
+        if not overwrite and any(source.kind != "hub" and source.path is None for source in sources):
+            raise UserError(
+                f"{output} exists, and standard input can't be compared with what it was made from: --overwrite"
+            )
+        hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
+        return output_identity(sources, hashes, spec, settings)
+
+    with _errors_named(output, reading):
+        if (reused := find_reusable(output, identity, overwrite)) is not None:
             clear_partial(place, _OWN_DIRECTORIES)
             left = Spool(reading)
             of_this = not left.committed or left.identity == reading_identity(sources, spec, settings)
@@ -96,95 +114,209 @@ def prepare(
             partial_directory(place, _OWN_DIRECTORIES) as partial,
             Preparation(sources, spec, settings, reading, overwrite, strict, processes, progress) as preparation,
         ):
-            if shards:
-                preparation.take(shards)
-            else:
-                preparation.read()
+            preparation.read()
             report = preparation.write(partial)
             put_in_place(partial, place)
             preparation.finished = True
-    except OSError as error:
-        raise UserError(f"{output}: can't be written: {error.strerror or error}{_kept(error, reading)}") from error
     return Prepared(output, report, reused=False, resumed=preparation.resumed)
 
 
-def shard_path(output: Path, shard: tuple[int, int]) -> Path:
-    """Return where shard i of n of an output is written: beside it."""
-    return output.absolute().parent / f"{output.absolute().name}.shard-{shard[0]}-of-{shard[1]}"
-
-
-def _prepare_shard(
-    sources: Sequence[Source],
-    output: Path,
-    spec: TokenizerSpec,
-    settings: PrepareSettings,
-    overwrite: bool,
-    strict: bool,
-    processes: int | None,
-    shard: tuple[int, int],
-    progress: bool,
+def merge(
+    parts: str | Path, output: str | Path, validation: float = PrepareSettings.validation, *, overwrite: bool = False
 ) -> Prepared:
-    i, n = shard
-    if not 0 <= i < n:
-        raise UserError(f"shard {i}/{n}: from 0/{n} to {n - 1}/{n}")
-    if spec.directory is None:
-        raise UserError(
-            f"tokenizer {settings.tokenizer}: a shard takes a finished tokenizer: prepare some of the documents "
-            "without --shard first, and then give that output's tokenizer directory"
-        )
-    if any(source.path is None and source.kind != "hub" for source in sources):
-        raise UserError("standard input can't be read by several shards: write it to a file first")
-    path = shard_path(output, shard)
-    reading = hidden_sibling(path, "progress")
-    try:
-        with (
-            partial_directory(path),
-            Preparation(sources, spec, settings, reading, overwrite, strict, processes, progress, shard) as preparation,
-        ):
-            there = Spool(path, READ + ENCODED) if path.exists() else None
-            if reused := there is not None and there.identity == preparation.spool.identity:
-                preparation.finished = True
-                assert there is not None
-            elif path.exists() and not (overwrite and there is not None and there.identity):
-                raise UserError(
-                    f"{path} is there, and of other inputs or settings: remove it, or replace it: --overwrite"
-                )
-            else:
-                preparation.read()
-                preparation.spool.commit()
-                preparation.spool.close()
-                remove(path)
-                os.replace(reading, path)
-                sync(path.parent, below=False)
-                there = preparation.spool
-    except OSError as error:
-        raise UserError(f"{path}: can't be written: {error.strerror or error}{_kept(error, reading)}") from error
-    found = [problem._asdict() for _, _, problem in there.problems]
-    kept = there.read - there.dropped.total()
-    counted = {"read": there.read, "kept": kept, "dropped": dict(sorted(there.dropped.items())), "problems": found}
-    return Prepared(path, {"documents": counted}, reused=reused, resumed=preparation.resumed)
+    """Write the output that `prepare` would have written of the documents of all parts (parts.py).
 
-
-def _shards(output: Path) -> list[Spool]:
-    """Return the shards of an output, all of them.
+    Args:
+        parts: the directory that the tasks' parts are in.
+        validation: as in `PrepareSettings`.
+        overwrite: replace an output of other parts.
 
     Raises:
-        UserError: one is missing, or there are none or those of several numbers.
+        UserError: a part is missing, damaged, or made with other settings than the first; or as `prepare`.
     """
-    found: dict[int, dict[int, Path]] = {}
-    for path in output.absolute().parent.glob(f"{glob.escape(output.absolute().name)}.shard-*-of-*"):
-        if match := re.fullmatch(r".*\.shard-([0-9]+)-of-([0-9]+)", path.name):
-            found.setdefault(int(match[2]), {})[int(match[1])] = path
-    if len(found) != 1:
-        several = ", ".join(f"of {n}" for n in sorted(found))
-        what = f"there are shards {several}: remove those that are too many" if found else "there are no shards of it"
-        raise UserError(f"{output}: {what}")
-    ((n, paths),) = found.items()
-    if missing := sorted(set(range(n)) - paths.keys()):
-        raise UserError(f"{output}: shard {missing[0]} of {n} is missing: prepare it with --shard {missing[0]}/{n}")
-    return [Spool(paths[i], READ + ENCODED) for i in range(n)]
+    check_validation(validation)
+    output, found = Path(output), Parts(Path(parts))
+    place = Path(os.path.realpath(output))
+    with _errors_named(output):
+        if (reused := find_reusable(output, lambda: found.output_identity(validation), overwrite)) is not None:
+            clear_partial(place, _OWN_DIRECTORIES)
+            return reused
+        with partial_directory(place, _OWN_DIRECTORIES) as partial:
+            report = found.write(partial, validation)
+            put_in_place(partial, place)
+    return Prepared(output, report, reused=False)
 
 
-def _kept(error: OSError, reading: Path) -> str:
-    full = error.errno == errno.ENOSPC and reading.exists()
-    return "; what was read is kept: make room, and start the same command again to go on" if full else ""
+@contextlib.contextmanager
+def _errors_named(output: Path, reading: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the output."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno == errno.ENOSPC and reading is not None and reading.exists()
+        kept = "; what was read is kept: make room, and start the same command again to go on" if full else ""
+        raise UserError(f"{output}: can't be written: {error.strerror or error}{kept}") from error
+
+
+class Preparation:
+    """Reads the inputs into a spool and writes the output from it.
+
+    Attributes:
+        resumed: documents that an earlier start had read.
+        finished: the spool is of no more use.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        spec: TokenizerSpec,
+        settings: PrepareSettings,
+        directory: Path,
+        overwrite: bool,
+        strict: bool,
+        processes: int | None,
+        progress: bool,
+    ) -> None:
+        self.sources, self.spec, self.settings, self.directory = sources, spec, settings, directory
+        self.overwrite, self.strict = overwrite, strict
+        self.bar_disabled = None if progress else True  # None: tqdm shows a bar on a terminal only
+        self.stamps = [stamp_of(source) for source in sources]
+        small = all(source.path is not None for source in sources) and sum(map(size_of, sources)) < _SMALL
+        self.processes = processes or (1 if small else usable_cores())
+        self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
+        encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
+        sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
+        self.work = Reading(settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets)
+        self.seconds: dict[str, float] = {}
+        self.finished = False
+        self.ended = set[int]()
+
+    def __enter__(self) -> Preparation:
+        identity = reading_identity(self.sources, self.spec, self.settings)
+        left = Spool(self.directory)
+        if left.committed and not self.overwrite and (otherwise := differing_settings(left.identity, identity)):
+            raise UserError(
+                f"{self.directory} keeps {left.read:,} documents that an interrupted start read with other settings "
+                f"({otherwise}): give those again to go on, or begin anew: --overwrite"
+            )
+        if any(source.path is None for source in self.sources):
+            remove(self.directory)  # what comes from elsewhere may be something else now
+        columns = READ if self.work.encoder is None else READ + ENCODED
+        self.spool = Spool(self.directory, columns, identity)
+        self.resumed = self.spool.read
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.spool.close()
+        if self.finished or not self.spool.committed:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Read all sources from where an earlier start left off.
+
+        Raises:
+            UserError: see `prepare`.
+        """
+        started, spool = time.perf_counter(), self.spool
+        if self.strict and spool.problems:
+            problem = spool.problems[0][-1]
+            raise UserError(f"{problem.where}: {problem.detail}")
+        reached = dict(zip(spool.sources, spool.numbers, strict=True))
+        total = sum(map(size_of, self.sources)) or None
+        bar: tqdm = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=self.bar_disabled, leave=False)
+
+        def blocks() -> Iterator[tuple[int, Block]]:
+            before = 0
+            for number, source in enumerate(self.sources):
+                if number not in spool.done:
+                    for block in source.blocks():
+                        bar.update(before + source.position - bar.n)
+                        if block.number > reached.get(number, -1):
+                            yield number, block
+                    self.ended.add(number)
+                before += size_of(source)
+
+        with bar:
+            at = 0
+            for made in in_order(self.work, blocks(), self.processes):
+                if self.strict and made.problems:
+                    raise UserError(f"{made.problems[0].where}: {made.problems[0].detail}")
+                self._ended(range(at, made.source))
+                at = made.source
+                spool.append(*made)
+                rate = (spool.read - self.resumed) / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
+            self._ended(range(at, len(self.sources)))
+        if spool.committed:
+            spool.commit()
+        spool.flush()
+        self.seconds["reading"] = time.perf_counter() - started
+
+    def _ended(self, numbers: range) -> None:
+        """Note the ends of sources."""
+        for number in numbers:
+            if number in self.ended:
+                self.ended.remove(number)
+                source = self.sources[number]
+                if stamp_of(source) != self.stamps[number]:
+                    raise UserError(f"{source.name}: {_CHANGED}")
+                self.spool.finish(number, {"sha256": source.sha256})
+
+    # --- the output ---------------------------------------------------------------------------------------------------
+
+    def write(self, directory: Path) -> dict[str, Any]:
+        """Write all of the output, and return the report."""
+        documents = Documents(self.spool, [source.name for source in self.sources])
+        removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
+        if self.settings.deduplicate or self.settings.decontaminate:
+            with open(directory / REMOVED, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in removed)
+        held_out = choose_validation(documents, self.settings.validation)
+        encoder, tokens = self._tokens(documents, held_out, directory / "tokenizer")
+        hashes = [self.spool.done[number]["sha256"] for number in range(len(self.sources))]
+        identity = output_identity(self.sources, hashes, self.spec, self.settings)
+        return write_output(directory, documents, tokens, encoder, held_out, identity, self.seconds)
+
+    def _tokens(
+        self, documents: Documents, held_out: npt.NDArray[np.bool_], saved: Path
+    ) -> tuple[DocumentEncoder, Spool]:
+        """Return the encoder, and the spool with the columns `ENCODED`. The tokenizer is trained on the training
+        documents if it has to be, and saved."""
+        started = time.perf_counter()
+        if self.work.encoder is not None:
+            assert self.tokenizer is not None
+            self.tokenizer.save_pretrained(str(saved))
+            self.seconds["tokenizer"] = time.perf_counter() - started
+            return self.work.encoder, self.spool
+        trained, tokenizer = self.directory / "tokenizer", None
+        self.spool.commit()
+        if not trained.exists():
+            between = self.directory / "tokenizer.new"
+            remove(between)
+            which = documents.sample(~held_out, self.settings.tokenizer_documents)
+            tokenizer = self.spec.train(lambda: iter(tqdm(
+                documents.texts(which), "training the tokenizer", int(which.sum()), unit=" documents",
+                disable=self.bar_disabled, leave=False,
+            )))  # fmt: skip
+            tokenizer.save_pretrained(str(between))
+            sync(between)
+            os.replace(between, trained)
+        shutil.copytree(trained, saved)
+        encoder = DocumentEncoder(tokenizer or load_tokenizer(trained), self.settings.sentences)
+        self.seconds["tokenizer"] = time.perf_counter() - started
+        encoded = Spool(
+            self.directory / "encoded", ENCODED, {"tokenizer": TokenizerSpec(directory=trained).fingerprint()}
+        )
+        try:
+            begun = range(len(encoded), len(self.spool))
+            items = (documents.item(entry) for entry in tqdm(
+                begun, "encoding", unit=" blocks", disable=self.bar_disabled, leave=False))  # fmt: skip
+            for entry, columns in zip(begun, in_order(Encoding(encoder), items, self.processes), strict=True):
+                encoded.append(0, entry, columns)
+            encoded.flush()
+        finally:
+            encoded.close()
+        self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
+        return encoder, encoded

@@ -31,13 +31,13 @@ from zero_tp.errors import UserError, first_line, json_kind, one_line
 _ROWS = 256  # of a table that are in memory
 
 
-def needed(module: str, what: str) -> ModuleType:
-    """Import an optional library. UserError: it is not installed; with the remedy."""
+def needed(module: str, what: str, extra: str = "data") -> ModuleType:
+    """Import an optional library of an extra. UserError: it is not installed; with the remedy."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise UserError(
-            f"{what} needs {module.partition('.')[0]}: pip install -c constraints.txt -e .[data]"
+            f"{what} needs {module.partition('.')[0]}: pip install -c constraints.txt -e .[{extra}]"
         ) from error
 
 

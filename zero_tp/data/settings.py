@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from pydantic import Field
 
 from zero_tp.data.formats import needed
 from zero_tp.data.indexed import REPORT, content_path
@@ -82,15 +80,12 @@ class Prepared:
     Attributes:
         report: the content of report.json.
         reused: the output was there already.
-        compared: what of its files was then compared: their "content", or their "sizes" where an earlier version made
-            it and recorded nothing else.
         resumed: documents that an earlier start, which was interrupted, had read.
     """
 
     output: Path
     report: dict[str, Any]
     reused: bool
-    compared: str = "content"
     resumed: int = 0
 
 
@@ -137,15 +132,15 @@ class Report(Record):
 
     identity: dict[str, Any]
     inputs: list[str]
-    documents: Counted | None = Field(None, description="None: of an earlier version.")
+    documents: Counted
     splits: Splits
     vocabulary_size: Positive
-    end_of_document: str | None = Field(None, description="The token. None: there is none, or of an earlier version.")
+    end_of_document: str | None
     unigram: Unigram
     seconds: dict[str, float]
     tokens_per_second: float
     versions: dict[str, str]
-    files: dict[str, PreparedFile | Count] = Field(description="By path. A size alone is of an earlier version.")
+    files: dict[str, PreparedFile]
 
 
 def output_identity(
@@ -168,9 +163,7 @@ def output_identity(
     }
 
 
-def reading_identity(
-    sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, shard: tuple[int, int] = (0, 1)
-) -> dict[str, Any]:
+def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
     """Return what decides what is read into a spool, as JSON has it."""
     identity = {
         "format": [FORMAT, SPOOL_FORMAT],
@@ -179,7 +172,6 @@ def reading_identity(
         "settings": settings.document_settings(),
         "tokenizer": spec.fingerprint(),
         "versions": library_versions(),
-        "shard": list(shard),
         # A tokenizer is trained on what is not held out.
         **({"validation": settings.validation} if spec.directory is None else {}),
     }
@@ -194,9 +186,14 @@ def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(sorted(key for key in given if last.get(key) != this.get(key)))
 
 
-def memories(directory: Path) -> list[Path]:
-    """Return the files that may differ between two equal outputs: they hold times."""
-    return [content_path(directory / split) for split in SPLITS]
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the size and the SHA-256 of each file below a directory, but those that hold times."""
+    memories = [content_path(directory / split) for split in SPLITS]
+    return {
+        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path not in memories
+    }
 
 
 def check_settings(settings: PrepareSettings) -> None:
@@ -216,10 +213,7 @@ def check_settings(settings: PrepareSettings) -> None:
         )
     if settings.min_tokens < 0:
         raise UserError(f"min_tokens {settings.min_tokens}: at least 0")
-    validation = settings.validation
-    whole = validation >= 1 and float(validation).is_integer()
-    if not whole and not 0 < validation < 1:
-        raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+    check_validation(settings.validation)
     if settings.eos is not None and trained:
         raise UserError(f"eos {settings.eos!r}: {settings.tokenizer} has its own; it is for a given tokenizer")
     if settings.tokenizer_documents is not None and (not trained or settings.tokenizer_documents < 1):
@@ -232,18 +226,17 @@ def check_settings(settings: PrepareSettings) -> None:
         needed("sentencex", "splitting sentences")
 
 
-def find_reusable(
-    output: Path, sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings, overwrite: bool
-) -> Prepared | None:
-    """Return an output made from the same inputs and settings; None when there is nothing to reuse."""
+def check_validation(validation: float) -> None:
+    whole = validation >= 1 and float(validation).is_integer()
+    if not whole and not 0 < validation < 1:
+        raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+
+
+def find_reusable(output: Path, made_of: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
+    """Return an output that is there, with the identity that `made_of` returns; None when there is nothing to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
-    if not overwrite and any(source.kind != "hub" and source.path is None for source in sources):
-        raise UserError(
-            f"{output} exists, and standard input can't be compared with what it was made from: --overwrite"
-        )
-    hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
-    identity = output_identity(sources, hashes, spec, settings)
+    identity = made_of()
     try:
         raw = read_object(output / REPORT)
         report = validate(Report, raw, str(output / REPORT))
@@ -254,39 +247,48 @@ def find_reusable(
         raise UserError(
             f"{output} exists and is not the output of this command: choose another --output ({why})"
         ) from None
-    if overwrite and report.identity != identity:
-        return None
     if report.identity != identity:
+        if overwrite:
+            return None
         changed = ", ".join(key for key in identity if report.identity.get(key) != identity[key]) or "settings"
         raise UserError(
             f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
         )
-    sizes_alone = False
-    for name, recorded in report.files.items():
-        expected = recorded if isinstance(recorded, PreparedFile) else PreparedFile(bytes=recorded, sha256="")
-        sizes_alone |= not expected.sha256
-        if problem := _difference(output, name, expected):
-            if overwrite:
-                return None
-            raise UserError(f"{output / name} {problem}: make the corpus again with --overwrite")
-    missing = {f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")} - report.files.keys()
-    if missing and not overwrite:
-        raise UserError(f"{output / REPORT} names no {min(missing)}: make the corpus again with --overwrite")
-    return None if missing else Prepared(output, raw, reused=True, compared="sizes" if sizes_alone else "content")
+    problem = damage(
+        output, report.files, REPORT, [f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx")]
+    )
+    if problem and not overwrite:
+        raise UserError(f"{problem}: make the corpus again with --overwrite")
+    return None if problem else Prepared(output, raw, reused=True)
 
 
-def _difference(output: Path, name: str, expected: PreparedFile) -> str | None:
-    """Return what is wrong with a file of an output, or None."""
-    path = output / name
+def damage(
+    directory: Path, files: Mapping[str, PreparedFile], listed_in: str, needed_files: Iterable[str]
+) -> str | None:
+    """Return what is wrong with the first of a directory's files that is not as recorded, or None.
+
+    Args:
+        files: as `describe_files` gave them, which `listed_in` in the directory holds.
+        needed_files: which must be among them.
+    """
+    for name, recorded in files.items():
+        if problem := _difference(directory, name, recorded, listed_in):
+            return f"{directory / name} {problem}"
+    missing = sorted(set(needed_files) - files.keys())
+    return f"{directory / listed_in} names no {missing[0]}" if missing else None
+
+
+def _difference(directory: Path, name: str, recorded: PreparedFile, listed_in: str) -> str | None:
+    path = directory / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        return f"is named by {REPORT}, but lies elsewhere"
+        return f"is named by {listed_in}, but lies elsewhere"
     actual = path.stat().st_size if path.is_file() else None
     if actual is None:
         return "is missing"
-    if actual != expected.bytes:
-        return f"has {actual:,} bytes instead of {expected.bytes:,}"
-    if expected.sha256 and (found := file_sha256(path)) != expected.sha256:
-        return f"has SHA-256 {found[:12]}… instead of {shown(expected.sha256)[1:13]}…"
+    if actual != recorded.bytes:
+        return f"has {actual:,} bytes instead of {recorded.bytes:,}"
+    if (found := file_sha256(path)) != recorded.sha256:
+        return f"has SHA-256 {found[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
     return None
 
 

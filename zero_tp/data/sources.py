@@ -67,7 +67,7 @@ class Source(Input):
         self.key, number = None, 0
         try:
             with self._opened() as raw:
-                for records in _batched(self._records(raw, compression)):
+                for records in batch_records(self._records(raw, compression)):
                     if number == 0 and self.kind in ("jsonl", "json"):
                         choose_json_key(self, records)
                     yield Block(self.name, number, self.key, records)
@@ -101,7 +101,8 @@ class Source(Input):
             yield Record(place + 1, problem)
 
 
-def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
+def batch_records(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield records in batches of about 1 MiB."""
     batch: list[Record] = []
     size = 0
     for record in records:

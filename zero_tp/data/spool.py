@@ -13,7 +13,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -183,14 +183,3 @@ class Spool:
             with contextlib.suppress(OSError):  # a full disk: what is buffered is not committed
                 file.close()
         self._files = {}
-
-
-def in_input_order(spools: Sequence[Spool]) -> Iterator[tuple[Spool, int]]:
-    """Yield every entry of all spools, as (spool, entry), in the order of the inputs."""
-    order = sorted(
-        (source, number, which, entry)
-        for which, spool in enumerate(spools)
-        for entry, (source, number) in enumerate(zip(spool.sources, spool.numbers, strict=True))
-    )
-    for _, _, which, entry in order:
-        yield spools[which], entry

@@ -167,10 +167,7 @@ class Reading:
     deduplicate: str | None = None
     sets: EvaluationSets | None = None
 
-    def __call__(self) -> Callable[[tuple[int, Block]], BlockColumns]:
-        return self._read
-
-    def _read(self, item: tuple[int, Block]) -> BlockColumns:
+    def __call__(self, item: tuple[int, Block]) -> BlockColumns:
         source, block = item
         read, dropped, problems = 0, Counter[str](), list[DroppedRecord]()
 
@@ -232,10 +229,7 @@ class Encoding:
 
     encoder: DocumentEncoder
 
-    def __call__(self) -> Callable[[tuple[bytes, npt.NDArray[np.int64], npt.NDArray[np.bool_]]], dict[str, bytes]]:
-        return self._encode
-
-    def _encode(self, item: tuple[bytes, npt.NDArray[np.int64], npt.NDArray[np.bool_]]) -> dict[str, bytes]:
+    def __call__(self, item: tuple[bytes, npt.NDArray[np.int64], npt.NDArray[np.bool_]]) -> dict[str, bytes]:
         texts, lengths, kept = item
         chosen = [text.decode("utf-8") for text, wanted in zip(unpacked(texts, lengths), kept, strict=True) if wanted]
         sizes = np.zeros(len(kept), np.int64)
@@ -277,21 +271,21 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item], processes: int) -> Iterator[Result]:
-    """Yield `make()(item)` for each item, in order; with one process all is done in this one.
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
+    """Yield `work(item)` for each item, in order; with one process all is done in this one.
 
     Args:
-        make: makes the work in each process; it is pickled, as items and results are.
+        work: is pickled once for each process, as items and results are each time.
 
     Raises:
         UserError: a process was killed.
     """
     if processes <= 1:
-        yield from map(make(), items)
+        yield from map(work, items)
         return
     # Forks of a process with threads may hang: tokenizers, torch and pyarrow have some.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(make,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(work,)) as pool:
         source, pending = iter(items), deque[Future[Result]]()
         try:
             while True:
@@ -308,13 +302,13 @@ def in_order(make: Callable[[], Callable[[Item], Result]], items: Iterable[Item]
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
+def _begin(work: Callable[[Any], Any]) -> None:
     global _work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # where C code holds the interpreter's lock
-    _work = make()
+    _work = work
 
 
 def _end_with_the_parent() -> None:

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Prepare a corpus on a cluster with datatrove: read, repair, drop short documents and near copies, tokenize, merge.
+
+    python launch/prepare_cluster.py --input 'raw/*.jsonl.zst' --tokenizer DIR --output data/corpus --tasks 64 \\
+        --executor slurm --executor-arguments '{"partition": "cpu", "time": "4:00:00"}'
+
+Copy it to add other steps of datatrove, in `stages`. Tasks split the inputs by file. A repeated start skips completed
+tasks: their folder, OUTPUT.work/DIGEST, is named by all that decides what they do. docs/data.md says how the
+deduplication differs from that of `zero-tp prepare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zero_tp import cli
+from zero_tp.data.corpus import merge
+from zero_tp.data.documents import HUB
+from zero_tp.data.settings import check_validation
+from zero_tp.data.similarity import SHINGLE, words
+from zero_tp.data.work import DocumentEncoder
+from zero_tp.errors import UserError
+
+try:
+    from zero_tp.data.datatrove import CorpusReader, TokenizedCorpus
+except UserError as error:  # datatrove is not installed
+    sys.exit(f"error: {error}")
+
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
+from datatrove.pipeline.dedup.minhash import MinhashConfig
+from datatrove.pipeline.filters import LambdaFilter
+from datatrove.pipeline.formatters import FTFYFormatter
+from datatrove.utils.hashing import HashConfig
+from datatrove.utils.text import TextNormConfig
+from datatrove.utils.word_tokenizers import WordTokenizer
+
+Step = PipelineStep | Callable[..., Any]
+EXECUTORS = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
+BUCKETS, HASHES = 14, 8
+"""Documents of similarity s are compared with probability 1 - (1 - s^8)^14: 0.77 at 0.75, 0.92 at 0.8."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = cli.Parser(description=__doc__)
+    made.add_argument("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="as of zero-tp prepare")
+    made.add_argument("--tokenizer", required=True, metavar="DIR", help="a finished tokenizer")
+    made.add_argument("--output", type=Path, required=True, metavar="DIR", help="directory to make")
+    made.add_argument("--tasks", type=int, required=True, metavar="N", help="parts of the work")
+    made.add_argument("--executor", choices=EXECUTORS, default="local", help="what runs the tasks (default: local)")
+    made.add_argument(
+        "--executor-arguments",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="arguments of datatrove's executor; Slurm's needs partition and time",
+    )
+    made.add_argument("--text-key", metavar="KEY", help="field of the text (default: text, or the one that is found)")
+    made.add_argument("--documents", choices=("file", "line", "blank-line"), default="file", help="of .txt files")
+    made.add_argument("--repair-unicode", dest="repair", action="store_true", help="mend Unicode (ftfy)")
+    made.add_argument("--min-tokens", type=int, default=0, metavar="N", help="drop documents of fewer tokens")
+    made.add_argument("--no-deduplicate", dest="deduplicate", action="store_false", help="keep near duplicates")
+    made.add_argument("--eos", metavar="TOKEN", help="what ends a document")
+    made.add_argument("--split-sentences", dest="sentences", metavar="LANGUAGE", help="keep where sentences begin")
+    made.add_argument("--seed", type=int, default=1234, help="of the split (default: 1234)")
+    made.add_argument("--validation-fraction", dest="validation", type=float, default=0.02, metavar="F|COUNT")
+    return made
+
+
+class Words(WordTokenizer):
+    """Words as `zero-tp prepare --deduplicate near` has them: datatrove's own for English needs spaCy."""
+
+    def word_tokenize(self, text: str) -> list[str]:
+        return words(text)
+
+    def sent_tokenize(self, text: str) -> list[str]:
+        raise NotImplementedError
+
+    def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+
+def minhash_config() -> MinhashConfig:
+    """Return the settings of MinHash.
+
+    Shingles are 5 words of the text as it is, because datatrove's own normalisation turns every number into 0.
+    """
+    as_is = TextNormConfig(False, False, False, False, False)
+    # Its default hash raises with xxhash 4.
+    return MinhashConfig(SHINGLE, BUCKETS, HASHES, norm_config=as_is, hash_config=HashConfig(hash_fc="sha1"))
+
+
+def is_long_enough(encoder: DocumentEncoder, min_tokens: int, document: Document) -> bool:
+    ((ids, _),) = encoder.encode([document.text])
+    return len(ids) - encoder.ends >= min_tokens
+
+
+def stages(
+    options: argparse.Namespace, reader: CorpusReader, corpus: TokenizedCorpus, work: Path
+) -> dict[str, tuple[list[Step], int]]:
+    """Return the steps of each stage and its number of tasks, in order."""
+    documents: list[Step] = [reader]
+    if options.repair:  # with ftfy's own defaults, as in zero-tp prepare
+        others = ("fix_latin_ligatures", "fix_character_width", "uncurl_quotes", "fix_line_breaks")
+        documents.append(FTFYFormatter(**dict.fromkeys(others, True), normalization="NFC"))
+    if not options.deduplicate:
+        return {"tokenize": ([*documents, corpus], options.tasks)}
+    if options.min_tokens:  # before MinHash, which might keep the shorter one of two
+        documents.append(LambdaFilter(functools.partial(is_long_enough, corpus.reading.encoder, options.min_tokens)))
+    config = minhash_config()
+    signatures, buckets, removed = (str(work / "minhash" / name) for name in ("signatures", "buckets", "removed"))
+    return {
+        "signatures": ([*documents, MinhashDedupSignature(signatures, config, Words())], options.tasks),
+        "buckets": ([MinhashDedupBuckets(signatures, buckets, config=config)], BUCKETS),
+        "cluster": ([MinhashDedupCluster(buckets, removed, config=config)], 1),
+        "tokenize": ([*documents, MinhashDedupFilter(removed), corpus], options.tasks),
+    }
+
+
+def executor(
+    options: argparse.Namespace, work: Path, name: str, steps: list[Step], tasks: int, before: PipelineExecutor | None
+) -> PipelineExecutor:
+    """Return the executor of a stage, which first runs the stages before it."""
+    arguments: dict[str, Any] = {"tasks": tasks, "logging_dir": str(work / "logs" / name), "depends": before}
+    if options.executor == "local":
+        arguments["workers"] = min(tasks, len(os.sched_getaffinity(0)))
+    if options.executor == "slurm":
+        arguments["job_name"] = f"{options.output.name}-{name}"
+    try:
+        return EXECUTORS[options.executor](steps, **{**arguments, **options.executor_arguments})
+    except TypeError as error:
+        raise UserError(f"--executor-arguments: {error}") from error
+
+
+def merge_parts(parts: Path, output: Path, validation: float, *_: Any) -> None:
+    """Write the output. datatrove adds (data, rank, number of tasks) to the arguments."""
+    made = merge(parts, output, validation, overwrite=True)
+    print(f"{'up to date:' if made.reused else 'wrote'} {output}: {made.report['documents']['kept']:,} documents")
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    options = parser().parse_args()
+    check_validation(options.validation)
+    if options.tasks < 1:
+        raise UserError(f"--tasks {options.tasks}: at least 1")
+    # Workers may have another working directory.
+    inputs = [word if word.startswith(HUB) else os.path.abspath(word) for word in options.input]
+    output = Path(os.path.abspath(options.output))
+    reader = CorpusReader(inputs, options.text_key, options.documents)
+    settings = {name: getattr(options, name) for name in ("text_key", "documents", "repair", "deduplicate")}
+    named = [[source.name, *stamp] for source, stamp in zip(reader.sources, reader.stamps, strict=True)]
+    settings["inputs"] = digest(named)
+    corpus = TokenizedCorpus(
+        options.tokenizer,
+        output,
+        eos=options.eos,
+        sentences=options.sentences,
+        seed=options.seed,
+        min_tokens=options.min_tokens,
+        settings=settings,
+        reader=reader,
+    )
+    work = output.with_name(f"{output.name}.work") / digest([corpus.settings, options.tasks])
+    corpus.parts = work / "parts"
+    last: PipelineExecutor | None = None
+    for name, (steps, tasks) in stages(options, reader, corpus, work).items():
+        last = executor(options, work, name, steps, tasks, last)
+    assert last is not None
+    for rank in range(options.tasks):  # a part that was removed is made again
+        if not (corpus.parts / f"{rank:05d}").exists():
+            (work / "logs" / "tokenize" / "completions" / f"{rank:05d}").unlink(missing_ok=True)
+    merging = functools.partial(merge_parts, corpus.parts, output, options.validation)
+    if options.executor == "slurm":  # its executor only queues jobs
+        executor(options, work, "merge", [merging], 1, last).run()
+        print(f"queued; the logs will be in {work / 'logs'}")
+    else:
+        last.run()
+        merging()
+
+
+if __name__ == "__main__":
+    cli.run(main)

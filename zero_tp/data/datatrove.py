@@ -1,0 +1,173 @@
+"""Steps of datatrove pipelines (extra `datatrove`) that make a corpus on many machines.
+
+`CorpusReader` reads inputs as `prepare` does, and `TokenizedCorpus` tokenizes the documents of any pipeline, each task
+into a part (parts.py) that `zero-tp prepare --merge` joins. launch/prepare_cluster.py is a whole pipeline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zero_tp.data.documents import find_sources
+from zero_tp.data.formats import needed
+from zero_tp.data.parts import TOKENIZER, new_part, write_manifest
+from zero_tp.data.records import Block, Problem, Record, where
+from zero_tp.data.settings import PrepareSettings, check_settings, library_versions, stamp_of
+from zero_tp.data.sources import batch_records
+from zero_tp.data.spool import MOST_PROBLEMS, DroppedRecord
+from zero_tp.data.tokenizer import load_tokenizer
+from zero_tp.data.tokenizer_training import TokenizerSpec
+from zero_tp.data.work import DocumentEncoder, Reading
+from zero_tp.errors import UserError
+
+needed("datatrove", "zero_tp.data.datatrove", "datatrove")
+
+from datatrove.data import Document  # noqa: E402
+from datatrove.pipeline.base import PipelineStep  # noqa: E402
+
+SOURCE, FILE, PLACE = "source_number", "file_path", "place"
+"""Metadata of a document: the number of its input, the input's name (datatrove's readers give it, too), its line."""
+_TEXT = "text"
+Source = tuple[int, str]
+
+
+class CorpusReader(PipelineStep):
+    """Read inputs as `zero-tp prepare` does; each task reads every n-th input.
+
+    Args:
+        inputs, text_key, documents: see `find_sources`. Standard input can't be read by several tasks.
+
+    Attributes:
+        read, dropped, problems: of this task: all records, how many are no documents, and the first of those.
+
+    Raises:
+        UserError: an input is missing or can't be read, or has changed since the pipeline was made.
+    """
+
+    type, name = "📖 - READER", "zero_tp"
+
+    def __init__(self, inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file") -> None:
+        super().__init__()
+        self.sources = find_sources(inputs, text_key, documents)
+        if any(source.path is None and source.kind != "hub" for source in self.sources):
+            raise UserError("standard input can't be read by several tasks: write it to a file first")
+        self.stamps = [stamp_of(source) for source in self.sources]
+        self.read, self.dropped, self.problems = 0, Counter[str](), list[DroppedRecord]()
+
+    def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yield the documents of this task, in order."""
+        self.read, self.dropped, self.problems = 0, Counter(), []
+        for number in range(rank, len(self.sources), world_size):
+            yield from self._documents(number)
+
+    def own(self, rank: int, world_size: int) -> list[Source]:
+        """Return the inputs of a task."""
+        return [(number, self.sources[number].name) for number in range(rank, len(self.sources), world_size)]
+
+    def _documents(self, number: int) -> Iterator[Document]:
+        source = self.sources[number]
+        self._check_unchanged(number)
+        for block in source.blocks():
+            for place, document in block.documents():
+                self.read += 1
+                self.stat_update("total")
+                if isinstance(document, Problem):
+                    self.stat_update("dropped", f"dropped_{document.reason}")
+                    self.dropped[document.reason] += 1
+                    if len(self.problems) < MOST_PROBLEMS:
+                        self.problems.append(DroppedRecord(where(source.name, place), *document))
+                    continue
+                metadata = {SOURCE: number, FILE: source.name, PLACE: place}
+                yield Document(document.text, where(source.name, place), metadata=metadata)
+        self._check_unchanged(number)
+
+    def _check_unchanged(self, number: int) -> None:
+        if stamp_of(self.sources[number]) != self.stamps[number]:
+            raise UserError(f"{self.sources[number].name}: it has changed since the pipeline was made: start it again")
+
+
+class TokenizedCorpus(PipelineStep):
+    """Tokenize documents and write a part of a corpus; the last step of a pipeline.
+
+    Args:
+        tokenizer: a directory, or a name on the hub.
+        parts: directory for the parts of all tasks; all machines see it.
+        eos, sentences, seed, min_tokens: see `PrepareSettings`.
+        settings: what else decides the documents, such as inputs and filters; parts with other ones are not merged.
+        reader: this pipeline's reader: the report then counts what it and later steps dropped, as `filtered`.
+
+    Raises:
+        UserError: the tokenizer can't be used, or a setting is wrong.
+    """
+
+    type, name = "🔢 - TOKENIZER", "zero_tp"
+
+    def __init__(
+        self,
+        tokenizer: str | Path,
+        parts: str | Path,
+        *,
+        eos: str | None = None,
+        sentences: str | None = None,
+        seed: int = PrepareSettings.seed,
+        min_tokens: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        reader: CorpusReader | None = None,
+    ) -> None:
+        super().__init__()
+        spec = TokenizerSpec.parse(str(tokenizer))
+        if spec.directory is None:
+            raise UserError(
+                f"tokenizer {tokenizer}: a cluster takes a finished tokenizer: prepare some of the documents with "
+                "zero-tp prepare first, and then give that output's tokenizer directory"
+            )
+        check_settings(PrepareSettings(str(tokenizer), seed=seed, min_tokens=min_tokens, sentences=sentences, eos=eos))
+        self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
+        self.reading = Reading(seed, DocumentEncoder(load_tokenizer(spec.directory, eos), sentences), False, min_tokens)
+        self.settings = {
+            **{"tokenizer": spec.fingerprint(), "eos": eos, "sentences": sentences, "seed": seed},
+            **{"min_tokens": min_tokens, "versions": library_versions(), **(settings or {})},
+        }
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
+        """Write the part of task `rank`. A part that a killed task left, or an earlier run made, is replaced."""
+        with new_part(self.parts / f"{rank:05d}") as (directory, spool):
+            own = self.reader.own(rank, world_size) if self.reader is not None else []
+            sources = {source: number for number, source in enumerate(own)}
+            for item in self._blocks(data, sources):
+                with self.track_time():
+                    columns = self.reading(item)
+                    spool.append(*columns)
+                    self.stat_update("documents", value=columns.read - columns.dropped.total())
+            spool.commit()
+            if rank == 0:
+                load_tokenizer(self.tokenizer, self.eos).save_pretrained(str(directory / TOKENIZER))
+            kept = spool.read - spool.dropped.total()
+            read, dropped, problems = spool.read, spool.dropped, [problem for _, _, problem in spool.problems]
+            if self.reader is not None:
+                filtered = self.reader.read - self.reader.dropped.total() - read
+                read, problems = self.reader.read, [*self.reader.problems, *problems][:MOST_PROBLEMS]
+                dropped = +(dropped + self.reader.dropped + Counter(filtered=filtered))
+            counted = {"read": read, "kept": kept, "dropped": dict(sorted(dropped.items()))}
+            manifest = {
+                **{"part": rank, "tasks": world_size, "settings": self.settings},
+                "sources": [{"number": number, "name": name} for number, name in sources],
+                "documents": {**counted, "problems": [problem._asdict() for problem in problems]},
+            }
+            write_manifest(directory, manifest)
+
+    def _blocks(self, data: Iterable[Document], sources: dict[Source, int]) -> Iterator[tuple[int, Block]]:
+        """Yield documents in blocks, each of one source with its number in `sources`, to which new ones are added."""
+        numbers = itertools.count()
+        for source, documents in itertools.groupby(data, _source_of):
+            records = (Record(document.metadata.get(PLACE, 0), {_TEXT: document.text}) for document in documents)
+            for batch in batch_records(records):
+                yield sources.setdefault(source, len(sources)), Block(source[1], next(numbers), _TEXT, batch)
+
+
+def _source_of(document: Document) -> Source:
+    return document.metadata.get(SOURCE, 0), str(document.metadata.get(FILE, ""))
