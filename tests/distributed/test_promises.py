@@ -195,7 +195,7 @@ def test_ctrl_c_ends_at_once(start: Start) -> None:
 # --- 4. ranks end with their launcher --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", "launch.py", "torchrun"], ["deepspeed", "torchrun"]))
+@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", "launch.py", "torchrun"], ["torchrun"]))
 def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)
     job.wait_for("five steps")

@@ -134,6 +134,17 @@ def _zero_notes(config: TypedConfig) -> Iterator[Note]:
 
 def caution_rows(config: TypedConfig) -> Iterator[Note]:
     """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
+    yield Note(
+        "comms_logger.enabled",
+        config.blocks.comms_logger.enabled,
+        "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
+    )
+    yield Note(
+        "flops_profiler.enabled",
+        config.blocks.flops_profiler.enabled,
+        "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
+        "--profile-steps times all of them",
+    )
     rate, highest, schedule = config.number(f"{OPTIMIZER}.lr"), config.highest_rate, config["scheduler.type"]
     is_sgd = config["optimizer.type"] == "SGD"
     has_own_rates = schedule in ("OneCycle", "LRRangeTest") or highest != rate
