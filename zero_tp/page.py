@@ -30,8 +30,6 @@ figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; }
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: .25rem .7rem; text-align: right; }
 td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: #f5f5f5; }
 .keys td, .keys th { text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-.bars { width: 100%; } .bars td { padding: .1rem .5rem; white-space: nowrap; width: 9rem; }
-.bars td:last-child { width: 60%; } .bars td div { background: #4477aa; height: .8rem; }
 .good { color: #176117; } .bad { color: #a11; }
 """
 

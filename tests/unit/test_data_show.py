@@ -1,14 +1,12 @@
-"""A corpus as text again and as a page; a tokenizer's end of documents, and what it is trained on."""
+"""A corpus as text again; a tokenizer's end of documents, and what it is trained on."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -16,7 +14,7 @@ from tests.corpora import TEXTS, held_out
 from tests.tiers import THOROUGH
 from tests.unit.test_data_steps import run
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.show import shown, write_page
+from zero_tp.data.show import shown
 from zero_tp.data.tokenizer_training import suggested_size, train_bpe
 from zero_tp.errors import UserError
 
@@ -45,47 +43,6 @@ def test_documents_and_samples_are_text_again(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(UserError, match=r"no tokenizer/|no train\.idx"):
             list(shown(path, 1, 8))
-
-
-class Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links, self.text, self.tables = 0, "", 0
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.links += any(name in ("src", "href") for name, _ in attributes)
-        self.tables += tag == "table"
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_a_page_of_its_own(tmp_path: Path) -> None:
-    prepared = run(tmp_path, [*TEXTS, TEXTS[0], TEXTS[0], TEXTS[1]], deduplicate="exact")
-    write_page(prepared.output, tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text())
-    assert page.links == 0 and page.tables == 5
-    corpus = IndexedCorpus(prepared.output / "train")
-    counts = np.bincount(corpus.read(0, corpus.tokens))
-    tokenizer = AutoTokenizer.from_pretrained(str(prepared.output / "tokenizer"))
-    first = int(np.argmax(counts))
-    assert f"{first}: {json.dumps(tokenizer.decode([first]), ensure_ascii=False)}{counts[first]:,}" in page.text
-    assert page.text[page.text.index("removed") :].split() == ["removed", "11", "21"], (
-        "one document with 1 copy removed, one with 2"
-    )
-
-
-@pytest.mark.parametrize("line", [b'{"copy_of": "a', b"[]", b"\xff", b"", b'{"a": 1, "a": 2}', b"[" * 10_000])
-def test_a_damaged_list_of_what_was_removed_is_one_line(tmp_path: Path, line: bytes) -> None:
-    prepared = run(tmp_path, [*TEXTS, TEXTS[0]], deduplicate="exact")
-    removed = prepared.output / "removed.jsonl"
-    removed.write_bytes(removed.read_bytes() + line + b"\n")
-    with pytest.raises(UserError, match=rf"^{removed}, line 2: .*; make the corpus again with --overwrite$") as caught:
-        write_page(prepared.output, tmp_path / "page.html")
-    assert "\n" not in str(caught.value) and not (tmp_path / "page.html").exists()
-    removed.write_text('{"copy_of": ["a"]}\n')
-    write_page(prepared.output, tmp_path / "page.html")
 
 
 @THOROUGH

@@ -57,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--show", type=Path, metavar="DIR", help="print documents and packed samples of a corpus as text")
     show.add_argument("--sample", type=int, default=3, metavar="N", help="how many of each (default: 3)")
     show.add_argument("--sequence-length", type=int, default=256, metavar="S", help="of samples (default: 256)")
-    show.add_argument("--html", type=Path, metavar="FILE", help="draw the corpus of --show as one page instead")
     _add_document_arguments(parser)
     _add_step_arguments(
         parser.add_argument_group("steps", "in this order, each off by default and counted in report.json")
@@ -144,8 +143,6 @@ def main(options: argparse.Namespace) -> None:
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
-    if options.html is not None:
-        raise UserError("--html draws the corpus of --show DIR")
     prepared = _prepare(options) if options.merge is None else _merge(options)
     print("\n".join(_summary(prepared)))
 
@@ -176,12 +173,8 @@ def _merge(options: argparse.Namespace) -> Prepared:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from zero_tp.data.show import shown, write_page
+    from zero_tp.data.show import shown
 
-    if options.html is not None:
-        write_page(options.show, options.html)
-        print(f"wrote {options.html}")
-        return
     for text in shown(options.show, options.sample, options.sequence_length):
         print(text)
 

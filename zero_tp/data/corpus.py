@@ -47,7 +47,6 @@ from zero_tp.data.settings import (
     size_of,
     stamp_of,
 )
-from zero_tp.data.show import REMOVED
 from zero_tp.data.similarity import EvaluationSets
 from zero_tp.data.sources import Source, file_sha256
 from zero_tp.data.spool import Spool
@@ -271,7 +270,7 @@ class Preparation:
         documents = Documents(self.spool, [source.name for source in self.sources])
         removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
-            with open(directory / REMOVED, "w", encoding="utf-8") as file:
+            with open(directory / "removed.jsonl", "w", encoding="utf-8") as file:
                 file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in removed)
         held_out = choose_validation(documents, self.settings.validation)
         encoder, tokens = self._tokens(documents, held_out, directory / "tokenizer")
