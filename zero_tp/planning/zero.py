@@ -237,16 +237,6 @@ class ZeroMemory:
         """Return the bytes of the gradients once a bucket has been reduced: added up in a wider dtype they stay one."""
         return max(before, self._own) if self.settings.accumulates_wider else before + self._own
 
-    @cached_property
-    def _first_fill(self) -> int:
-        """Return the elements of the parameters that fit the first bucket."""
-        filled = 0
-        for size in self.parameters.matrices:
-            if filled + size > self.bucket:
-                break
-            filled += size
-        return filled
-
     def end_of_backward(self) -> StateBytes:
         """Return the bytes when the last buckets are reduced, without activations."""
         zero, states, e = self.settings, self.states, self.settings.element
@@ -261,7 +251,9 @@ class ZeroMemory:
         fill = e * min(self.bucket, total)
         if zero.stage == 1 and not zero.overlap:
             # Each gradient moves into the bucket; when the first is full, this rank's buffer is made.
-            gradients = max(self._sum * total, self._sum * (total - self._first_fill) + self._own)
+            fills = itertools.accumulate(self.parameters.matrices, initial=0)
+            first_fill = max(filled for filled in fills if filled <= self.bucket)
+            gradients = max(self._sum * total, self._sum * (total - first_fill) + self._own)
             return states._replace(gradients=gradients, buffers=states.buffers + bucket * self._sum / e)
         before = self._own if zero.accumulation > 1 else 0
         flattened = 0 if zero.overlap else fill
