@@ -72,7 +72,7 @@ def row(one: Point, fastest: float) -> str:
     time = one.best.time
     exposed = f"{time.tensor / time.total:.1%} | {time.data / time.total:.1%}"
     return (
-        f"| {one.devices:,} | {one.best.choice.describe()} | {time.total:.3f} | {one.tokens:,.0f} | {one.mfu:.1%} | "
+        f"| {one.devices:,} | {one.best.describe()} | {time.total:.3f} | {one.tokens:,.0f} | {one.mfu:.1%} | "
         f"{one.tokens / fastest:.1%} | {exposed} |"
     )
 

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.papers.formulas import gpt_parameters, iteration_flops
 from tests.berts import bert_parameters
 from tests.tiers import THOROUGH
+from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
@@ -29,8 +30,8 @@ from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.pictures import write_page
 from zero_tp.planning.plan import device, plan
-from zero_tp.planning.search import NEAREST, Choice, Search, changed
-from zero_tp.planning.settings import ZeroSettings
+from zero_tp.planning.search import NEAREST, Search, changed
+from zero_tp.planning.settings import Workload, ZeroSettings
 from zero_tp.strict_json import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +91,7 @@ def test_each_group_of_ranks_has_a_communicator(world: int, tensor: int, communi
 def test_a_search_counts_each_choices_communicators() -> None:
     config = RunConfig.load(GPT2, ("train_batch_size=8", "train_micro_batch_size_per_gpu=1"), 8)
     for one in Search(config, device("h100")).ranked:
-        groups = 1 if one.choice.tensor in (1, 8) else 3
+        groups = 1 if one.workload.tensor in (1, 8) else 3
         assert one.needed == pytest.approx(1.05 * one.peak.total + (0.92 + 0.67 * groups) * GIB)
 
 
@@ -167,9 +168,10 @@ def test_search_weighs_reductions_to_owners() -> None:
 
     def stages(*overrides: str) -> set[tuple[int, bool]]:
         config = RunConfig.load(GPT2, ("train_batch_size=8", "train_micro_batch_size_per_gpu=1", *overrides), 8)
-        choices = [one.choice for one in Search(config, device("h100")).ranked]
-        assert all(one.tensor < 8 and "reduced to owners" in one.describe() for one in choices if one.owners)
-        return {(one.stage, one.owners) for one in choices if not one.offload_optimizer}
+        ranked = Search(config, device("h100")).ranked
+        owners = [one for one in ranked if one.settings.owners]
+        assert all(one.workload.tensor < 8 and "reduced to owners" in one.describe() for one in owners)
+        return {(one.settings.stage, one.settings.owners) for one in ranked if not one.settings.offload_optimizer}
 
     both = {(stage, False) for stage in range(4)} | {(2, True)}
     assert stages() == both | {(1, True)}
@@ -185,11 +187,11 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
     raw = read_json(GPT2)
     settings = {"stage": given, "overlap_comm": overlap, **reductions}
     apply_overrides(raw, [f"zero_optimization={json.dumps(settings)}", "gradient_accumulation_steps=16"])
-    weighed = ZeroSettings.of(raw, 8, cpu=False)
+    weighed, workload = ZeroSettings.of(raw, 8, cpu=False), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
-        choice = Choice(1, False, stage, "full", 4, 16, False, False, owners)
-        written = ZeroSettings.of(changed(raw, choice, 512), 8, cpu=False)
-        assert written == weighed.at_stage(stage, accumulation=16, owners=owners)
+        wanted = weighed.at_stage(stage, accumulation=16, owners=owners)
+        written = ZeroSettings.of(changed(raw, workload, wanted), 8, cpu=False)
+        assert written == wanted
         assert written.to_owners == owners
 
 
@@ -222,10 +224,10 @@ def test_what_fits_in_no_way_says_what_was_tried_and_what_is_short(tmp_path: Pat
     apply_overrides(raw, overrides)
     short: dict[str, float] = {}  # of the plan of a run with those settings, which knows of no search
     for one in search.ranked[:NEAREST]:
-        (tmp_path / "one.json").write_text(json.dumps(changed(raw, one.choice, 8)))
+        (tmp_path / "one.json").write_text(json.dumps(changed(raw, one.workload, one.settings)))
         memory = plan(RunConfig.load(tmp_path / "one.json", (), 8), chosen).memory
-        groups = 1 if one.choice.tensor in (1, 8) else 3
-        short[one.choice.describe()] = max(
+        groups = 1 if one.workload.tensor in (1, 8) else 3
+        short[one.describe()] = max(
             1.05 * memory.peak.total / GIB + 0.92 + 0.67 * groups - 23.6, (8 * memory.host / GIB - 1024) / 8
         )
     nearest = min(short, key=lambda name: short[name])
@@ -253,7 +255,7 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     links = set(re.findall(r"(?:src|href)\s*=\s*\"([^\"]*)\"", text))
     assert not [link for link in links if not link.startswith("#")], "only references inside the page"
     assert "@import" not in text and "<script" not in text
-    assert text.count("<svg") == 1 and all(one.choice.describe() in text for one in shown)
+    assert text.count("<svg") == 1 and all(one.describe() in text for one in shown)
 
 
 def test_a_model_of_96_layers_is_planned_in_seconds() -> None:

@@ -76,12 +76,14 @@ def without_numbers(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
-        every, reach = kinds(workload, spec.windows), LEAVING if workload.to_host else 1
-        measured, order = every, list(range(len(every)))
-        if not whole:
-            measured = shortened(every, reach)
-            numbers = {context: number for number, context in enumerate(contexts(measured, reach))}
-            order = [numbers[context] for context in contexts(every, reach)]
+        recomputed = workload.policy.recomputed_layers(spec.layers)
+        if workload.policy.keep_micro_batches:  # a micro-batch that keeps all its activations has the peak
+            recomputed = range(0)
+        every = [Kind(window, number in recomputed) for number, window in enumerate(spec.windows)]
+        reach = LEAVING if workload.to_host else 1
+        measured = every if whole else shortened(every, reach)
+        numbers = {context: number for number, context in enumerate(contexts(measured, reach))}
+        order = [number if whole else numbers[context] for number, context in enumerate(contexts(every, reach))]
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # fake position numbers have no maximum
             rotary = replace(rotary, by_length=False)
@@ -179,16 +181,6 @@ class Kind(NamedTuple):
     recomputes: bool
 
 
-def kinds(workload: Workload, windows: Sequence[int | None]) -> list[Kind]:
-    """Return the kind of each layer, at the micro-batch that keeps the most.
-
-    A micro-batch that keeps all its activations raises the peak to that of no recomputation.
-    """
-    policy = workload.policy
-    again = set() if policy.keep_micro_batches else set(policy.recomputed_layers(len(windows)))
-    return [Kind(window, number in again) for number, window in enumerate(windows)]
-
-
 def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
     """Return what the bytes of each layer depend on.
 
@@ -215,13 +207,10 @@ def shortened(kinds: Sequence[Kind], reach: int = 1) -> list[Kind]:
 
     Of equal layers that is three, or two more for each layer that `reach` is greater than 1.
     """
-    shortest, wanted = list(kinds), set(contexts(kinds, reach))
-
-    def cuts() -> Iterator[list[Kind]]:
-        for length in range(len(shortest) - 1, 0, -1):
-            for start in range(len(shortest) - length + 1):
-                yield shortest[:start] + shortest[start + length :]
-
-    while shorter := next((cut for cut in cuts() if set(contexts(cut, reach)) == wanted), None):
-        shortest = shorter
-    return shortest
+    wanted = set(contexts(kinds, reach))
+    for length in range(len(kinds) - 1, 0, -1):
+        for start in range(len(kinds) - length + 1):
+            cut = [*kinds[:start], *kinds[start + length :]]
+            if set(contexts(cut, reach)) == wanted:
+                return shortened(cut, reach)
+    return list(kinds)

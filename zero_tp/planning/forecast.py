@@ -54,18 +54,17 @@ class MemoryForecast(Callback):
         return f"plan: at most {self._planned:.2f} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
 
     def on_end(self, state: TrainState) -> None:
-        if self._planned is not None and state.error is None:
-            state.print(self.outcome(state.engine.device.type))
-
-    def outcome(self, device_type: str) -> str:
-        """Return a line for the run's end: planned and measured memory."""
+        if self._planned is None or state.error is not None:
+            return
+        device_type = state.engine.device.type
         measured = memory_gib(device_type)
         if device_type == "cpu":
-            return (
+            state.print(
                 f"memory: {self._planned:.2f} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
                 f"{self._before:.2f} of them before the first step"
             )
-        return f"memory: {self._planned:.2f} GiB planned, {measured:.2f} GiB measured"
+        else:
+            state.print(f"memory: {self._planned:.2f} GiB planned, {measured:.2f} GiB measured")
 
 
 def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:

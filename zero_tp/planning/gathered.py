@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 Name = tuple[int, int]
 """(module, position in it) of a parameter."""
@@ -22,7 +21,6 @@ Name = tuple[int, int]
 def most_gathered(
     modules: tuple[tuple[int, ...], ...],
     layers: tuple[int, ...],
-    *,
     threshold: int,
     prefetch: int,
     max_live: int,
@@ -48,15 +46,17 @@ def most_gathered(
     for step, name in queue:
         uses.setdefault(name, deque()).append(step)
     gathered, prefetched_for = set[Name](), dict[Name, int]()
-    buffers: list[_Buffer] = []
+    # Parameters that are prefetched together, two or more, and those of them that are not used yet. The first use
+    # copies all out of their buffer, which is freed when all have been used.
+    buffers: list[tuple[frozenset[Name], set[Name]]] = []
     most: dict[tuple[str, int], float] = {}
     for step, module in enumerate(order):
         for name in partitioned[module]:
             uses[name].popleft()
             gathered.add(name)
-            for buffer in buffers:
-                buffer.unused.discard(name)
-        buffers = [buffer for buffer in buffers if buffer.unused]
+            for _, unused in buffers:
+                unused.discard(name)
+        buffers = [buffer for buffer in buffers if buffer[1]]
 
         while queue and queue[0][0] <= step:
             queue.popleft()
@@ -69,11 +69,11 @@ def most_gathered(
                 together.add(name)
                 size += sizes[name]
         if len(together) > 1:  # a single one is gathered without a buffer
-            buffers.append(_Buffer(size, len(together), together))
+            buffers.append((frozenset(together), together))
 
         if layers[module] != layers[-1] or module == count - 1:  # the loss; the final norm is small compared with it
             key = "forward" if step < count else "backward", layers[module]
-            copied = sum(buffer.size for buffer in buffers if len(buffer.unused) < buffer.parameters)
+            copied = sum(sizes[name] for whole, unused in buffers if unused < whole for name in whole)
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for name in partitioned[module]:
@@ -82,14 +82,3 @@ def most_gathered(
             if not near and prefetched_for.get(name, -1) <= step:
                 gathered.discard(name)
     return most
-
-
-class _Buffer(NamedTuple):
-    """Parameters that are prefetched together, two or more.
-
-    The first use of one of them copies all out of the buffer, which is freed when all have been used.
-    """
-
-    size: int
-    parameters: int
-    unused: set[Name]

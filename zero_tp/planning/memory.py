@@ -40,22 +40,19 @@ def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
     """
     spec = architecture_of(config).spec(config)
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
-    matrices: list[int] = []
-    flats: list[int] = []
-    whole = 0
-    for parameter in model.parameters():
-        dimensions = whole_shape(parameter)
-        (matrices if len(dimensions) >= 2 else flats).append(parameter.numel())
-        whole += math.prod(dimensions)
+    sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
+    matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
+    flats = tuple(size for size, shape in sizes if len(shape) < 2)
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
     for name, module in model.named_modules():
-        if sizes := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
-            modules.append(sizes)
+        if own := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
+            modules.append(own)
             parts = name.split(".")
             after = parts[0] != "transformer" or "final_norm" in parts
             layers.append(int(parts[2]) if "layers" in parts else model.spec.layers if after else -1)
-    return Model(model.spec, Parameters(tuple(matrices), tuple(flats), tuple(modules), tuple(layers)), whole)
+    whole = sum(math.prod(shape) for _, shape in sizes)
+    return Model(model.spec, Parameters(matrices, flats, tuple(modules), tuple(layers)), whole)
 
 
 def model_in(config: RunConfig) -> Model:

@@ -16,13 +16,8 @@ from zero_tp.planning.plan import Plan
 from zero_tp.planning.report import TITLES
 
 COLOURS = {
-    "parameters": PALETTE["blue"],
-    "gathered": PALETTE["cyan"],
-    "gradients": PALETTE["green"],
-    "optimizer": PALETTE["yellow"],
-    "buffers": PALETTE["grey"],
-    "activations": PALETTE["red"],
-    "transients": PALETTE["purple"],
+    name: PALETTE[colour]
+    for name, colour in zip(CATEGORIES, ("blue", "cyan", "green", "yellow", "grey", "red", "purple"), strict=True)
 }
 PHASES = ("forward", "backward", "optimizer")
 SHOWN_POINTS = 600

@@ -109,10 +109,10 @@ def advice(search: Search, shown: Sequence[Candidate], plan: Plan) -> list[str]:
         f"{'':4}{'s a step':>10}{'tokens/s':>12}{'GiB':>8}  settings",
     ]
     for number, candidate in enumerate(shown, start=1):
-        seconds, settings = candidate.time.total, candidate.choice.describe()
+        seconds, settings = candidate.time.total, candidate.describe()
         speed, needed = plan.tokens / seconds, candidate.needed / GIB
         lines.append(f"{number:3}.{seconds:10.3f}{speed:12,.0f}{needed:8.1f}  {settings}")
-    slower = plan.time.total / shown[0].time.total - 1 if shown else 0.0
+    slower = plan.time.total / shown[0].time.total - 1
     compared = f"take {slower:.0%} longer than the first" if slower > 0.005 else "are as fast as the first"
     present = f" fit, {plan.spare / GIB:.2f} GiB left, and {compared}" if plan.fits else f": {verdict(plan)}"
     return [*lines, f"the present settings{present}"]

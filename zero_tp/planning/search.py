@@ -39,44 +39,33 @@ OFFLOADS = ((0, False, False), (1, True, False), (3, True, True))
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The settings of one candidate.
-
-    Attributes:
-        owners: gradients are reduced to their owners; see `ZeroSettings.to_owners`.
-    """
-
-    tensor: int
-    sequence: bool
-    stage: int
-    recompute: RecomputeMode
-    micro: int
-    accumulation: int
-    offload_optimizer: bool
-    offload_param: bool
-    owners: bool = False
+class Candidate(Estimate):
+    """Settings of a run, with what they need and the time of their steps."""
 
     def describe(self) -> str:
         """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
-        parts = [f"TP {self.tensor}"]
-        parts += ["SP"] if self.sequence else []
-        parts += [f"ZeRO-{self.stage}", *["reduced to owners"] * self.owners]
-        parts += [f"recompute {self.recompute}", f"micro {self.micro} × {self.accumulation}"]
-        away = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_param
+        workload, zero = self.workload, self.settings
+        parts = [f"TP {workload.tensor}"]
+        parts += ["SP"] if workload.sequence else []
+        parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.owners]
+        parts += [f"recompute {workload.policy.mode}", f"micro {workload.batch} × {zero.accumulation}"]
+        away = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
         parts += [f"offload {' and '.join(away)}"] if away else []
         return ", ".join(parts)
 
-
-@dataclass(frozen=True)
-class Candidate(Estimate):
-    """A choice with what it needs and the time of its steps."""
-
-    choice: Choice
-
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
+        workload, zero = self.workload, self.settings
         return {
-            **vars(self.choice),
+            "tensor": workload.tensor,
+            "sequence": workload.sequence,
+            "stage": zero.stage,
+            "recompute": workload.policy.mode,
+            "micro": workload.batch,
+            "accumulation": zero.accumulation,
+            "offload_optimizer": zero.offload_optimizer,
+            "offload_param": zero.offload_param,
+            "owners": zero.owners,
             "needed_bytes": self.needed,
             "host_node_bytes": self.host_needed,
             "peak_bytes": self.peak.as_json(),
@@ -100,11 +89,8 @@ class Search:
         """
         assert config.world_size is not None
         self.config, self.device, self.ranks = config, device, config.world_size
-        self._deepspeed = config.deepspeed_config()
-        self._workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         self._dry_runs: dict[tuple[int, bool, int, str], list[Moment]] = {}
-        estimates = (self._estimate(choice, model) for choice, model in _choices(config, cpu=device.is_cpu))
-        self.ranked = [one for one in estimates if one.settings.to_owners == one.choice.owners]
+        self.ranked = list(self._candidates())
         if not self.ranked:
             raise UserError(
                 f"--search: no tensor size splits {self.ranks} ranks, the model and a global batch of "
@@ -134,7 +120,7 @@ class Search:
             if not candidate.fits:
                 too_large.append(candidate)
                 continue
-            written = changed(raw, candidate.choice, self.config.global_batch)
+            written = changed(raw, candidate.workload, candidate.settings)
             if (error := load_error(written, self.ranks)) is not None:
                 refusal = error
                 continue
@@ -153,35 +139,57 @@ class Search:
         return (
             f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} ways "
             f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits when run dry; "
-            f"{nearest.choice.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
+            f"{nearest.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
             f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's "
             f"host memory, short by {nearest.short / GIB:.1f} GiB a device; use more or larger devices"
         )
 
-    def _estimate(self, choice: Choice, model: Model) -> Candidate:
-        device = self.device
-        run_settings = ZeroSettings.of(self._deepspeed, self.ranks // choice.tensor, cpu=device.is_cpu)
-        settings = run_settings.at_stage(
-            choice.stage,
-            accumulation=choice.accumulation,
-            offload_optimizer=choice.offload_optimizer,
-            offload_param=choice.offload_param,
-            owners=choice.owners,
-        )
-        workload = replace(
-            self._workload,
-            batch=choice.micro,
-            tensor=choice.tensor,
-            sequence=choice.sequence,
-            policy=RecomputePolicy(mode=choice.recompute),
-            checkpointing=self._workload.checkpointing if choice.recompute == "full" else {},
-        )
-        zero = ZeroMemory(model.parameters, settings)
-        return Candidate(device, model, workload, RankMemory(zero, _estimated_moments(model, workload, zero)), choice)
+    def _candidates(self) -> Iterator[Candidate]:
+        """Yield all settings that are free to change, with their memory by formulas."""
+        config, device = self.config, self.device
+        hf_config, deepspeed_config = config.hf_config(), config.deepspeed_config()
+        run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+        for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
+            data = self.ranks // tensor
+            samples, left_over = divmod(config.global_batch, data)
+            if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
+                continue
+            try:
+                model = model_of(hf_config, tensor, sequence)
+            except UserError:  # heads or MLP do not divide
+                continue
+            run_settings = ZeroSettings.of(deepspeed_config, data, cpu=device.is_cpu)
+            # A fused attention keeps nothing that selective recomputation would save.
+            fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
+            modes = [mode for mode in MODES if not (fused and mode == "selective")]
+            for micro, stage, recompute, offload, owners in itertools.product(
+                _divisors(samples), range(4), modes, OFFLOADS, (False, True)
+            ):
+                least_stage, optimizer, parameters = offload
+                settings = run_settings.at_stage(
+                    stage,
+                    accumulation=samples // micro,
+                    offload_optimizer=optimizer,
+                    offload_param=parameters,
+                    owners=owners,
+                )
+                if stage < least_stage or settings.to_owners != owners:
+                    continue
+                workload = replace(
+                    run_workload,
+                    batch=micro,
+                    tensor=tensor,
+                    sequence=sequence,
+                    policy=RecomputePolicy(mode=recompute),
+                    checkpointing=run_workload.checkpointing if recompute == "full" else {},
+                )
+                zero = ZeroMemory(model.parameters, settings)
+                moments = _estimated_moments(model, workload, zero)
+                yield Candidate(device, model, workload, RankMemory(zero, moments))
 
     def _dry_run(self, estimate: Candidate) -> Candidate:
-        choice, workload, spec = estimate.choice, estimate.workload, estimate.model.spec
-        key = (choice.tensor, choice.sequence, choice.micro, choice.recompute)
+        workload, spec = estimate.workload, estimate.model.spec
+        key = (workload.tensor, workload.sequence, workload.batch, workload.policy.mode)
         if key not in self._dry_runs:
             self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
         memory = RankMemory(estimate.memory.zero, self._dry_runs[key], workload.stored(spec.hidden, spec.layers))
@@ -214,31 +222,6 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     ]
 
 
-def _choices(config: RunConfig, *, cpu: bool) -> Iterator[tuple[Choice, Model]]:
-    assert config.world_size is not None
-    length, hf_config = config.zero_tp.data.sequence_length, config.hf_config()
-    for tensor, sequence in itertools.product(_divisors(config.world_size), (False, True)):
-        data = config.world_size // tensor
-        samples, left_over = divmod(config.global_batch, data)
-        if left_over or (sequence and (tensor == 1 or length % tensor)):
-            continue
-        try:
-            model = model_of(hf_config, tensor, sequence)
-        except UserError:  # heads or MLP do not divide
-            continue
-        # A fused attention keeps nothing that selective recomputation would save.
-        fused = model.spec.attention != "eager" and not (cpu and model.spec.dropouts.attention)
-        modes = [mode for mode in MODES if not (fused and mode == "selective")]
-        for micro, stage, recompute, offload, owners in itertools.product(
-            _divisors(samples), range(4), modes, OFFLOADS, (False, True)
-        ):
-            least_stage, optimizer, parameters = offload
-            if stage < least_stage or (owners and (stage not in (1, 2) or data == 1)):
-                continue
-            accumulation = samples // micro
-            yield Choice(tensor, sequence, stage, recompute, micro, accumulation, optimizer, parameters, owners), model
-
-
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
@@ -246,36 +229,36 @@ def _divisors(number: int) -> list[int]:
 # ---- back to a config ------------------------------------------------------------------------------------------------
 
 
-def changed(raw: Mapping[str, Any], choice: Choice, global_batch: int) -> dict[str, Any]:
-    """Return the run's config with a choice's settings.
+def changed(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
+    """Return the run's config with a candidate's settings.
 
     Args:
         raw: the object of the file, overrides applied.
     """
     config = copy.deepcopy(dict(raw))
-    config["train_batch_size"] = global_batch
-    config["train_micro_batch_size_per_gpu"] = choice.micro
-    config["gradient_accumulation_steps"] = choice.accumulation
+    config["train_batch_size"] = workload.batch * settings.accumulation * settings.data
+    config["train_micro_batch_size_per_gpu"] = workload.batch
+    config["gradient_accumulation_steps"] = settings.accumulation
     zero = dict(config.get("zero_optimization", {}))
-    if choice.stage != 3:
+    if settings.stage != 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
     zero.pop("use_multi_rank_bucket_allreduce", None)
-    if choice.owners:
+    if settings.owners:
         zero |= {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True}
     before = int(zero.get("stage", 0))
-    if before != choice.stage and 3 in (before, choice.stage):
+    if before != settings.stage and 3 in (before, settings.stage):
         zero.pop("overlap_comm", None)
-    for key, wanted in (("offload_optimizer", choice.offload_optimizer), ("offload_param", choice.offload_param)):
+    for key, wanted in (("offload_optimizer", settings.offload_optimizer), ("offload_param", settings.offload_param)):
         if not wanted:
             zero.pop(key, None)
         elif (zero.get(key) or {}).get("device", "none") == "none":
             zero[key] = {"device": "cpu", "pin_memory": True}
-    config["zero_optimization"] = {**zero, "stage": choice.stage}
-    if choice.recompute != "full":
+    config["zero_optimization"] = {**zero, "stage": settings.stage}
+    if workload.policy.mode != "full":
         config.pop("activation_checkpointing", None)
     block = dict(config["zero_tp"])
-    block["parallel"] = {"tensor": choice.tensor, "sequence": choice.sequence}
-    block["recompute"] = choice.recompute
+    block["parallel"] = {"tensor": workload.tensor, "sequence": workload.sequence}
+    block["recompute"] = workload.policy.mode
     config["zero_tp"] = block
     return config
 

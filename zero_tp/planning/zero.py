@@ -121,42 +121,43 @@ class ZeroMemory:
             if not zero.offload_optimizer:
                 sums = zero.accumulated / e * whole if zero.separate_fp32_grads else 0.0
                 return StateBytes(parameters=whole, optimizer=master_moments, buffers=sums)
-            copies = (4 + e) * part + e * largest  # of gradients, of weights on their way back, and between
-            return StateBytes(whole, buffers=e * largest, host=master_moments + copies + self._waiting + self._rounding)
+            return StateBytes(whole, buffers=e * largest, host=zero.moments * part + self._host_copies)
         persistent = e * sum(size for size in self.parameters.sizes if size <= zero.persistence_threshold)
-        device, host = (0.0, e * part + self._rounding) if zero.offload_param else (e * part, self._rounding)
-        states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=host)
+        device = 0.0 if zero.offload_param else e * part
+        states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_copies)
         if zero.offload_optimizer:
-            return states._replace(
-                host=host + master_moments + (4 + self._sum) * part
-            )  # of gradients, in fp32 and added up
+            return states._replace(host=states.host + master_moments)
         return states._replace(gradients=self._sum * part, optimizer=master_moments)
 
-    @property
-    def _waiting(self) -> float:
-        """Return the bytes in which an offloaded ZeRO-2 adds up gradients on the host, a tensor for each parameter."""
-        zero = self.settings
-        if zero.stage != 2 or zero.accumulation == 1 or zero.accumulates_wider:
-            return 0.0
-        return zero.element * self.grad_buffer_numel
+    @cached_property
+    def _optimizer_copies(self) -> list[int]:
+        """Return the bytes of each tensor that an offloaded optimizer has on the host, without moments.
+
+        At stage 3 those are the gradients, added up and in fp32, and its masters are apart; below it masters, gradients
+        in fp32, weights on their way back, a buffer, and at stage 2 a gradient of each parameter if they are added up.
+        """
+        zero, e = self.settings, self.settings.element
+        if not zero.offload_optimizer:
+            return []
+        if zero.stage == 3:
+            return [self._sum * self.partition, *(4 * size for size in self._sub_groups)]
+        copies = [size * length for length in self.partitions for size in (4, 4, e)]
+        added_up = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
+        return [*copies, e * self.parameters.largest, *(e * size for size in self.partition_parameters if added_up)]
 
     @cached_property
     def pinned(self) -> list[int]:
         """Return the bytes of each tensor that DeepSpeed page-locks: neither moments nor ZeRO-3's masters."""
-        zero, e, pinned = self.settings, self.settings.element, list[int]()
-        if zero.offload_param:
-            pinned += [e * length for length in self.partitions]
-        if zero.offload_optimizer and zero.pins and zero.stage == 3:
-            pinned += [self._sum * self.partition, *(4 * size for size in self._sub_groups)]
-        elif zero.offload_optimizer and zero.pins:
-            pinned += [size * length for length in self.partitions for size in (4, 4, e)]
-            pinned += [e * self.parameters.largest, *(e * size for size in self.partition_parameters if self._waiting)]
-        return pinned
+        zero = self.settings
+        parameters = [zero.element * length for length in self.partitions if zero.offload_param]
+        return [*parameters, *(self._optimizer_copies if zero.pins else [])]
 
     @cached_property
-    def _rounding(self) -> float:
-        """Return the bytes of page-locked blocks that no tensor fills; a CPU rank page-locks nothing."""
-        return 0.0 if self.settings.cpu else float(sum(page_locked(size) - size for size in self.pinned))
+    def _host_copies(self) -> float:
+        """Return the bytes on the host without moments and ZeRO-3's masters; a CPU rank page-locks nothing."""
+        parameters = self.settings.element * self.partition if self.settings.offload_param else 0
+        rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
+        return float(parameters + sum(self._optimizer_copies) + rounding)
 
     @property
     def _sub_groups(self) -> list[int]:
@@ -187,15 +188,9 @@ class ZeroMemory:
     @cached_property
     def gathered_at(self) -> dict[tuple[str, int], float]:
         """Return the most bytes gathered, by ("forward" or "backward", the layer's number)."""
-        zero = self.settings
-        most = most_gathered(
-            self.parameters.modules,
-            self.parameters.layers,
-            threshold=zero.persistence_threshold,
-            prefetch=zero.prefetch_bucket,
-            max_live=zero.max_live,
-            max_reuse=zero.max_reuse,
-        )
+        zero, parameters = self.settings, self.parameters
+        limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
+        most = most_gathered(parameters.modules, parameters.layers, *limits)
         return {where: zero.element * elements for where, elements in most.items()}
 
     # ---- over a step -------------------------------------------------------------------------------------------------
@@ -242,16 +237,6 @@ class ZeroMemory:
         """Return the bytes of the gradients once a bucket has been reduced: added up in a wider dtype they stay one."""
         return max(before, self._own) if self.settings.accumulates_wider else before + self._own
 
-    @cached_property
-    def _first_fill(self) -> int:
-        """Return the elements of the parameters that fit the first bucket."""
-        filled = 0
-        for size in self.parameters.matrices:
-            if filled + size > self.bucket:
-                break
-            filled += size
-        return filled
-
     def end_of_backward(self) -> StateBytes:
         """Return the bytes when the last buckets are reduced, without activations."""
         zero, states, e = self.settings, self.states, self.settings.element
@@ -266,7 +251,9 @@ class ZeroMemory:
         fill = e * min(self.bucket, total)
         if zero.stage == 1 and not zero.overlap:
             # Each gradient moves into the bucket; when the first is full, this rank's buffer is made.
-            gradients = max(self._sum * total, self._sum * (total - self._first_fill) + self._own)
+            fills = itertools.accumulate(self.parameters.matrices, initial=0)
+            first_fill = max(filled for filled in fills if filled <= self.bucket)
+            gradients = max(self._sum * total, self._sum * (total - first_fill) + self._own)
             return states._replace(gradients=gradients, buffers=states.buffers + bucket * self._sum / e)
         before = self._own if zero.accumulation > 1 else 0
         flattened = 0 if zero.overlap else fill
