@@ -110,7 +110,7 @@ def flip_byte(path: Path) -> None:
 
 
 def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    path.write_bytes(path.read_bytes()[:-9])
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
