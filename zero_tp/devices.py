@@ -11,13 +11,21 @@ from __future__ import annotations
 import functools
 import os
 import re
+<<<<<<< HEAD
+=======
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+>>>>>>> wt_plan
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
 
 from zero_tp.constants import GIB
 from zero_tp.errors import ConfigError, did_you_mean
-from zero_tp.validation import Block
+from zero_tp.strict_json import read_json
+from zero_tp.validation import Block, validate
 
 if TYPE_CHECKING:
     import torch
@@ -171,11 +179,14 @@ def named_device(name: str, ranks: int = 1) -> Device:
     """Return the device that NAMES calls `name`, in any case; the memory size may be left out where only one fits.
 
     Args:
+        name: one that ends with .json is a file that describes a device.
         ranks: of the run; CPU ranks share one machine's memory and cores.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a file that does not describe a device.
     """
+    if name.endswith(".json"):
+        return validate(Device, read_json(Path(name)), name)
     key = name.lower().replace("_", "-").replace("rtx-", "rtx")
     if key == "cpu":
         return _cpu_device(ranks)

@@ -22,6 +22,7 @@ from zero_tp.config import RunConfig
 from zero_tp.config.resolve import apply_overrides
 from zero_tp.constants import GIB
 from zero_tp.devices import NAMES
+from zero_tp.devices import named_device as device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import write_named
 from zero_tp.models import flops
@@ -29,7 +30,7 @@ from zero_tp.planning import report
 from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.pictures import write_page
-from zero_tp.planning.plan import device, plan
+from zero_tp.planning.plan import plan
 from zero_tp.planning.search import NEAREST, Search, changed
 from zero_tp.planning.settings import Workload, ZeroSettings
 from zero_tp.strict_json import read_json

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.commands.check import FILE, add_config
-from zero_tp.devices import NAMES
+from zero_tp.devices import NAMES, named_device
 from zero_tp.errors import UserError
 from zero_tp.files import write_named
 
@@ -48,10 +48,10 @@ def check(options: argparse.Namespace) -> None:
 def main(options: argparse.Namespace) -> None:
     check(options)
     from zero_tp.config import RunConfig
-    from zero_tp.planning.plan import device, plan
+    from zero_tp.planning.plan import plan
 
     config = RunConfig.load(options.file, options.set, options.world_size)
-    chosen = device(options.device, options.world_size)
+    chosen = named_device(options.device, options.world_size)
     run_plan = plan(config, chosen)
     from zero_tp.planning import report
     from zero_tp.planning.search import Search

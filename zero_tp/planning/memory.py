@@ -137,9 +137,7 @@ class RankMemory:
         return Point(phase, position, sizes, states.host + self.stored[1])
 
 
-def rank_memory(
-    config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None, whole: bool = False
-) -> RankMemory:
+def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Model | None = None) -> RankMemory:
     """Return what one rank of the run allocates.
 
     Args:
@@ -147,12 +145,11 @@ def rank_memory(
         cpu: the ranks are CPU processes; else they have accelerators.
         varlen: which run `varlen_attn`.
         model: the run's model, if it is built already.
-        whole: dry-run all layers.
     """
     model, workload = model or model_in(config), workload_of(config, cpu=cpu, varlen=varlen)
     zero = ZeroMemory(model.parameters, ZeroSettings.of(config.deepspeed_config(), config.data_parallel, cpu=cpu))
     stored = workload.stored(model.spec.hidden, model.spec.layers)
-    return RankMemory(zero, dry_run(config.hf_config(), workload, whole=whole), stored)
+    return RankMemory(zero, dry_run(config.hf_config(), workload), stored)
 
 
 # ---- what the papers count -------------------------------------------------------------------------------------------

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from zero_tp.config import RunConfig
 from zero_tp.constants import GIB
-from zero_tp.devices import Device, named_device
+from zero_tp.devices import Device
 from zero_tp.models.flops import model_flops, utilisation
 from zero_tp.planning import formulas
+from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
 from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.timing import StepTime, Timing
-from zero_tp.strict_json import read_json
-from zero_tp.validation import validate
-
-
-def device(name: str, ranks: int = 1) -> Device:
-    """Return the device of a name in `zero_tp.devices.NAMES`, or that of a JSON file.
-
-    Args:
-        ranks: of the run; CPU ranks share one machine's memory and cores.
-
-    Raises:
-        ConfigError: an unknown name, or a file that does not describe a device.
-    """
-    if name.endswith(".json"):
-        return validate(Device, read_json(Path(name)), name)
-    return named_device(name, ranks)
 
 
 @dataclass(frozen=True)
@@ -149,9 +133,9 @@ class Plan(Estimate):
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
         """Return the peak by a dry run of all layers instead of those that differ, and the seconds that it took."""
-        start, device = time.perf_counter(), self.device
-        whole = rank_memory(self.config, cpu=device.is_cpu, varlen=device.varlen, model=self.model, whole=True).peak
-        return whole, time.perf_counter() - start
+        start = time.perf_counter()
+        moments = dry_run(self.config.hf_config(), self.workload, whole=True)
+        return replace(self.memory, moments=moments).peak, time.perf_counter() - start
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
