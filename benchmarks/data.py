@@ -203,7 +203,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         tokenizer = prepare([CORPUS], folder / "first", PrepareSettings("bpe:32768"), processes=1).output / "tokenizer"
         source, small = write_pieces(folder / "texts.jsonl", 1, options.seed), folder / "small.jsonl"
         encoder = DocumentEncoder(load_tokenizer(tokenizer))
-        work, batch = Reading(options.seed, encoder)(), encoder._backend.encode_batch_fast
+        work, batch = Reading(options.seed, encoder), encoder._backend.encode_batch_fast
         (given,) = find_sources([source])
         blocks = timed("reading", lambda: list(given.blocks()))
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(blocks)))

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ except UserError as error:  # datatrove is not installed
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
-from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupFilter, MinhashDedupSignature
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.pipeline.filters import LambdaFilter
@@ -46,7 +44,7 @@ from datatrove.utils.hashing import HashConfig
 from datatrove.utils.text import TextNormConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
-Step = PipelineStep | Callable[..., Any]
+Step = Any  # a PipelineStep, or a function of (data, rank, number of tasks); datatrove has no types
 EXECUTORS = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor, "ray": RayPipelineExecutor}
 BUCKETS, HASHES = 14, 8
 """Documents of similarity s are compared with probability 1 - (1 - s^8)^14: 0.77 at 0.75, 0.92 at 0.8."""
@@ -117,7 +115,7 @@ def stages(
     if not options.deduplicate:
         return {"tokenize": ([*documents, corpus], options.tasks)}
     if options.min_tokens:  # before MinHash, which might keep the shorter one of two
-        documents.append(LambdaFilter(functools.partial(is_long_enough, corpus.reading.encoder, options.min_tokens)))
+        documents.append(LambdaFilter(functools.partial(is_long_enough, corpus.encoder, options.min_tokens)))
     config = minhash_config()
     signatures, buckets, removed = (str(work / "minhash" / name) for name in ("signatures", "buckets", "removed"))
     return {

@@ -67,8 +67,8 @@ def test_merged_parts_are_what_one_process_makes(
     tmp_path: Path, inputs: list[str | Path], tokenizer: str, tasks: int
 ) -> None:
     """With fewer files than tasks, too: a part may be empty."""
-    options = {"min_tokens": 10, "sentences": "en", "seed": 5}
-    chosen = PrepareSettings(tokenizer, 0.1, documents="blank-line", **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"min_tokens": 10, "sentences": "en", "seed": 5}
+    chosen = PrepareSettings(tokenizer, 0.1, documents="blank-line", **options)
     one = prepare(inputs, tmp_path / "one", chosen)
     parts = make_parts(inputs, tmp_path / "parts", tokenizer, tasks, **options)
     merged = merge(parts, tmp_path / "out", 0.1)
@@ -123,7 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one bit": (lambda parts: flip_byte(parts / "00002/texts.bin"), r"/00002/texts.bin has SHA-256 \w+… instead of"),
     "journal": (lambda parts: flip_byte(parts / "00002/journal.jsonl"), r"/00002/journal.jsonl has SHA-256"),
     "no tokenizer": (lambda parts: shutil.rmtree(parts / "00000/tokenizer"), r"/00000/tokenizer/\S+ is missing"),
-    "nothing": (lambda parts: [shutil.rmtree(path) for path in parts.iterdir()], "there are no parts of a corpus"),
+    "nothing": (lambda parts: list(map(shutil.rmtree, parts.iterdir())), "there are no parts of a corpus"),
 }
 
 
@@ -214,14 +214,15 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
         return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
-    for words, message in [
+    cases: list[tuple[list[object], str]] = [
         (["--shard", "0/4", "--input", "a", "--tokenizer", "b"], "--shard was removed: launch/prepare_cluster.py"),
         (
             ["--merge", whole_parts, "--seed", "3"],
             "--merge takes the documents of the parts as they are: leave out seed",
         ),
         (["--merge", tmp_path / "nothing"], "there are no parts of a corpus; launch/prepare_cluster.py makes them"),
-    ]:
+    ]
+    for words, message in cases:
         refused = prepared(*words)
         assert (refused.returncode, refused.stdout) == (2, "") and message in refused.stderr
         assert refused.stderr.count("\n") == 1

@@ -127,7 +127,8 @@ class TokenizedCorpus(PipelineStep):
             )
         check_settings(PrepareSettings(str(tokenizer), seed=seed, min_tokens=min_tokens, sentences=sentences, eos=eos))
         self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
-        self.reading = Reading(seed, DocumentEncoder(load_tokenizer(spec.directory, eos), sentences), False, min_tokens)
+        self.encoder = DocumentEncoder(load_tokenizer(spec.directory, eos), sentences)
+        self.reading = Reading(seed, self.encoder, min_tokens=min_tokens)
         self.settings = {
             **{"tokenizer": spec.fingerprint(), "eos": eos, "sentences": sentences, "seed": seed},
             **{"min_tokens": min_tokens, "versions": library_versions(), **(settings or {})},
