@@ -11,13 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-<<<<<<< HEAD
-=======
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
->>>>>>> wt_plan
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
