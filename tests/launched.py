@@ -75,7 +75,16 @@ def furnish(directory: Path) -> Path:
     (directory / "tests").symlink_to(ROOT / "tests")
     corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
     prepared = script(
-        "launch/prepare_data.py", directory, "--input", str(corpus), "--tokenizer", "bpe:512", "--output", "data"
+        "launch/prepare_data.py",
+        directory,
+        "--input",
+        str(corpus),
+        "--tokenizer",
+        "bpe:512",
+        "--output",
+        "data",
+        "--processes",
+        "1",
     )
     assert prepared.returncode == 0, prepared.stderr
     config = {
