@@ -145,7 +145,9 @@ def _read_manifest(path: Path) -> Part:
         return validate(Part, read_object(path / MANIFEST), str(path / MANIFEST))
     except OSError as error:
         raise UserError(f"{path / MANIFEST}: {error.strerror}: {_AGAIN}") from error
-    except (InvalidJson, UserError) as error:
+    except InvalidJson as error:
+        raise UserError(f"{path / MANIFEST}: {error}: {path} is damaged: {_AGAIN}") from error
+    except UserError as error:
         raise UserError(f"{error}: {path} is damaged: {_AGAIN}") from error
 
 
