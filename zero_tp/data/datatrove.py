@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class CorpusReader(PipelineStep):
         return [(number, self.sources[number].name) for number in range(rank, len(self.sources), world_size)]
 
     def _documents(self, number: int) -> Iterator[Document]:
-        source = self.sources[number]
+        source = replace(self.sources[number])  # one that is read holds a file, and datatrove copies its steps
         self._check_unchanged(number)
         for block in source.blocks():
             for place, document in block.documents():

@@ -143,12 +143,11 @@ class Parts(Spool):
 def _read_manifest(path: Path) -> Part:
     try:
         return validate(Part, read_object(path / MANIFEST), str(path / MANIFEST))
-    except OSError as error:
-        raise UserError(f"{path / MANIFEST}: {error.strerror}: {_AGAIN}") from error
-    except InvalidJson as error:
-        raise UserError(f"{path / MANIFEST}: {error}: {path} is damaged: {_AGAIN}") from error
-    except UserError as error:
-        raise UserError(f"{error}: {path} is damaged: {_AGAIN}") from error
+    except (OSError, InvalidJson) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path / MANIFEST}: {why}: {_AGAIN}") from error
+    except UserError as error:  # it names the file
+        raise UserError(f"{error}: {_AGAIN}") from error
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
