@@ -102,7 +102,8 @@ class Tracker:
             tracking.logger = _Logger(logging.getLogger(tracking.__name__), {})
         run_id = run.run_id(name)
         arguments = service.arguments(run, options, run_id).items()
-        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**{key: x for key, x in arguments if x is not None})
+        known = {key: x for key, x in arguments if x is not None or key == "run_name"}  # Comet's has no default
+        tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**known)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
         if service.setup is not None:

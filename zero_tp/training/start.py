@@ -198,6 +198,3 @@ def _description(
         before, now = Parallelism.saved(manifest), Parallelism.of(config)
         yield f"resuming step {step}" + ("" if before == now else f" saved at {before} → {now}")
         yield from differences(manifest, config, run.validation_corpora)
-    schedule = config.deepspeed_config().get("scheduler", {}).get("params", {}).get("total_num_steps")
-    if schedule is not None and schedule < steps:
-        yield f"the learning rate's schedule ends at step {schedule}; from there to step {steps} it holds its minimum"
