@@ -15,7 +15,7 @@ from tests.compare import grid
 from tests.decoders import decoder
 from tests.native import parallel_model
 from tests.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 
 FIELDS: dict[str, Any] = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
@@ -89,7 +89,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("tensor", "through", "refused"), in_tiers(CASES, [CASES[0]]))
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "through", "refused"), CASES)
 def test_a_model_that_is_split_needs_its_topology(ranks: Pools, tensor: int, through: str, refused: bool) -> None:
     for said, loss in ranks(2).run(prepared, tensor, through):
         assert ("does not know its topology" in said) == refused

@@ -155,7 +155,8 @@ def both_ways(layer: Layer) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS[:3], [(2, True)]))
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "sequence"), GRIDS[:3])
 def test_storages_alive_are_those_that_autograd_packs(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
     layer = replace(drawn(seed)[0], t=tensor, sequence=sequence)
     for found in ranks(tensor).run(both_ways, layer) if tensor > 1 else [both_ways(layer)]:

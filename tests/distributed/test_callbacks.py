@@ -31,6 +31,7 @@ for event in ("on_start", "on_step_begin", "on_step_end", "on_evaluate", "on_sav
 """
 
 
+@pytest.mark.thorough
 def test_the_example_of_the_page_stops_a_run_that_records_its_events(workplace: Path) -> None:
     script = CALLBACKS.replace("[StopEarly(5.0)]", "[Recorder('first'), StopEarly(100.0), Recorder('second')]")
     (workplace / "stop_early.py").write_text(script.replace("\n\nif __name__", f"{RECORDER}\n\nif __name__"))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests.pool_rank import cached
 from tests.pools import Pool, RankError
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from tests.waits import patience
 
 
@@ -141,7 +141,8 @@ def test_results_come_in_the_order_of_ranks(ranks: Any) -> None:
         assert all(torch.equal(r["total"], torch.full((3,), world * (world + 1.0))) for r in results)
 
 
-@pytest.mark.parametrize("failing", in_tiers([0, 1], [1]))
+@THOROUGH
+@pytest.mark.parametrize("failing", [0, 1])
 def test_one_failing_rank_is_reported_while_the_other_waits(pool: Pool, failing: int) -> None:
     pool.run(describe, 1, torch.ones(1))
     start = time.monotonic()

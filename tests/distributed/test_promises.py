@@ -170,6 +170,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_stops(launcher: str, start: Start) 
     assert [line.split(" at ")[0] for line in lines] == ["five steps", "saved", "stopped"]
 
 
+@pytest.mark.thorough
 def test_a_second_sigterm_ends_at_once(start: Start) -> None:
     job = start("stuck", "torchrun")
     job.wait_for("five steps")

@@ -267,6 +267,7 @@ def hanging(path: str, run: str) -> str:
         save.write_tensors = write
 
 
+@pytest.mark.thorough
 def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
     path, run = write_config(tmp_path / "run.json", 1, "fp32", 1), tmp_path / "run"
     config = json.loads(path.read_text())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.launched import ROOT, environment, launch, metrics_of, pretrain, said
 from tests.pools import Pools
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import complete_steps, read_manifest, step_directory
 from zero_tp.checkpoint.run import PROCESS
@@ -120,7 +120,8 @@ def test_answers_that_are_read_late_come_one_step_later_on_all_ranks(ranks: Pool
         assert told == [nothing, nothing, save, nothing, stop, stop]
 
 
-@pytest.mark.parametrize("launcher", in_tiers([None, "deepspeed"], [None]))
+@THOROUGH
+@pytest.mark.parametrize("launcher", [None, "deepspeed"])
 def test_one_rank_is_told_to_save_and_another_to_stop(workplace: Path, launcher: str | None) -> None:
     with running(workplace, f"told_{launcher}", launcher) as run:
         os.kill(int((run.run / PROCESS).read_text()), signal.SIGUSR1)

@@ -319,6 +319,7 @@ def test_the_forecast_of_an_accelerator_leaves_the_process_as_it_was() -> None:
     assert accelerator == "cpu"
 
 
+@THOROUGH
 def test_a_planner_that_fails_on_its_own_says_why() -> None:
     with pytest.raises(ValueError, match=r"^invalid literal for int\(\) with base 10: 'x'$"):
         run_isolated(int, "x")

@@ -75,6 +75,7 @@ def test_what_runs_beside_products_takes_multiprocessors_from_them() -> None:
     assert alone.slowdown(1.0) == 0 and H100.slowdown(1.0) == pytest.approx(24 / 132)
 
 
+@THOROUGH
 def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     wider = ["communication_data_type=fp32", "data_types.grad_accum_dtype=fp32"]
 

@@ -83,6 +83,7 @@ def test_smoothing_is_that_of_pandas(seed: int) -> None:
     assert smoothed(values) == pytest.approx(list(expected), nan_ok=True)
 
 
+@THOROUGH
 def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
     """matplotlib leaves out points that do not show."""
     sizes = []
