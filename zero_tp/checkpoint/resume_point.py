@@ -92,8 +92,10 @@ def broadcast_resume_point(
     _check_on_all_ranks(lambda: points.append(find()) if dist.get_rank() == 0 else None)
 
     def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
-        checkpoint, manifest = points[0].checkpoint, points[0].manifest
-        return None if checkpoint is None or manifest is None else (checkpoint, manifest.sha256), points[0].notes
+        point = points[0] if points else find()  # the simulated worlds of benchmarks/ take another rank for rank 0
+        if point.checkpoint is None or point.manifest is None:
+            return None, point.notes
+        return (point.checkpoint, point.manifest.sha256), point.notes
 
     description, notes = on_rank_zero(describe)
     if description is None:
