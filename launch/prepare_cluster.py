@@ -77,7 +77,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Words(WordTokenizer):
-    """Words as `zero-tp prepare --deduplicate near` has them: datatrove's own for English needs spaCy."""
+    """Words as `zero-tp prepare --deduplicate near` has them: datatrove's own for English needs spaCy.
+
+    MinHash asks for words alone; datatrove's abstract class wants the other two methods.
+    """
 
     def word_tokenize(self, text: str) -> list[str]:
         return words(text)

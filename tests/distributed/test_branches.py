@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -243,6 +244,28 @@ def test_rank_0_finds_what_all_ranks_resume(ranks: Pools, copied: tuple[Path, Pa
         assert said.startswith(pattern) and "; nothing on rank 1 (" in said, said
     for said in ask(given=tmp_path / "nothing"):
         assert said.startswith(f"error: {tmp_path / 'nothing'}: no complete checkpoint there"), said
+
+
+def unreadable(path: str) -> str:
+    """What this rank is told if rank 0 may not read a checkpoint."""
+    from zero_tp.checkpoint.resume_point import ResumePoint, broadcast_resume_point
+    from zero_tp.errors import UserError
+
+    def find() -> ResumePoint:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    try:
+        broadcast_resume_point(find)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_rank_0_may_not_read_ends_every_rank_with_one_line(ranks: Pools) -> None:
+    assert (
+        ranks(2).run(unreadable, "/run/manifest.json")
+        == ["/run/manifest.json: Permission denied; make the directory writable"] * 2
+    )
 
 
 def reading(path: str, corpora: list[str], changed_for_the_last: str = "") -> str:

@@ -17,9 +17,7 @@ def test_a_rank_of_a_world_that_does_not_exist(rank: int, stage: int) -> None:
     parts = found["parts"]
     assert all(name in parts for names in SUMS.values() for name in names)
     assert parts["watch: all positions"]["store"] == {"check": 1, "multi_get": 1}
-    assert parts["agreement"]["objects"] == 3, (
-        "what was read, whether rank 0 could read its manifest, and the resume point"
-    )
+    assert parts["agreement"]["objects"] == 2, "what was read, and the resume point"
     assert parts["resume: what there is"]["opened"]["….safetensors"] == 1, "its own file alone"
     assert parts["step"]["collectives"] > 0 and parts["step"]["groups"] == 0
     leads = parts.get("save: all others' words, the manifest", {"store": {}})["store"]

@@ -88,16 +88,18 @@ def broadcast_resume_point(
         UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
     """
 
-    points: list[ResumePoint] = []  # on rank 0 alone
-    _check_on_all_ranks(lambda: points.append(find()) if dist.get_rank() == 0 else None)
-
-    def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
-        point = points[0] if points else find()  # the simulated worlds of benchmarks/ take another rank for rank 0
+    def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...], tuple[Path, str] | None]:
+        try:
+            point = find()
+        except Damaged as damage:
+            return None, (), (damage.file, damage.problem)
         if point.checkpoint is None or point.manifest is None:
-            return None, point.notes
-        return (point.checkpoint, point.manifest.sha256), point.notes
+            return None, point.notes, None
+        return (point.checkpoint, point.manifest.sha256), point.notes, None
 
-    description, notes = on_rank_zero(describe)
+    description, notes, damaged = on_rank_zero(describe)
+    if damaged is not None:
+        raise Damaged(*damaged)
     if description is None:
         return ResumePoint(notes=notes)
     checkpoint, sha256 = description

@@ -232,11 +232,11 @@ def check_validation(validation: float) -> None:
         raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
 
 
-def find_reusable(output: Path, made_of: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
-    """Return an output that is there, with the identity that `made_of` returns; None when there is nothing to reuse."""
+def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
+    """Return an output that is there and has the identity of `compute_identity`; None when there is nothing to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
-    identity = made_of()
+    identity = compute_identity()
     try:
         raw = read_object(output / REPORT)
         report = validate(Report, raw, str(output / REPORT))
