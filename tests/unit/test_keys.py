@@ -201,6 +201,8 @@ def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys
         ),
         ({"optimizer.params.lr": 5.0}, "optimizer.params.lr"),
         ({"scheduler.type": "WarmupLR"}, "scheduler.type"),
+        ({"comms_logger.enabled": True}, "comms_logger.enabled"),
+        ({"flops_profiler.enabled": True}, "flops_profiler.enabled"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1}}}, ""),
         ({}, ""),
     ],

@@ -17,7 +17,7 @@ from tests.unit.test_config import written
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import BLOCK_OF, TRACKERS
 from zero_tp.monitors.callback import Trackers
-from zero_tp.monitors.trackers import RUN_IDS, SERVICES
+from zero_tp.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "mfu": None, "skipped_steps": 0},
@@ -51,20 +51,23 @@ def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0
     return printed
 
 
-def test_every_value_has_a_csv_file_that_a_resumed_run_appends_to(tmp_path: Path) -> None:
+def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path) -> None:
     """As DeepSpeed's monitor names and writes them."""
     config, run = config_of(tmp_path, "csv_monitor.enabled=true"), tmp_path / "runs" / "mine"
     run.parent.mkdir()
     assert log(config, run, LINES) == []
     files = run / "csv" / "mine"
+    with (files / "loss.csv").open("a") as torn:
+        torn.write("4,")
     assert log(config, run, [{"step": 3, "loss": 1.5}], step=2) == []
-    assert (files / "loss.csv").read_text() == "step,loss\n1,2.5\n2,nan\n3,1.75\n3,1.5\n"
+    assert (files / "loss.csv").read_text() == "step,loss\n1,2.5\n2,nan\n3,1.5\n"
     assert (files / "lambada_accuracy.csv").read_text() == "step,accuracy\n2,0.5\n"
-    assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n3,1\n"
-    assert (files / "mfu.csv").read_text() == "step,mfu\n3,0.25\n", "what was not known was not written"
+    assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n"
+    assert (files / "mfu.csv").read_text() == "step,mfu\n", "what was not known was not written"
     placed = config_of(tmp_path, "csv_monitor.enabled=true", f"csv_monitor.output_path={tmp_path}/out")
+    CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
-    assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n"
+    assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
 
 
 def test_deepspeed_does_not_write_beside_us(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def check_validation(validation: float) -> None:
 
 
 def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
-    """Return an output that is there and has the identity of `compute_identity`; None when there is nothing to reuse."""
+    """Return an output that is there and has the identity of `compute_identity`; None if there is nothing to reuse."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     identity = compute_identity()

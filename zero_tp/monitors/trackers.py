@@ -6,6 +6,7 @@ blocks: its own monitor writes only the learning rate, names no run and starts a
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import math
@@ -232,11 +233,19 @@ SERVICES = {
 
 
 class CsvFiles:
-    """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them."""
+    """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them.
+
+    Lines after the step that a run resumes from are removed: those steps are trained again.
+    """
 
     def __init__(self, block: Options, run: RunInfo) -> None:
         self.directory = Path(block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name)
         self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.glob("*.csv"):
+            with path.open(newline="") as file:
+                header, *rows = list(csv.reader(file)) or [[]]
+            rows = [row for row in rows if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step]
+            write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
 
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
