@@ -106,10 +106,10 @@ NAMES = [
 ]
 
 
-# The first tier has one. The second has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2
+# The second tier has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2
 # and windows.
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 29, 34, 35, 37)} | {12: "first"}
-MARKS: dict[str, Any] = {"first": (), "thorough": THOROUGH, "heavy": pytest.mark.heavy}
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 29, 34, 35, 37)}
+MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 
 

@@ -181,8 +181,9 @@ def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[i
     return pairs
 
 
-@pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
-@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["qwen3"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())
 def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:

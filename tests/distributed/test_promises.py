@@ -185,6 +185,7 @@ def test_a_second_sigterm_ends_at_once(start: Start) -> None:
     assert status != 0 and lines[1:] == [f"rank 0 ({HOST}): ended by SIGTERM"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_at_once(start: Start) -> None:
     job = start("stuck", "launch.py")
     job.wait_for("five steps")

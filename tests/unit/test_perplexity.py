@@ -231,6 +231,7 @@ def command(home: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_the_command(model_directory: Path, text_file: Path, tmp_path: Path) -> None:
     data = f"perplexity={text_file}"
     done = command(tmp_path, "--model", model_directory, "--data", data, "--output", tmp_path / "r.json")

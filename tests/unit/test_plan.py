@@ -333,6 +333,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path) -> None:
     written = tmp_path / "planned.json"
     done = command(
