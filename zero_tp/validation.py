@@ -154,6 +154,8 @@ def _refuse_coercion(parsed: BaseModel, raw: dict[str, Any], path: str) -> None:
 
 def _compare(written: Any, value: Any, where: str) -> None:
     if isinstance(written, list) and isinstance(value, (list, tuple)):
+        if len(value) < len(written):  # DeepSpeed's leaf_module drops them
+            raise ConfigError(where, f"{shown(written)}: an entry is there twice", "write each once")
         for index, (inner_written, inner_value) in enumerate(zip(written, value, strict=True)):
             _compare(inner_written, inner_value, f"{where}.{index}")
     elif isinstance(written, dict) and isinstance(value, dict):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import config_page
@@ -337,6 +337,7 @@ PATHS = sorted(
 
 
 @given(path=st.sampled_from(PATHS), value=JSON, other=st.sampled_from(PATHS), other_value=JSON)
+@example("zero_tp", {}, "zero_optimization.leaf_module.classes", ["", ""])
 @settings(max_examples=100, deadline=None)
 def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, other: str, other_value: object) -> None:
     def change(config: Any, path: str, value: object) -> None:
@@ -355,6 +356,12 @@ def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, oth
         describe(loaded)
         again = RunConfig.load(written(Path(directory), loaded.resolved()), world_size=4)
         assert again.resolved() == loaded.resolved()
+
+
+def test_an_entry_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    leaf = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block", "Block"]}}}
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.leaf_module\.classes: .* is there twice; "):
+        RunConfig.load(written(tmp_path, RIGHT | leaf), world_size=4)
 
 
 def test_the_description_shows_the_sums(tmp_path: Path) -> None:
