@@ -51,7 +51,10 @@ def test_all_go_on_once_all_are_ready(stores: list[JobStore]) -> None:
     assert on_all(stores, work) == ["ready"] * 3
 
 
-def test_all_end_when_some_refuse_and_the_first_of_them_is_told_so(stores: list[JobStore]) -> None:
+def test_all_end_when_some_refuse_and_the_first_of_them_is_told_so(
+    stores: list[JobStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_tp.process.job_store.REFUSAL_LIMIT", timedelta(seconds=3))  # rank 0 is never heard
     first: list[bool | None] = []
 
     def work(rank: int) -> str:

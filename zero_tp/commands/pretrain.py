@@ -26,6 +26,7 @@ from zero_tp.process.signals import Requests
 from zero_tp.process.watch import Watch
 
 if TYPE_CHECKING:
+    from zero_tp.config import RunConfig
     from zero_tp.models.model import ParallelModel
     from zero_tp.training.callback import Callback
 
@@ -83,7 +84,6 @@ def pretrain(
 
     from deepspeed.accelerator import get_accelerator
 
-    from zero_tp.monitors.callback import Trackers
     from zero_tp.training.loop import train
     from zero_tp.training.run import RunInputs
     from zero_tp.training.run_callbacks import run_callbacks
@@ -94,23 +94,15 @@ def pretrain(
     environment.export()
     if environment.world > 1:
         environment.store.join()
-    others: list[Callback] = [Trackers()]
+    chosen = _chosen_callbacks(options, config, environment)
     model: type[ParallelModel] | None = None
-    if environment.rank == 0:  # most ranks start without what is imported here and below
-        from zero_tp.planning.forecast import MemoryForecast
-
-        others.insert(0, MemoryForecast())
-    if options.profile_steps:
-        from zero_tp.training.profiler import StepProfiler, step_range
-
-        others.append(StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps)))
     inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=environment.is_local_rank_zero)
     if config.zero_tp.evaluation.tasks:
         from zero_tp.evaluation.live import LiveTasks
         from zero_tp.huggingface import ZeroTPForCausalLM
 
         model = ZeroTPForCausalLM  # it can generate
-        others.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config))
+        chosen.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config))
     with start_training(
         inputs,
         environment,
@@ -122,7 +114,23 @@ def pretrain(
         trace_nonfinite=options.trace_nonfinite,
         on_directory=console.keep,
     ) as state:
-        train(state, run_callbacks(state, [*others, *callbacks]), requests)
+        train(state, run_callbacks(state, [*chosen, *callbacks]), requests)
+
+
+def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
+    """Return the trackers and what the options ask for. Most ranks start without some of these imports."""
+    from zero_tp.monitors.callback import Trackers
+
+    chosen: list[Callback] = [Trackers()]
+    if environment.rank == 0:
+        from zero_tp.planning.forecast import MemoryForecast
+
+        chosen.insert(0, MemoryForecast())
+    if options.profile_steps:
+        from zero_tp.training.profiler import StepProfiler, step_range
+
+        chosen.append(StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps)))
+    return chosen
 
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()) -> NoReturn:

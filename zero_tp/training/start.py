@@ -63,59 +63,49 @@ def start_training(
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
-    config, directory, first = inputs.config, inputs.directory, environment.rank == 0
-    block = config.zero_tp
+    config, first, seed = inputs.config, environment.rank == 0, inputs.config.zero_tp.training.seed
     if watch is not None:
-        _begin_watch(watch, block.training.timeouts, environment)
-    with run_directory(directory) if first else nullcontext() as owner:
+        _begin_watch(watch, config.zero_tp.training.timeouts, environment)
+    with run_directory(inputs.directory) if first else nullcontext() as owner:
         if first:
-            on_directory(directory)
+            on_directory(inputs.directory)
         topology, device = connect_deepspeed(config, environment, verbose)
         if watch is not None:
             watch.connect(topology.group_names)
-        _check_shared(directory, owner)
+        _check_shared(inputs.directory, owner)
         if not first:
-            on_directory(directory)
+            on_directory(inputs.directory)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
         point, parent = _find_checkpoints(inputs, init_from, resume_from, check_owner)
         is_new = point.checkpoint is None and parent.checkpoint is None
         pretrained = inputs.pretrained() if is_new else None
         with hushed(verbose):
-            source = pretrained if is_new else Zeros()
             engine = TrainingEngine(
                 inputs.model_config,
                 topology,
                 config.deepspeed_config(),
-                seed=block.training.seed,
+                seed=seed,
                 device=device,
-                source=source,
+                source=pretrained if is_new else Zeros(),
                 model=model,
-                recompute=block.recompute_policy,
-                spike=block.training.spike,
+                recompute=config.zero_tp.recompute_policy,
+                spike=config.zero_tp.training.spike,
                 trace_nonfinite=trace_nonfinite,
-                compiled=block.compile,
+                compiled=config.zero_tp.compile,
             )
             if point.checkpoint is not None:
-                resume(engine.zero, point.checkpoint, block.training.seed)
+                resume(engine.zero, point.checkpoint, seed)
             elif parent.checkpoint is not None:
                 init_from_parent(engine.zero, parent.checkpoint)
         machines = most_machines(topology)
         if first:
             print(*_description(inputs, engine, point, pretrained), sep="\n")
-            if parent.checkpoint is not None:
-                print(*describe_parent(parent, config, inputs.corpora, inputs.validation_corpora), sep="\n")
-            if point.step < block.training.steps:
-                check_owner()  # reading a checkpoint may have taken minutes
-                write_config(directory, config.resolved())
-                for note in start_branch(directory, point.step):  # before logs are cut at that step
-                    print(note)
+            for line in _begin_in_directory(inputs, point, parent, check_owner):
+                print(line)
             if machines > 1:
                 print(f"TP crosses machines, {machines} of them in a group")
-        record = None if point.manifest is None else point.manifest.parent
-        if parent.checkpoint is not None and parent.manifest is not None:
-            record = Parent.of(parent.checkpoint, parent.manifest)
-        yield TrainState(inputs, engine, point.step, record, owner, watch)
+        yield TrainState(inputs, engine, point.step, _lineage(point, parent), owner, watch)
         if watch is not None:
             watch.leave()
 
@@ -160,6 +150,26 @@ def _find_checkpoints(
         check_child(init_from, run, point.manifest)
         return point, ResumePoint()
     return point, broadcast_resume_point(partial(find_parent, init_from, config, inputs.model_config))
+
+
+def _begin_in_directory(
+    inputs: RunInputs, point: ResumePoint, parent: ResumePoint, check_owner: Callable[[], None]
+) -> Iterator[str]:
+    """Write the config and set abandoned checkpoints aside, on rank 0; yield lines on the parent and on those."""
+    config = inputs.config
+    if parent.checkpoint is not None:
+        yield from describe_parent(parent, config, inputs.corpora, inputs.validation_corpora)
+    if point.step < config.zero_tp.training.steps:
+        check_owner()  # reading a checkpoint may have taken minutes
+        write_config(inputs.directory, config.resolved())
+        yield from start_branch(inputs.directory, point.step)  # before logs are cut at that step
+
+
+def _lineage(point: ResumePoint, parent: ResumePoint) -> Parent | None:
+    """Return the other run's checkpoint that this run was started from, now or at its first start."""
+    if parent.checkpoint is not None and parent.manifest is not None:
+        return Parent.of(parent.checkpoint, parent.manifest)
+    return None if point.manifest is None else point.manifest.parent
 
 
 def _description(
