@@ -101,7 +101,7 @@ cat <<END
 
 Written, in $PWD:
   $data/     corpus, tokenizer, report.json
-  $run/     config.json, metrics.jsonl, console.log, checkpoints/; report.html, report_curves.png: its curves
+  $run/     config.json, metrics.jsonl, checkpoints/; report.html, report_curves.png: its curves
   $result     perplexity of the held-out addresses
   $export_/  the model: AutoModelForCausalLM.from_pretrained("$export_")
 END

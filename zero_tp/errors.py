@@ -103,6 +103,19 @@ def error_line(error: object, limit: int = _LONGEST) -> str:
     return f"error: {one_line(str(error), limit)}"
 
 
+def write_stderr(text: str) -> None:
+    """Write lines to stderr as one piece, over a progress bar's line if one is drawn there."""
+    if not text:
+        return
+    try:
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+        sys.stderr.write(f"{clear}{text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        # The terminal or pipe is gone (or stderr closed): nobody is there to read it, and the run must still end.
+        return
+
+
 def of_a_file(error: OSError) -> UserError | None:
     """Return a system's error as a `UserError` if it names a file or the disk is full; else None: a real fault."""
     if error.filename is None and error.errno != errno.ENOSPC:

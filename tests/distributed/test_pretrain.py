@@ -91,9 +91,6 @@ def test_a_run(workplace: Path, finished: Output) -> None:
             header, *rows = (directory / "csv" / "small" / f"{name}.csv").read_text().splitlines()
             assert header == f"step,{name}"
             assert [(int(step), float(value)) for step, value in (row.split(",") for row in rows)] == logged, name
-    kept = (directory / "console.log").read_text().splitlines()
-    assert kept[0].startswith("=== ") and "--deepspeed_config small.json" in kept[0] and "4 ranks" in kept[0]
-    assert kept[1 : 1 + len(finished)] == list(finished), "all that the run has printed"
 
 
 @THOROUGH
@@ -150,7 +147,6 @@ def test_a_new_run_starts_from_another_one(workplace: Path, finished: Output) ->
     assert other.returncode == 2, "a run is no child of its own"
     (refusal,) = said(other.stderr)
     assert refusal.startswith("error: --from child: child was started from ")
-    assert (workplace / "child" / "console.log").read_text().splitlines()[-1] == refusal
 
 
 @pytest.mark.heavy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.evaluation.report import comparison, read_report, table
+from zero_tp.evaluation.report import table
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
 from zero_tp.tensors.files import read_header
 from zero_tp.zero.states import MASTER
@@ -88,40 +87,9 @@ def test_a_run_of_an_encoder_is_refused(
         evaluate(tmp_path / "run", list(data), data, SETTINGS)
 
 
-def test_reports_side_by_side(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    report = evaluate(tokenizer, list(data), data, SETTINGS)
-    first.write_text(json.dumps(report))
-    shown = table(report).splitlines()
+def test_a_report_is_shown_as_tables(tokenizer: Path, data: dict[str, Path]) -> None:
+    shown = table(evaluate(tokenizer, list(data), data, SETTINGS)).splitlines()
     assert [line.split()[0] for line in shown if line] == ["task", "perplexity", "task", "lambada"]
-    data["lambada"].write_text("some words of a text\n")
-    limited = EvaluationSettings(device="cpu", batch_size=3, limit=1)
-    second.write_text(json.dumps(evaluate(tokenizer, ["lambada"], {"lambada": data["lambada"]}, limited)))
-    text = comparison(first, second).splitlines()
-    assert text[0].split() == ["task", "figure", str(first), str(second), "difference"]
-    examples = next(line.split() for line in text if line.split()[:2] == ["lambada", "examples"])
-    assert examples[2:] == ["2", "1", "-1"]
-    assert "lambada: not the same data" in text and "only in the first: perplexity" in text
-    assert "settings.limit: None → 1" in text
-    assert read_report(first) == json.loads(first.read_text()) == report
-
-
-def test_reports_that_are_none(tmp_path: Path, tokenizer: Path, data: dict[str, Path]) -> None:
-    file = tmp_path / "x.json"
-    with pytest.raises(UserError, match="no such file"):
-        comparison(file, file)
-    others = [{"tasks": {}}, {"model": {}, "tasks": {"a": 1}}, {"model": [], "tasks": {}}, {"model": 1, "tasks": {}}]
-    others += [{"model": {}, "tasks": {"a": {"metrics": []}}}, {"model": {}, "tasks": {}, "settings": [1]}]
-    contents = [("{", "not valid JSON"), ("[]", "not an object")]
-    for content, message in [*contents, *((json.dumps(other), "not a report") for other in others)]:
-        file.write_text(content)
-        with pytest.raises(UserError, match=message):
-            read_report(file)
-    other = tmp_path / "y.json"
-    file.write_text('{"model": {}, "tasks": {"lambada": {}}}')
-    other.write_text('{"model": {}, "tasks": {"perplexity": {}}}')
-    with pytest.raises(UserError, match="no task in common: lambada; perplexity"):
-        comparison(file, other)
 
 
 def test_texts_without_a_token(tokenizer: Path, data: dict[str, Path]) -> None:

@@ -19,7 +19,6 @@ EPILOG = """\
 examples:
   %(prog)s --model runs/quickstart --tasks perplexity --data perplexity=data/quickstart/validation.jsonl
   %(prog)s --model exports/gpt2 --tasks wikitext103,lambada,arc_easy,piqa --output gpt2.json
-  %(prog)s --compare before.json after.json
   deepspeed --num_accelerators 4 $(zero-tp path evaluate) --tensor-parallel 2 --model runs/gpt2_355m --tasks lambada
 
 tasks
@@ -36,9 +35,13 @@ Without --data the texts come from the Hugging Face hub or its cache. docs/evalu
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face directory or name on its hub, a run, or a checkpoint"
+        "--model",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a Hugging Face directory or name on its hub, a run, or a checkpoint",
     )
-    parser.add_argument("--tasks", metavar="TASK[,TASK]", help="what to evaluate")
+    parser.add_argument("--tasks", required=True, metavar="TASK[,TASK]", help="what to evaluate")
     parser.add_argument(
         "--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="the text a task reads"
     )
@@ -78,9 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read pickled weights (pytorch_model.bin) where there are no safetensors, if you trust their source",
     )
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
-    parser.add_argument(
-        "--compare", type=Path, nargs=2, metavar=("A", "B"), help="show two such JSON files side by side, and stop"
-    )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
 
@@ -109,15 +109,10 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
-    if options.compare is None and (options.model is None or options.tasks is None):
-        raise UserError("--model and --tasks are needed, or --compare")
     if options.log_samples and options.output is None:
         raise UserError("--log-samples: the samples are written beside --output JSON; give it too")
     from zero_tp.evaluation import report
 
-    if options.compare:
-        print(report.comparison(*options.compare))
-        return
     if options.output is not None and environment.rank == 0:
         if options.output.exists() and not options.output.is_file():
             raise UserError(f"--output {options.output}: not a file; give the name of one")

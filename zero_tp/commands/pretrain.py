@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zero_tp import cli
 from zero_tp.commands import check
-from zero_tp.process.console import Console
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.heap import keep_freed_memory
 from zero_tp.process.lifecycle import run_rank
@@ -66,8 +65,6 @@ def pretrain(
     watch: Watch,
     callbacks: Sequence[Callback],
 ) -> None:
-    console = Console(environment)
-
     from zero_tp.checkpoint.run import saved_start
     from zero_tp.config import RunConfig
     from zero_tp.monitors.trackers import check_installed
@@ -112,7 +109,6 @@ def pretrain(
         model=model,
         resume_from=options.resume_from,
         trace_nonfinite=options.trace_nonfinite,
-        on_directory=console.keep,
     ) as state:
         train(state, run_callbacks(state, [*chosen, *callbacks]), requests)
 

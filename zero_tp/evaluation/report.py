@@ -1,18 +1,16 @@
-"""The report of an evaluation: tables for a terminal, the JSON file, and the comparison of two such files."""
+"""The report of an evaluation: tables for a terminal, and files of samples."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_tp.errors import UserError
 from zero_tp.files import write_named
 from zero_tp.page import text_table
-from zero_tp.strict_json import read_json
 
 
 def _figure(value: float | None) -> str:
@@ -22,9 +20,6 @@ def _figure(value: float | None) -> str:
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}%"
 
-
-PARTS = ("model", "settings", "versions")
-"""Keys of a report besides `tasks`."""
 
 _count, _rate = "{:,}".format, "{:,.0f}".format
 
@@ -90,66 +85,3 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
             write_named(file, "".join(json.dumps(sample) + "\n" for sample in samples))
             written[file] = task
     return list(written)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """Read what `zero-tp evaluate --output` wrote. UserError: it isn't that."""
-    report = read_json(path, "give a report of zero-tp evaluate --output")
-    tasks, parts = report.get("tasks"), [report.get(part, {}) for part in PARTS]
-    if "model" in report and isinstance(tasks, dict) and all(isinstance(part, dict) for part in parts):
-        results = [result if isinstance(result, dict) else {"metrics": None} for result in tasks.values()]
-        if all(isinstance(result.get("metrics", {}), dict) for result in results):
-            return report
-    raise UserError(f"{path}: not a report of zero-tp evaluate --output")
-
-
-def comparison(first: Path, second: Path) -> str:
-    """Return two reports side by side: every figure of their common tasks, and the other differences.
-
-    Raises:
-        UserError: one can't be read, or they have no task in common.
-    """
-    a, b = read_report(first), read_report(second)
-    common = [task for task in a["tasks"] if task in b["tasks"]]
-    if not common:
-        raise UserError(
-            f"{first} and {second} have no task in common: {', '.join(a['tasks'])}; {', '.join(b['tasks'])}"
-        )
-    rows = [("task", "figure", str(first), str(second), "difference")]
-    for task in common:
-        others = dict(_numbers(b["tasks"][task]))
-        for key, value in _numbers(a["tasks"][task]):
-            if key in others:
-                rows.append((task, key, _number(value), _number(others[key]), _number(others[key] - value)))
-    return "\n".join([*text_table(rows, left=(0, 1)), "", *_differences(a, b, common)])
-
-
-def _numbers(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in {**result, **result.get("metrics", {})}.items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-
-
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any], common: Sequence[str]) -> Iterator[str]:
-    for task in common:
-        if _hashes(a["tasks"][task].get("data")) != _hashes(b["tasks"][task].get("data")):
-            yield f"{task}: not the same data"
-    for name, tasks in (("first", a["tasks"]), ("second", b["tasks"])):
-        if missing := [task for task in tasks if task not in common]:
-            yield f"only in the {name}: {', '.join(missing)}"
-    for part in PARTS:
-        one, other = a.get(part, {}), b.get(part, {})
-        for key in sorted(one.keys() | other.keys()):
-            if one.get(key) != other.get(key):
-                yield f"{part}.{key}: {one.get(key)} → {other.get(key)}"
-
-
-def _hashes(data: Any) -> Any:
-    """Return the SHA-256 of a task's data, or of its subtasks' by name."""
-    if not isinstance(data, Mapping):
-        return None
-    return data.get("sha256") or {name: _hashes(subtask) for name, subtask in data.items()}

@@ -36,8 +36,8 @@ from zero_tp.errors import (
     escape_unencodable_output,
     of_a_file,
     one_line,
+    write_stderr,
 )
-from zero_tp.process.console import write_stderr
 from zero_tp.process.environment import RankEnvironment, rank_name
 from zero_tp.process.job_store import PeerRefused
 from zero_tp.process.node import NodeWatch, die_with

@@ -45,7 +45,6 @@ def start_training(
     model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
     trace_nonfinite: bool = False,
-    on_directory: Callable[[Path], None] = lambda directory: None,
 ) -> Iterator[TrainState]:
     """Connect the ranks, build the engine and restore its checkpoint. Collective.
 
@@ -57,7 +56,6 @@ def start_training(
         model: class of the model; by default that of the objective.
         resume_from: the checkpoint to resume from, instead of the newest.
         trace_nonfinite: report the layer and rank where a non-finite step began.
-        on_directory: called once the run directory is this run's.
 
     Raises:
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
@@ -67,14 +65,10 @@ def start_training(
     if watch is not None:
         _begin_watch(watch, config.zero_tp.training.timeouts, environment)
     with run_directory(inputs.directory) if first else nullcontext() as owner:
-        if first:
-            on_directory(inputs.directory)
         topology, device = connect_deepspeed(config, environment, verbose)
         if watch is not None:
             watch.connect(topology.group_names)
         _check_shared(inputs.directory, owner)
-        if not first:
-            on_directory(inputs.directory)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
         point, parent = _find_checkpoints(inputs, init_from, resume_from, check_owner)

@@ -1,4 +1,4 @@
-"""What evaluation reads beside a model is damaged at random: reports, task files, texts, tokenizers and options.
+"""What evaluation reads beside a model is damaged at random: task files, texts, tokenizers and options.
 
     python -m tests.tools.fuzz evaluation_inputs --count 1000
 
@@ -135,21 +135,6 @@ def damaged(content: bytes, chance: random.Random) -> tuple[bytes, str]:
 # --- kinds of cases ---------------------------------------------------------------------------------------------------
 
 
-def compared(chance: random.Random, workplace: Path) -> str:
-    """Two reports, one of them changed, or damaged as bytes."""
-    report = json.loads(json.dumps(whole()))
-    (workplace / "a.json").write_text(json.dumps(report))
-    if chance.random() < 0.7:
-        what = edited(report, chance)
-        (workplace / "b.json").write_text(json.dumps(report))
-    else:
-        content, what = damaged(json.dumps(report).encode(), chance)
-        (workplace / "b.json").write_bytes(content)
-    names = ["a.json", chance.choice(("b.json", "b.json", "b.json", ".", "none.json"))]
-    chance.shuffle(names)
-    return "compared" if kept(evaluate(workplace, "--compare", *names), f"--compare: {what}") else "refused"
-
-
 def texts(chance: random.Random, workplace: Path) -> str:
     """Lines that change nothing, or damage."""
     file = workplace / "lines.jsonl"
@@ -254,7 +239,7 @@ def tasks(chance: random.Random, workplace: Path) -> str:
     return "accepted" if accepted else "refused"
 
 
-KINDS: dict[Callable[[random.Random, Path], str], int] = {compared: 4, texts: 4, options: 4, tokenizers: 4, tasks: 2}
+KINDS: dict[Callable[[random.Random, Path], str], int] = {texts: 6, options: 6, tokenizers: 4, tasks: 2}
 
 
 def case(chance: random.Random, directory: Path) -> str:

@@ -149,7 +149,6 @@ INPUTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("launch/convert.py", "to-hf", "--output", "out"), ""),
     (("launch/sample.py", "--prompt", "x"), "--model"),
     (("eval/zero_shot.py", "--tasks", "perplexity", "--data", "perplexity=text.txt", "--output", "o.json"), "--model"),
-    (("eval/zero_shot.py", "--compare", "run.json"), ""),
 )
 
 
