@@ -21,14 +21,15 @@ from zero_tp.architectures import ARCHITECTURES
 from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import RunConfig
-from zero_tp.config.deepspeed import DEEPSPEED_BLOCKS, OFF_BLOCKS, OWN_BLOCKS, REMOVED, RENAMED
+from zero_tp.config.config_file import ConfigFile
+from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.effects import caution_rows, without_effect_rows
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
 from zero_tp.config.refusals import refusals
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.errors import shown
-from zero_tp.validation import fields_by_name
+from zero_tp.validation import fields_by_name, model_in
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPSPEED_DOCS = "https://www.deepspeed.ai/docs/config-json/"
@@ -110,7 +111,7 @@ def page() -> str:
             ' `warmup_type` is `"log"` unless the file says `"linear"`. Step k, from 1, trains at its value at k: a'
             " linear warm-up of 100 steps reaches its rate at step 100. (DeepSpeed alone is later, and would train"
             " steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step.",
-            *(f"- {_block(name)}" for name in (*DEEPSPEED_BLOCKS, *OWN_BLOCKS)),
+            *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
             "",
             '### `"auto"`',
             "",
@@ -235,6 +236,11 @@ def _models() -> Iterator[str]:
         f"These may be in a `config.json` and change nothing: {_listed(name for name in OF_EVERY_CONFIG)}; so may what"
         " `GenerationConfig` declares."
     )
+
+
+def _is_block(name: str, field: FieldInfo) -> bool:
+    """Whether a key holds a block of DeepSpeed's that has no line of its own."""
+    return model_in(field.annotation) is not None and name not in ("optimizer", "scheduler", "zero_tp", *OFF_BLOCKS)
 
 
 def _block(name: str) -> str:

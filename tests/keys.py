@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from tests.distributed.matrix import FACTORS, config_of
-from zero_tp.config.deepspeed import OWN_BLOCKS, RENAMED, Scalars, deepspeed_models
-from zero_tp.config.optimizer import OPTIMIZERS, SCHEDULERS, optimizer_params, scheduler_params
-from zero_tp.config.schema import ZeroTP
+from zero_tp.config.config_file import ConfigFile
+from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED
+from zero_tp.config.optimizer import OPTIMIZERS, SCHEDULERS, optimizer_params
 from zero_tp.validation import fields_by_name, model_in
 
 Changes = dict[str, Any]
@@ -133,8 +133,8 @@ ELSEWHERE: dict[str, str] = {
     "scheduler.type": "tests/distributed/test_schedule.py",
     **{
         f"scheduler.params.{key}": "tests/distributed/test_schedule.py"
-        for name in SCHEDULERS
-        for key in scheduler_params(name).model_fields
+        for model in SCHEDULERS.values()
+        for key in model.model_fields
         if key != "decay_mom_rate"  # is refused
     },
 }
@@ -195,14 +195,12 @@ def names(model: type[BaseModel], path: str) -> Iterator[tuple[str, Any]]:
 
 def all_keys() -> dict[str, Any]:
     """Every key of a run's file with its type, but for `zero_tp.model`; of `params` those of every class."""
-    keys = dict(names(Scalars, ""))
-    blocks: dict[str, type[BaseModel]] = {**OWN_BLOCKS, **deepspeed_models(), "zero_tp": ZeroTP}
-    for block, model in blocks.items():
-        keys |= dict(names(model, f"{block}."))
+    untrained = ("optimizer", "scheduler", *OFF_BLOCKS)
+    keys = {key: kind for key, kind in names(ConfigFile, "") if key.partition(".")[0] not in untrained}
     for name, *which in product(OPTIMIZERS, (True, False), (True, False)):
         keys |= dict(names(optimizer_params(name.lower(), *which), "optimizer.params."))
-    for name in SCHEDULERS:
-        keys |= dict(names(scheduler_params(name), "scheduler.params."))
+    for model in SCHEDULERS.values():
+        keys |= dict(names(model, "scheduler.params."))
     return keys | {"optimizer.type": str, "optimizer.legacy_fusion": bool, "scheduler.type": str}
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from tests import config_page
 from tests.mistakes import MISTAKES, RIGHT, Mistake
 from zero_tp.checkpoint.manifest import fixed_of
-from zero_tp.config import ConfigError, RunConfig, check_accelerator, deepspeed, describe
+from zero_tp.config import ConfigError, RunConfig, check_accelerator, describe
+from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.resolve import resolve_batch
 from zero_tp.config.schema import RecomputePolicy
 from zero_tp.files import MOST_BYTES
@@ -82,6 +84,11 @@ def test_the_resolved_config_loads_again_as_the_same(tmp_path: Path) -> None:
     resolved = config.resolved()
     assert resolved["zero_tp"].pop("compile") == "auto", "which a run's device decides"
     assert '"auto"' not in json.dumps(resolved)
+
+
+def test_a_config_goes_to_other_processes(tmp_path: Path) -> None:
+    config = RunConfig.load(written(tmp_path), world_size=4)
+    assert pickle.loads(pickle.dumps(config)).typed == config.typed
 
 
 def test_a_model_from_a_directory(tmp_path: Path) -> None:
@@ -332,7 +339,7 @@ PATHS = sorted(
     {path for mistake in MISTAKES for path in mistake.changes}
     | {"optimizer.params", "scheduler", "scheduler.params", "zero_tp.model", "zero_tp.data", "zero_tp.parallel"}
     | {f"zero_tp.model.{key}" for key in ("vocab_size", "n_inner", "eos_token_id", "n_positions", "hidden_size")}
-    | set(nested_names(deepspeed.config_model()))
+    | set(nested_names(ConfigFile))
 )
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import config as ds
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from zero_tp.config import RunConfig, optimizer
 from zero_tp.config import deepspeed as keys
+from zero_tp.config.config_file import ConfigFile
 from zero_tp.validation import Block
 
 PRESETS = Path(__file__).parents[2] / "ds_configs"
@@ -79,24 +84,25 @@ def keys_read(config: dict[str, Any]) -> Recorder:
 def test_top_level_keys() -> None:
     read = keys_read({"train_batch_size": 1}).asked
     removed_or_renamed = {key for key in (*keys.REMOVED, *keys.RENAMED) if "." not in key}
-    ours = set(keys.config_model().model_fields) - {"zero_tp"} | removed_or_renamed
+    ours = set(ConfigFile.model_fields) - {"zero_tp"} | removed_or_renamed
     assert read - ours == set(), "DeepSpeed reads keys that zero_tp does not know"
     # read by the engine or outside DeepSpeedConfig.__init__
     assert ours - read == {"sequence_parallel_size"}, "DeepSpeed no longer reads these"
 
 
-@pytest.mark.parametrize("name", keys.OWN_BLOCKS)
-def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str) -> None:
-    block = Recorder()
-    keys_read({"train_batch_size": 1, name: block})
-    assert block.asked == set(keys.OWN_BLOCKS[name].model_fields)
-
-
 @pytest.mark.parametrize(
-    ("name", "model"), [("optimizer", optimizer.OptimizerBlock), ("scheduler", optimizer.TypedBlock)]
+    ("name", "model"),
+    [
+        ("activation_checkpointing", keys.ActivationCheckpointing),
+        ("data_types", keys.DataTypes),
+        ("aio", keys.Aio),
+        ("flops_profiler", keys.FlopsProfiler),
+        ("optimizer", optimizer.OptimizerBlock),
+        ("scheduler", optimizer.SchedulerBlock),
+    ],
 )
-def test_keys_of_optimizer_and_scheduler(name: str, model: type[Block]) -> None:
-    block = Recorder({"type": "none"})
+def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str, model: type[Block]) -> None:
+    block = Recorder({"type": "none"} if "type" in model.model_fields else {})
     keys_read({"train_batch_size": 1, name: block})
     assert block.asked == set(model.model_fields)
 
@@ -107,8 +113,8 @@ def test_removed_keys() -> None:
 
 
 def test_deprecated_keys_of_zero_are_the_renamed_ones() -> None:
-    fields = keys.deepspeed_models()["zero_optimization"].model_fields
-    old = {name for name, field in fields.items() if (field.json_schema_extra or {}).get("deprecated")}  # type: ignore[union-attr]
+    fields = DeepSpeedZeroConfig.model_fields
+    old = {name for name, field in fields.items() if (field.json_schema_extra or {}).get("deprecated")}
     old |= {name for name, field in fields.items() if field.alias not in (None, name)}
     assert {f"zero_optimization.{name}" for name in old} == {key for key in keys.RENAMED if "." in key}
 
@@ -135,11 +141,40 @@ SCHEDULER_PARAMETERS: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("name", SCHEDULER_PARAMETERS)
 def test_parameters_of_schedulers(name: str) -> None:
-    assert set(optimizer.scheduler_params(name).model_fields) == SCHEDULER_PARAMETERS[name]
+    assert set(optimizer.SCHEDULERS[name].model_fields) == SCHEDULER_PARAMETERS[name]
 
 
 def test_all_schedulers_of_deepspeed_are_known() -> None:
     assert set(optimizer.SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
+
+
+CONSTRUCTORS: tuple[tuple[type[Block], Any], ...] = (
+    (optimizer.TorchAdam, torch.optim.AdamW),
+    (optimizer.FusedAdam, FusedAdam),
+    (optimizer.CPUAdam, DeepSpeedCPUAdam),
+    (optimizer.SGD, torch.optim.SGD),
+    *((model, getattr(lr_schedules, name)) for name, model in optimizer.SCHEDULERS.items()),
+)
+BY_THE_ENGINE = {"params", "model_params", "adamw_mode", "optimizer", "last_batch_iteration"}
+REFUSED = {"torch": {"capturable", "differentiable"}, "deepspeed": {"amsgrad"}}
+"""Arguments that a file can't give, by the library of the constructor."""
+
+
+@pytest.mark.parametrize(("model", "constructor"), CONSTRUCTORS)
+def test_params_are_the_constructor_s_arguments_with_its_defaults(model: type[Block], constructor: Any) -> None:
+    refused = BY_THE_ENGINE | REFUSED[constructor.__module__.partition(".")[0]]
+    arguments = {
+        name: parameter.default
+        for name, parameter in inspect.signature(constructor).parameters.items()
+        if name not in refused
+    }
+    fields = model.model_fields
+    assert fields.keys() - CHOICE == arguments.keys() - CHOICE
+    required = {name for name, default in arguments.items() if default is inspect.Parameter.empty}
+    named = {"lr"} if "lr" in fields else {"warmup_max_lr"} if model is optimizer.WarmupDecayLR else set()
+    assert {name for name, field in fields.items() if field.is_required()} == required | named
+    same = arguments.keys() - required - named - {"weight_decay"} - CHOICE  # the engine gives its own weight_decay
+    assert {name: fields[name].default for name in same} == {name: arguments[name] for name in same}
 
 
 TORCH = {"lr", "weight_decay", "maximize", "foreach", "fused"}

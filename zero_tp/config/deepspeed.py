@@ -1,23 +1,15 @@
-"""This module knows DeepSpeed's own keys: which exist, and their types.
+"""DeepSpeed's own keys: those that it reads without a type, and the names that zero_tp refuses.
 
-DeepSpeed checks the blocks that it has pydantic models for, and those models are used here as they are. The rest it
-reads with `dict.get`, so that a mistyped key does nothing: those keys are models of ours, and a test compares them
-with the keys that DeepSpeed reads.
+DeepSpeed reads these keys with `dict.get`, so that a mistyped one does nothing. Here they have types, and a test
+compares them with the keys that DeepSpeed reads. `config_file.py` adds the blocks that DeepSpeed types itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-import pkgutil
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import Field
 
-from zero_tp.config.optimizer import OptimizerBlock, TypedBlock
-from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError, shown
 from zero_tp.validation import Block, NonNegative, Positive
 
@@ -25,7 +17,7 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 
 
 class Scalars(Block):
-    """These are the keys at the top level whose values are not objects."""
+    """The keys at the top level whose values are not objects."""
 
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
@@ -87,27 +79,6 @@ class FlopsProfiler(Block):
     output_file: str | None = None
 
 
-OWN_BLOCKS: dict[str, type[Block]] = {
-    "activation_checkpointing": ActivationCheckpointing,
-    "data_types": DataTypes,
-    "aio": Aio,
-    "flops_profiler": FlopsProfiler,
-}
-
-DEEPSPEED_BLOCKS = {
-    "zero_optimization": "runtime.zero.config:DeepSpeedZeroConfig",
-    "bf16": "runtime.precision_config:DeepSpeedBF16Config",
-    "fp16": "runtime.precision_config:DeepSpeedFP16Config",
-    "tensorboard": "monitor.config:TensorBoardConfig",
-    "wandb": "monitor.config:WandbConfig",
-    "csv_monitor": "monitor.config:CSVConfig",
-    "comet": "monitor.config:CometConfig",
-    "comms_logger": "comm.config:CommsLoggerConfig",
-    "timers": "utils.config:DeepSpeedThroughputTimerConfig",
-}
-"""Blocks of pydantic models in DeepSpeed's package; that of `timers` is the one key `throughput` in it."""
-TIMERS = {"throughput": {"enabled": False}}
-"""Default of `timers`: DeepSpeed's own default synchronises with the device twice a micro-batch."""
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Blocks that zero_tp obeys itself, with DeepSpeed's keys: its engine would write the learning rate beside us."""
 
@@ -120,21 +91,37 @@ class OffBlock(Block):
     deepcompile: Literal[False] = False
 
 
-OFF_BLOCKS: dict[str, str] = {
-    "tensor_parallel": "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor",
-    "autotuning": "it starts the script many times over with configs of its own; tune by --set",
-    "pipeline": "zero_tp has no pipeline parallelism",
-    "hybrid_engine": "it swaps the layers for inference kernels; zero_tp's layers are trained",
-    "expert_parallel": "zero_tp's models have no experts",
-    "weight_quantization": "it quantizes the weights and so changes the model",
-    "torch_autocast": "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16",
-    "compile": "DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile",
-    "data_efficiency": "curriculum, dynamic batching and random-LTD change which tokens a step sees; "
-    "zero_tp.data decides that",
-    "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
-    "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
-}
-"""Blocks that zero_tp has to keep switched off, with the reason and the remedy."""
+Off = OffBlock | Literal[False] | None
+
+
+def _off(reason: str) -> Any:
+    """Return a field that may be left out; a ";" in the reason separates it from the remedy."""
+    return Field(None, description=reason)
+
+
+class OffBlocks(Block):
+    """Blocks that zero_tp has to keep switched off."""
+
+    tensor_parallel: Off = _off(
+        "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor"
+    )
+    autotuning: Off = _off("it starts the script many times over with configs of its own; tune by --set")
+    pipeline: Off = _off("zero_tp has no pipeline parallelism")
+    hybrid_engine: Off = _off("it swaps the layers for inference kernels; zero_tp's layers are trained")
+    expert_parallel: Off = _off("zero_tp's models have no experts")
+    weight_quantization: Off = _off("it quantizes the weights and so changes the model")
+    torch_autocast: Off = _off(
+        "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16"
+    )
+    compile: Off = _off("DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile")
+    data_efficiency: Off = _off(
+        "curriculum, dynamic batching and random-LTD change which tokens a step sees; zero_tp.data decides that"
+    )
+    checkpoint: Off = _off("checkpoints are written and verified by zero_tp; use zero_tp.checkpoint")
+    datastates_ckpt: Off = _off("checkpoints are written and verified by zero_tp; use zero_tp.checkpoint")
+
+
+OFF_BLOCKS = {name: str(field.description) for name, field in OffBlocks.model_fields.items()}
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
@@ -167,35 +154,11 @@ RENAMED: dict[str, str] = {
 """Names that DeepSpeed still takes, or takes only when the new name is absent: its own fields' names among them."""
 
 
-def deepspeed_models() -> dict[str, type[BaseModel]]:
-    """Return DeepSpeed's pydantic models by block. This imports DeepSpeed: about two seconds, and quietly."""
-    with _quiet():
-        models = {block: pkgutil.resolve_name(f"deepspeed.{place}") for block, place in DEEPSPEED_BLOCKS.items()}
-    defaults: dict[str, Any] = {name: (type(value), value) for name, value in TIMERS["throughput"].items()}
-    throughput = create_model("Throughput", __base__=models["timers"], **defaults)
-    field = throughput, Field(default_factory=throughput)
-    return {**models, "timers": create_model("Timers", __base__=Block, throughput=field)}
-
-
-@functools.cache
-def config_model() -> type[BaseModel]:
-    """Return the model of a whole config file, with the default of every key."""
-    blocks = {**OWN_BLOCKS, **deepspeed_models()}
-    fields: dict[str, Any] = {
-        "optimizer": (OptimizerBlock, None),
-        "scheduler": (TypedBlock, None),
-        **{name: (model, Field(default_factory=model)) for name, model in blocks.items()},
-        **{name: (OffBlock | Literal[False] | None, Field(None, description=why)) for name, why in OFF_BLOCKS.items()},
-        "zero_tp": (ZeroTP, None),
-    }
-    return create_model("Config", __base__=Scalars, **fields)
-
-
 def check_names(values: dict[str, Any]) -> None:
     """Refuse keys that DeepSpeed removed or renamed, and blocks that have to stay off.
 
     Raises:
-        ConfigError: naming the key and what to write instead.
+        ConfigError: names the key and the remedy.
     """
     zero = values.get("zero_optimization")
     for key in (*values, *(f"zero_optimization.{name}" for name in (zero if isinstance(zero, dict) else ()))):
@@ -203,13 +166,12 @@ def check_names(values: dict[str, Any]) -> None:
             raise ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
         if key in RENAMED:
             raise ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
-    for name in OFF_BLOCKS.keys() & values.keys():
-        _check_off(name, values[name])
+    for name, block in values.items():
+        if name in OFF_BLOCKS and block is not None and block is not False:
+            _check_off(name, block)
 
 
 def _check_off(name: str, block: Any) -> None:
-    if block is False or block is None:
-        return
     if not isinstance(block, dict):
         raise ConfigError(name, f"expected an object, got {shown(block)}", "leave the block out")
     for key, value in block.items():
@@ -217,14 +179,3 @@ def _check_off(name: str, block: Any) -> None:
             reason, _, remedy = OFF_BLOCKS[name].partition("; ")
             problem = f"{shown(value)} is refused: {reason}"
             raise ConfigError(f"{name}.{key}", problem, remedy or "leave the block out")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop the lines that DeepSpeed logs when it is imported: the user's error has to be the only one."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

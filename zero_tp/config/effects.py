@@ -57,14 +57,14 @@ def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
         keys = f"{block}.[!e]* {block}.e[!n]*"
         yield Note(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
     yield Note("comet.samples_log_interval", True, "zero_tp.logging.interval says which steps are logged")
-    throughput = config.blocks.timers.throughput
-    yield Note("timers.throughput.synchronized", not throughput.enabled, "timers.throughput.enabled is not true")
-    slots = config.blocks.activation_checkpointing.contiguous_memory_optimization
+    timed = config["timers.throughput.enabled"]
+    yield Note("timers.throughput.synchronized", not timed, "timers.throughput.enabled is not true")
+    slots = config["activation_checkpointing.contiguous_memory_optimization"]
     yield Note(
         "activation_checkpointing.number_checkpoints", not slots, "only contiguous_memory_optimization has slots"
     )
     scaling = "fp16.initial_scale_power fp16.loss_scale_window fp16.*hysteresis fp16.min_loss_scale"
-    yield Note(scaling, config.blocks.fp16.loss_scale > 0, "fp16.loss_scale is fixed")
+    yield Note(scaling, config["fp16.loss_scale"] > 0, "fp16.loss_scale is fixed")
     is_sgd = config["optimizer.type"] == "SGD"
     yield Note(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
     no_momentum = config[f"{SCHEDULER}.cycle_momentum"] is False
@@ -77,7 +77,7 @@ def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
     yield Note(f"{OPTIMIZER}.dampening", not config[f"{OPTIMIZER}.momentum"], f"{OPTIMIZER}.momentum is 0")
     yield Note("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
     prescaled = "prescale_gradients divides by the number of replicas"
-    yield Note("gradient_predivide_factor", config.blocks.prescale_gradients, prescaled)
+    yield Note("gradient_predivide_factor", config["prescale_gradients"], prescaled)
     script_only = "it is about an optimizer that a script makes itself"
     yield Note("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, script_only)
     unread = f"disable_allgather {_zero_keys('allgather_partitions', 'allgather_bucket_size')}"
@@ -91,7 +91,7 @@ def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
 
 def _zero_notes(config: TypedConfig) -> Iterator[Note]:
     """Yield what ZeRO's stages and its offloading leave unread."""
-    in_fp32 = config.dtype == "bf16" and config.blocks.data_types.grad_accum_dtype == "fp32"
+    in_fp32 = config.dtype == "bf16" and config["data_types.grad_accum_dtype"] == "fp32"
     # DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
     uses_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
     flat = config.stage in (1, 2)
@@ -114,7 +114,7 @@ def _zero_notes(config: TypedConfig) -> Iterator[Note]:
         "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
     )
     yield Note(_zero_keys("use_multi_rank_*", "parameter_alignment"), not flat, "only ZeRO-1 and ZeRO-2 read it")
-    scattered = not config.blocks.zero_optimization.contiguous_gradients
+    scattered = not config[f"{ZERO}.contiguous_gradients"]
     yield Note(_zero_keys("use_multi_rank_*"), scattered, "it is for contiguous_gradients")
     yield Note(
         _zero_keys("ignore_unused_parameters"),
@@ -136,12 +136,12 @@ def caution_rows(config: TypedConfig) -> Iterator[Note]:
     """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
     yield Note(
         "comms_logger.enabled",
-        config.blocks.comms_logger.enabled,
+        config["comms_logger.enabled"],
         "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
     )
     yield Note(
         "flops_profiler.enabled",
-        config.blocks.flops_profiler.enabled,
+        config["flops_profiler.enabled"],
         "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
         "--profile-steps times all of them",
     )

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.config.deepspeed import RENAMED, config_model
+from zero_tp.config.deepspeed import RENAMED
 from zero_tp.config.model import FROM
 from zero_tp.config.optimizer import OptimizerBlock
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
@@ -33,9 +33,10 @@ def json_schema() -> Json:
     RunConfig accepts is valid; combinations and sums it can't know.
     """
     from zero_tp.architectures import ARCHITECTURES
+    from zero_tp.config.config_file import ConfigFile
 
     required: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
-    model = create_model("Config", __base__=config_model(), **required)
+    model = create_model("Config", __base__=ConfigFile, **required)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
     _adapt(schema, schema["$defs"])
     schema["$defs"]["ZeroTP"]["properties"]["model"]["properties"] = {

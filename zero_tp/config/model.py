@@ -111,12 +111,13 @@ def check_recompute(config: TypedConfig, layers: int, accumulation: int | None) 
         value = getattr(policy, name)
         if value is not None and value > layers:
             raise ConfigError(f"{key}.{name}", f"{value}, but the model has {layers} layers", f"use at most {layers}")
-    kept = policy.keep_micro_batches
-    if kept and accumulation is not None and kept >= accumulation:
-        problem = f"{kept} of the {accumulation} micro-batches of a step, so nothing would be recomputed"
+    full = policy.keep_micro_batches
+    if full and accumulation is not None and full >= accumulation:
+        problem = f"{full} of the {accumulation} micro-batches of a step, so nothing would be recomputed"
         remedy = f"use at most {accumulation - 1}" if accumulation > 1 else "leave it out"
         raise ConfigError(f"{key}.keep_micro_batches", problem, remedy)
-    settings, needed = config.blocks.activation_checkpointing, len(policy.recomputed_layers(layers))
-    if settings.contiguous_memory_optimization and (settings.number_checkpoints or needed) < needed:
-        problem = f"{settings.number_checkpoints}, but {needed} layers keep a checkpoint each"
+    needed = len(policy.recomputed_layers(layers))
+    slots = config["activation_checkpointing.number_checkpoints"] or needed
+    if config["activation_checkpointing.contiguous_memory_optimization"] and slots < needed:
+        problem = f"{slots}, but {needed} layers keep a checkpoint each"
         raise ConfigError("activation_checkpointing.number_checkpoints", problem, f"use {needed}, or leave it out")

@@ -1,17 +1,14 @@
-"""Check DeepSpeed's `optimizer` and `scheduler` blocks, whose `params` DeepSpeed hands to a constructor unread.
+"""Type DeepSpeed's `optimizer` and `scheduler` blocks, and choose the code that computes an Adam.
 
-The constructors' signatures say which there are, so that a mistyped one is named here instead of ending as a TypeError
-on every rank, or as nothing at all.
+DeepSpeed hands `params` to a constructor without reading it. A model here for each constructor names a mistyped key,
+which would else end as a TypeError on every rank. A test compares the models with the constructors' signatures.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import Field
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
 from zero_tp.validation import Block, Count, NonNegative, Positive, validate
@@ -19,12 +16,14 @@ from zero_tp.validation import Block, Count, NonNegative, Positive, validate
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TypedBlock(Block):
+class SchedulerBlock(Block):
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
 
 
-class OptimizerBlock(TypedBlock):
+class OptimizerBlock(Block):
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
     legacy_fusion: bool = False
 
 
@@ -41,91 +40,126 @@ REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "DeepSpeed removed the 1-bit optimizers"),
 }
 
-SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
-TYPES: dict[str, Any] = {
-    **dict.fromkeys(("lr", "weight_decay"), NonNegative),
-    "eps": Annotated[float, Field(gt=0)],
-    "betas": tuple[Below1, Below1],
-    **dict.fromkeys(("momentum", "dampening"), Below1),
-    **dict.fromkeys(("foreach", "fused"), bool | None),
-    **dict.fromkeys(
-        ("lr_range_test_min_lr", "lr_range_test_step_rate", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"),
-        NonNegative,
-    ),
-    **dict.fromkeys(("decay_mom_rate", "warmup_min_lr", "warmup_max_lr"), NonNegative),
-    **dict.fromkeys(("lr_range_test_step_size", "cycle_first_step_size"), Positive),
-    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Positive),
-    "cycle_second_step_size": Positive | None,
-    **dict.fromkeys(("cycle_first_stair_count", "decay_step_size"), Count),
-    "cycle_second_stair_count": Count | None,
-    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom", "warmup_min_ratio"), Below1),
-    "cos_min_ratio": Annotated[float, Field(ge=0, le=1)],
-    "warmup_type": Literal["log", "linear"],
+class Adam(Block):
+    """What every class of Adam takes, and the two arguments by which DeepSpeed chooses the class.
+
+    The engine passes each constructor a `weight_decay`, 0 if the file has none, whatever its own default is.
+    """
+
+    lr: NonNegative
+    betas: tuple[Below1, Below1] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: NonNegative = 0.0
+    torch_adam: bool = False
+    adam_w_mode: bool = True
+
+
+class TorchAdam(Adam):
+    amsgrad: bool = False
+    maximize: bool = False
+    foreach: bool | None = None
+    fused: bool | None = None
+
+
+class FusedAdam(Adam):
+    """DeepSpeed's Adam on a device. Its `amsgrad` is left out, because true raises an error."""
+
+    bias_correction: bool = True
+    set_grad_none: bool = True
+
+
+class CPUAdam(Adam):
+    """DeepSpeed's Adam of offloaded states, which ignores `amsgrad`."""
+
+    bias_correction: bool = True
+    fp32_optimizer_states: bool = True
+
+
+class SGD(Block):
+    lr: NonNegative
+    momentum: Below1 = 0.0
+    dampening: Below1 = 0.0
+    weight_decay: NonNegative = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    foreach: bool | None = None
+    fused: bool | None = None
+
+
+class LRRangeTest(Block):
+    lr_range_test_min_lr: NonNegative = 1e-3
+    lr_range_test_step_size: Positive = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
+
+
+class OneCycle(Block):
+    cycle_min_lr: NonNegative
+    cycle_max_lr: NonNegative
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Positive = 2000
+    cycle_second_step_size: Positive | None = None
+    cycle_first_stair_count: Count = 0
+    cycle_second_stair_count: Count | None = None
+    decay_step_size: Count = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Below1 = 0.8
+    cycle_max_mom: Below1 = 0.9
+    decay_mom_rate: NonNegative = 0.0
+
+
+class WarmupLR(Block):
+    """Without `warmup_max_lr`, the warm-up ends at `optimizer.params.lr`."""
+
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative | None = None
+    warmup_num_steps: Positive = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupDecayLR(Block):
+    """`warmup_max_lr` is required: DeepSpeed's default is 0.001, whatever `optimizer.params.lr` is."""
+
+    total_num_steps: Positive
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative
+    warmup_num_steps: Positive = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupCosineLR(Block):
+    total_num_steps: Positive
+    warmup_min_ratio: Below1 = 0.0
+    warmup_num_steps: Positive = 1000
+    cos_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0001
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+SCHEDULERS: dict[str, type[Block]] = {
+    model.__name__: model for model in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""The ranges of arguments. The others are as their defaults: true or false, or a number."""
-
-REFUSED_ARGUMENTS = {
-    "torch": {"capturable", "differentiable", "decoupled_weight_decay"},
-    "deepspeed": {"amsgrad"},  # raises in FusedAdam, and DeepSpeed's CPU optimizers ignore it
-}
-"""Arguments that can't be given, by the library that has the constructor."""
-
-NO_DECAY = (NonNegative, 0.0)
-"""Type and default of `weight_decay`: the engine gives every constructor a decay of its own, 0 unless it is written."""
 
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Arguments that say by which code an Adam is computed, and not what."""
 
 FUSED_ADAM = "FusedAdamBuilder"
 
-ENGINE_ARGUMENTS = {"params", "model_params", "adam_w_mode", "adamw_mode", "optimizer", "last_batch_iteration"}
-"""Arguments that DeepSpeed gives itself."""
 
-
-def _params(constructor: Callable[..., Any], required: str, **more: Any) -> type[BaseModel]:
-    """Return the model of what `params` may hold for a constructor, `required` among them whatever the default."""
-    excluded = ENGINE_ARGUMENTS | REFUSED_ARGUMENTS[constructor.__module__.partition(".")[0]]
-    fields: dict[str, Any] = {}
-    for name, parameter in inspect.signature(constructor).parameters.items():
-        if name not in excluded:
-            needed = name == required or parameter.default is parameter.empty
-            usual = bool if isinstance(parameter.default, bool) else float
-            fields[name] = (TYPES.get(name, usual), ... if needed else parameter.default)
-    return create_model("Params", __base__=Block, **{**fields, **more})
-
-
-@functools.cache
-def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[BaseModel]:
+def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[Block]:
     """Return the arguments of the class that DeepSpeed builds (`DeepSpeedEngine._configure_basic_optimizer`).
 
     Args:
         name: in lower case, one of OPTIMIZERS.
         torch_adam: of the block's `params`.
-        offload: see `check_optimizer`.
+        offload: the optimizer's states live on the CPU.
     """
-    import torch.optim
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    if name in ("adam", "adamw"):
-        adam: Any = torch.optim.AdamW if torch_adam else DeepSpeedCPUAdam if offload else FusedAdam
-        return _params(adam, "lr", weight_decay=NO_DECAY, torch_adam=(bool, False), adam_w_mode=(bool, True))
-    return _params(torch.optim.SGD, "lr", weight_decay=NO_DECAY)
+    if name == "sgd":
+        return SGD
+    return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 
-@functools.cache
-def scheduler_params(name: str) -> type[BaseModel]:
-    """Return the arguments of a scheduler of DeepSpeed."""
-    from deepspeed.runtime import lr_schedules
-
-    # WarmupDecayLR's own maximum is 0.001, whatever `optimizer.params.lr` says; WarmupLR's is that rate.
-    optional = name == "WarmupLR"
-    more = {"warmup_max_lr": (NonNegative | None, None)} if optional else {}
-    required = "" if optional else "warmup_max_lr"
-    return _params(getattr(lr_schedules, name), required, **more)
-
-
-def check_optimizer(block: OptimizerBlock, offload: bool) -> BaseModel:
+def check_optimizer(block: OptimizerBlock, offload: bool) -> Block:
     """Return the `params` of the `optimizer` block, typed.
 
     Args:
@@ -149,7 +183,7 @@ def check_optimizer(block: OptimizerBlock, offload: bool) -> BaseModel:
     return params
 
 
-def check_scheduler(block: TypedBlock) -> BaseModel:
+def check_scheduler(block: SchedulerBlock) -> Block:
     """Return the `params` of the `scheduler` block, typed.
 
     Raises:
@@ -157,28 +191,24 @@ def check_scheduler(block: TypedBlock) -> BaseModel:
     """
     if block.type not in SCHEDULERS:
         raise ConfigError("scheduler.type", f"{shown(block.type)} is unknown", did_you_mean(block.type, SCHEDULERS))
-    params = validate(scheduler_params(block.type), block.params, "scheduler.params")
-    total, warmup = getattr(params, "total_num_steps", None), getattr(params, "warmup_num_steps", None)
-    if total is not None and warmup is not None and total < warmup:
-        problem = f"{total} steps in total, but warmup_num_steps is {warmup}"
+    params = validate(SCHEDULERS[block.type], block.params, "scheduler.params")
+    if isinstance(params, WarmupDecayLR | WarmupCosineLR) and params.total_num_steps < params.warmup_num_steps:
+        problem = f"{params.total_num_steps} steps in total, but warmup_num_steps is {params.warmup_num_steps}"
         raise ConfigError("scheduler.params.total_num_steps", problem, "warm up for fewer steps, or train longer")
     return params
 
 
 def choose_implementation(values: dict[str, Any]) -> None:
-    """Write into the `optimizer` block what computes an Adam, where it leaves that open: torch's fused kernel.
+    """Write torch's fused kernel into the `optimizer` block of an Adam, if the block leaves the implementation open.
 
     It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
-    start; it stays where an argument is given that it alone has. Offloaded states are updated by DeepSpeed's CPUAdam.
+    start; it stays if the block has an argument of that class alone. DeepSpeed's CPUAdam updates offloaded states.
     """
     block = values.get("optimizer", {})
-    name, params = block.get("type", "").lower(), block.get("params")
-    if name not in ("adam", "adamw") or params is None or _offloads_optimizer(values):
+    params = block.get("params")
+    if block.get("type", "").lower() not in ("adam", "adamw") or params is None or _offloads_optimizer(values):
         return
-    torch_fields, deepspeed_fields = (
-        optimizer_params(name, torch, False).model_fields.keys() for torch in (True, False)
-    )
-    if params.keys() & (deepspeed_fields - torch_fields):
+    if params.keys() & (FusedAdam.model_fields.keys() - TorchAdam.model_fields.keys()):
         return
     if params.setdefault("torch_adam", True) is True and "foreach" not in params:
         params.setdefault("fused", True)

@@ -102,23 +102,23 @@ def _fixed(config: TypedConfig, key: str, value: Any, reason: str) -> Refusal:
 
 def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
     """Yield what would round gradients, or reduce them in a way that DeepSpeed does not support."""
-    dtypes = config.blocks.data_types
+    accumulation_dtype, param_dtype = config["data_types.grad_accum_dtype"], config["data_types.param_dtype"]
     yield Refusal(
         "fp16.enabled",
         "with bf16.enabled",
-        config.blocks.fp16.enabled and config.blocks.bf16.enabled,
+        config["fp16.enabled"] and config["bf16.enabled"],
         "a model has one dtype",
         "enable one of them",
     )
     yield Refusal(
         "data_types.param_dtype",
         "when it is not the dtype of bf16 or fp16",
-        dtypes.param_dtype not in (None, config.dtype),
+        param_dtype not in (None, config.dtype),
         "the model is built in one dtype",
     )
     for key, dtype, process in (
-        ("communication_data_type", config.blocks.communication_data_type, "on their way between replicas"),
-        ("data_types.grad_accum_dtype", dtypes.grad_accum_dtype, "as they are added up"),
+        ("communication_data_type", config["communication_data_type"], "on their way between replicas"),
+        ("data_types.grad_accum_dtype", accumulation_dtype, "as they are added up"),
     ):
         yield Refusal(
             key,
@@ -137,7 +137,7 @@ def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         "data_types.grad_accum_dtype",
         "at stage 0 when it is not the dtype of bf16 or fp16",
-        config.stage == 0 and dtypes.grad_accum_dtype not in (None, config.dtype),
+        config.stage == 0 and accumulation_dtype not in (None, config.dtype),
         "DeepSpeed has no optimizer for that mix",
         "leave it out, or use ZeRO",
     )
@@ -162,7 +162,7 @@ def _optimizer_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         "zero_allow_untested_optimizer",
         "as false with ZeRO and the SGD optimizer",
-        config.stage > 0 and name == "SGD" and not config.blocks.zero_allow_untested_optimizer,
+        config.stage > 0 and name == "SGD" and not config["zero_allow_untested_optimizer"],
         "DeepSpeed has not tested SGD under ZeRO",
         "set it to true, or use AdamW",
     )

@@ -13,7 +13,8 @@ import torch
 from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle
 from torch import Tensor, nn
 
-from zero_tp.config.deepspeed import OFF_BLOCKS, TIMERS
+from zero_tp.config.config_file import Timers
+from zero_tp.config.deepspeed import OFF_BLOCKS
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
 from zero_tp.zero.states import Fragment, OptimizerStates
@@ -81,10 +82,9 @@ class ZeroEngine(ABC):
     scheduler: Any
 
     def __init__(self, settings: dict[str, Any], topology: Topology):
-        throughput = TIMERS["throughput"] | settings.get("timers", {}).get("throughput", {})
         # DeepSpeed enables some blocks if they exist, and requires a scheduler's params.
         self.settings = {key: value for key, value in settings.items() if key not in OFF_BLOCKS}
-        self.settings["timers"] = {"throughput": throughput}
+        self.settings["timers"] = Timers(**settings.get("timers", {})).model_dump()
         if "scheduler" in settings:
             self.settings["scheduler"] = {"params": {}, **settings["scheduler"]}
         self.topology = topology
