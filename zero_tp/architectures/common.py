@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import FIXED_IN_DECODERS, OF_DECODERS, Fields
 from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
-from zero_tp.architectures.spec import Dropouts, TransformerSpec
+from zero_tp.architectures.spec import Dropouts, Experts, TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
@@ -115,6 +115,19 @@ def spec(config: PretrainedConfig, *, partly: bool = False, **differences: Any) 
     return TransformerSpec(**{**usual, **differences})
 
 
+def experts(config: PretrainedConfig, count: int, *, normalised: bool) -> Experts:
+    """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers.
+
+    Raises:
+        ConfigError: a token has more experts than there are.
+    """
+    chosen = config.num_experts_per_tok
+    if chosen > count:
+        key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
+        raise ConfigError(key, f"{chosen} experts a token, of {count} in a layer", remedy)
+    return Experts(count, chosen, normalised, config.router_aux_loss_coef if config.output_router_logits else None)
+
+
 def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
     """Return the probabilities by the config's fields for them; None is 0."""
     return Dropouts(**{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()})
@@ -196,6 +209,12 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
 
 GATED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """The linear layers of Llama's MLP: our name, theirs."""
+
+EXPERTS = (
+    Weight(f"{OURS}mlp.gate_up.weight", f"{THEIRS}mlp.experts.gate_up_proj"),
+    Weight(f"{OURS}mlp.down.weight", f"{THEIRS}mlp.experts.down_proj"),
+)
+"""The weights of all experts of a layer, as transformers' classes hold them."""
 
 
 def weights(

@@ -38,6 +38,22 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """These describe the mixture of experts that is each layer's MLP.
+
+    Attributes:
+        count: experts of a layer. per_token: how many of them compute a token.
+        normalised: the weights of a token's experts add up to 1.
+        loss_weight: coefficient of the load-balancing loss; None: it is not part of the loss.
+    """
+
+    count: int
+    per_token: int
+    normalised: bool
+    loss_weight: float | None
+
+
+@dataclass(frozen=True)
 class TransformerSpec:
     """A spec has the choices that make one transformer. Tables of norm.py, mlp.py and others give classes by name.
 
@@ -46,6 +62,7 @@ class TransformerSpec:
             of keys and values serves a/k heads (arXiv 2305.13245).
         positions: longest sequence that the model is made for; learned positions end there.
         norm, layer, position, mlp: names in the tables NORMS, LAYERS, POSITIONS, MLPS.
+        experts: with the MLP "experts"; `mlp_size` is the width of one.
         rotary: with the position "rotary".
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
@@ -83,6 +100,7 @@ class TransformerSpec:
     dropouts: Dropouts
     windows: tuple[int | None, ...]
     rotary: Rotary | None = None
+    experts: Experts | None = None
     layer: str = "sequential"
     query_key_norm: bool = False
     padding_token: int | None = None
@@ -95,7 +113,7 @@ class TransformerSpec:
     @property
     def mlp_matrices(self) -> int:
         """Return the number of matrices of one MLP: up and down, and a gate's."""
-        return 3 if self.mlp == "gated" else 2
+        return 3 if self.mlp in ("gated", "experts") else 2
 
     def check(self, tensor: int) -> None:
         """Check that TP can split the model. KV heads need not divide: see `models/projection.py`.

@@ -19,6 +19,7 @@ from zero_tp.errors import UserError
 from zero_tp.models.context import Pieces, documents_of
 from zero_tp.models.head import OutputLayer
 from zero_tp.models.model import ParallelModel, check_shape
+from zero_tp.models.router_balance import RouterBalance
 from zero_tp.parallel.parameter import ParameterMaker
 
 
@@ -27,9 +28,11 @@ class ScoredOutput(CausalLMOutputWithPast):
     """
     Attributes:
         greedy: whether each label is the argmax, shaped like `loss`; only with `reduction="none"`.
+        aux_loss: the load-balancing loss of experts, without its coefficient, if it is a part of `loss`.
     """
 
     greedy: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -47,6 +50,15 @@ class CausalLM(ParallelModel):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        return ("aux_loss",) if self._loss_weight is not None else ()
+
+    @property
+    def _loss_weight(self) -> float | None:
+        """Return the coefficient of the load-balancing loss; None where it is not part of the loss."""
+        return None if self.spec.experts is None else self.spec.experts.loss_weight
 
     def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         return {"loss": (output.loss.double().sum(), (arguments["shift_labels"] != IGNORE_INDEX).sum())}
@@ -90,7 +102,8 @@ class CausalLM(ParallelModel):
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks; with `none` shaped like
-            the labels, 0 for ignored ones, and `greedy`.
+            the labels, 0 for ignored ones, and `greedy`. As in transformers, `output_router_logits` of a model with
+            experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
 
         Raises:
             UserError: with gradients, s does not divide by t under SP, or there is a cache; s exceeds learned
@@ -108,8 +121,16 @@ class CausalLM(ParallelModel):
             if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if reduction == "none" else 2):
                 raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
             self._check_ids("labels", targets, ignore=IGNORE_INDEX)
-        hidden, sequence = self.hidden_states(input_ids, attention_mask, position_ids, document_ids, past_key_values)
-        loss = logits = greedy = None
+        weight, balance = self._loss_weight, None
+        if weight is not None and targets is not None and reduction == "mean":
+            assert self.spec.experts is not None
+            balance = RouterBalance(self.spec.experts, attention_mask, self.topology.tensor)
+        hidden, sequence = self.hidden_states(
+            input_ids, attention_mask, position_ids, document_ids, past_key_values, balance=balance
+        )
+        loss = logits = greedy = aux_loss = None
+        if balance is not None:
+            hidden, aux_loss = balance.loss(hidden)
         if targets is not None:
             labelled = targets.transpose(0, 1).contiguous()
             if reduction == "none":
@@ -117,9 +138,10 @@ class CausalLM(ParallelModel):
                 loss, greedy = (score.transpose(0, 1) for score in scores)
             else:
                 loss = self.head(hidden, labelled, sequence=sequence, divisor=num_items_in_batch)
+                loss = loss if aux_loss is None or weight is None else loss + weight * aux_loss
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
-        return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy)
+        return ScoredOutput(loss=loss, logits=logits, past_key_values=past_key_values, greedy=greedy, aux_loss=aux_loss)
 
     def hidden_states(
         self,
@@ -128,8 +150,14 @@ class CausalLM(ParallelModel):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
+        *,
+        balance: RouterBalance | None = None,
     ) -> tuple[Tensor, bool]:
-        """Return (input of the output layer, [s, b, h], whether it is a sequence shard). Arguments: see `forward`."""
+        """Return (input of the output layer, [s, b, h], whether it is a sequence shard). Arguments: see `forward`.
+
+        Args:
+            balance: counts what the routers of experts choose.
+        """
         self._check_shapes(input_ids, attention_mask, position_ids, document_ids, past_key_values)
         self._check_ids("token ids", input_ids)
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
@@ -141,6 +169,7 @@ class CausalLM(ParallelModel):
             positions=position_ids,
             pieces=None if document_ids is None else self._pieces(document_ids, input_ids.device),
             cache=past_key_values,
+            balance=balance,
             sequence=sequence,
         )
         return hidden, sequence

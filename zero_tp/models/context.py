@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from zero_tp.models.position import Rotation
+from zero_tp.models.router_balance import RouterBalance
 
 
 def starts_of(documents: Tensor) -> npt.NDArray[np.int32]:
@@ -151,9 +152,11 @@ class ForwardContext:
         masks: by window, see AttentionCore.mask.
         rotation: of rotary positions.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present ones.
+        balance: counts what the routers of experts choose.
     """
 
     sequence: bool
     masks: dict[int | None, Tensor | Packed | None]
     rotation: Rotation | None = None
     cache: Cache | None = None
+    balance: RouterBalance | None = None

@@ -94,6 +94,3 @@ class GatedMLP(nn.Module):
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         wide = self.gate_up(tensor, sequence=context.sequence)
         return self.down(self.activation(wide), sequence=context.sequence)
-
-
-MLPS: dict[str, type[MLP] | type[GatedMLP]] = {"mlp": MLP, "gated": GatedMLP}

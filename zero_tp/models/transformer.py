@@ -14,9 +14,11 @@ from transformers.cache_utils import Cache
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.attention import CORES, Attention
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
-from zero_tp.models.mlp import MLPS
+from zero_tp.models.mlp import MLP, GatedMLP
+from zero_tp.models.moe import Experts
 from zero_tp.models.norm import NORMS
 from zero_tp.models.position import POSITIONS, LearnedVectors, rotation
+from zero_tp.models.router_balance import RouterBalance
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -59,6 +61,9 @@ class Embedding(nn.Module):
         if self.position is not None:
             stream = stream + self.position(positions[first : first + length])
         return self.dropout(self.norm(stream))
+
+
+MLPS: dict[str, type[MLP] | type[GatedMLP] | type[Experts]] = {"mlp": MLP, "gated": GatedMLP, "experts": Experts}
 
 
 class TransformerLayer(nn.Module):
@@ -146,6 +151,7 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         pieces: Pieces | None = None,
         cache: Cache | None = None,
+        balance: RouterBalance | None = None,
     ) -> ForwardContext:
         """Return what all layers share in a forward of `length` tokens.
 
@@ -168,7 +174,7 @@ class Transformer(nn.Module):
             elif rotary.by_length:
                 until = int(positions.max()) + 1
             turning = rotation(rotary, positions, until, like.dtype)
-        return ForwardContext(sequence, masks, turning, cache)
+        return ForwardContext(sequence, masks, turning, cache, balance)
 
     def forward(
         self,
@@ -179,6 +185,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         pieces: Pieces | None = None,
         cache: Cache | None = None,
+        balance: RouterBalance | None = None,
         sequence: bool,
     ) -> Tensor:
         """Return the hidden states after the last norm.
@@ -191,6 +198,7 @@ class Transformer(nn.Module):
             sequence: run on sequence shards (SP).
             pieces: the documents; a token attends to its own.
             cache: keys and values of earlier tokens; gets the present ones.
+            balance: counts what the routers of experts choose.
         """
         length = tokens.shape[0]
         past = int(cache.get_seq_length()) if cache is not None else 0
@@ -206,6 +214,7 @@ class Transformer(nn.Module):
             padding=padding,
             pieces=pieces,
             cache=cache,
+            balance=balance,
         )
         for layer in self.layers:
             stream = layer(stream, context=context)

@@ -1,8 +1,8 @@
 """The collectives inside a layer, and the conjugate operators built on them.
 
 Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05198, figures 4 and 5). Each pair is
-conjugate: what one does forward the other does backward. f, whose forward does nothing, has no function here: the
-column-parallel layer does its backward (linear.py).
+conjugate: what one does forward the other does backward. A column-parallel layer does the backward of its own f or g,
+where it overlaps (linear.py).
 
 Shapes: s sequence, b batch, h hidden, t TP size. Activations are [s, b, h]; a sequence shard is [s/t, b, h].
 The group is always an argument; a group of one rank communicates nothing.
@@ -114,6 +114,17 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return start_reduce_scatter(tensor, group, async_op=False).wait()
 
 
+class _CopyToTensorRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous().clone(), ctx.group), None
+
+
 class _ReduceFromTensorRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -144,6 +155,11 @@ class _ReduceScatterToSequenceRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_gather(gradient, ctx.group), None
+
+
+def copy_to_tensor_region(tensor: Tensor, group: Group) -> Tensor:
+    """Enter a tensor-parallel region (f): forward identity; backward all-reduce over the TP group. [*] → [*]."""
+    return tensor if group_size(group) == 1 else _CopyToTensorRegion.apply(tensor, group)
 
 
 def reduce_from_tensor_region(tensor: Tensor, group: Group) -> Tensor:

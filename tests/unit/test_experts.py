@@ -1,0 +1,74 @@
+"""Mixtures of experts in one process against transformers' own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compare import check_close
+from tests.experts import ROUTINGS, fields, inputs, reference_model, tables
+from tests.native import check_gradients, parallel_model
+from zero_tp.architectures import ARCHITECTURES, mixtral
+from zero_tp.errors import ConfigError
+from zero_tp.topology import Topology
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 7}, {"sliding_window": 5}])
+def test_logits_both_losses_and_every_gradient(routing: str, padded: bool, changes: dict[str, Any]) -> None:
+    reference = reference_model(fields(**changes), 1, routing)
+    batch = inputs(61, padded=padded)
+    with tables():
+        model = parallel_model(reference, Topology(world=1)).train()
+        expected, found = reference(**batch), model(**batch, return_logits=True)
+        # Padding that sees no token through a window has no defined output.
+        seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        check_close({"logits": found.logits[seen]}, {"logits": expected.logits.detach()[seen]})
+        assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+        assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+        expected.loss.backward()
+        found.loss.backward()
+        check_gradients(model, reference)
+
+
+def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
+    reference = reference_model(fields(output_router_logits=False), 1)
+    batch = inputs(61, padded=False)
+    with tables():
+        model = parallel_model(reference, Topology(world=1)).train()
+        found = model(**batch)
+        assert found.aux_loss is None and model.figures == ()
+        assert found.loss.item() == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
+
+
+def test_no_command_reaches_the_table() -> None:
+    assert "mixtral" not in ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok: 8 experts a token, of 7"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is refused"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    from transformers import MixtralConfig
+
+    named = fields(**changes)
+    named.pop("model_type")
+    with pytest.raises(ConfigError, match=message):
+        mixtral.TABLE.spec(MixtralConfig(**named))
+
+
+def test_a_model_in_bf16_counts_as_transformers_does() -> None:
+    """The loss's statistics are of probabilities rounded to bf16, and of a choice among these."""
+    # torch's grouped product takes rows of 16 bytes.
+    reference = reference_model(fields(intermediate_size=24), 1).to(torch.bfloat16)
+    batch = inputs(61, padded=True)
+    with tables(), torch.no_grad():
+        model = parallel_model(reference, Topology(world=1), dtype=torch.bfloat16)
+        assert model(**batch).aux_loss.item() == pytest.approx(reference(**batch).aux_loss.item(), rel=1e-2)
