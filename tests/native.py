@@ -100,4 +100,5 @@ def parallel_model(reference: Any, topology: Topology, attention: str | None = N
     """This rank's part of a Hugging Face model, by default with its attention."""
     config = copy.deepcopy(reference.config)
     config._attn_implementation = attention or config._attn_implementation
+    config._experts_implementation = None  # what the reference chose for itself is no choice of ours
     return our_class(config)(config, topology, source=Native(reference), **options)

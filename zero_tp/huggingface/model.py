@@ -35,10 +35,6 @@ class HuggingFaceModel(PretrainedWeights):
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the layers' constructors have filled their parameters, the same for every TP size."""
 
-    def _grouped_mm_can_dispatch(self) -> bool:
-        """Accept transformers' default way of experts in a config; models here compute theirs in their own way."""
-        return True
-
     @property
     def accepts_loss_kwargs(self) -> bool:
         """Tell Trainer whether a step's loss is one sum over `num_items_in_batch`; else it takes means of means."""
