@@ -74,10 +74,26 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
         OSError: it cannot be made.
     """
     partial = hidden_sibling(output, "partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        stack.callback(os.close, descriptor)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial, output):
+            try:
+                _finish_replacing(output, own)
+                for path in partial.iterdir():
+                    remove(path)
+                yield partial
+            finally:
+                _finish_replacing(output, own)
+                shutil.rmtree(partial, ignore_errors=True)  # it is gone if it has become the output
+    except (KeyboardInterrupt, SystemExit):  # also of a signal that came between making and locking it
+        clear_partial(output, own)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(partial: Path, output: Path) -> Iterator[None]:
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
         try:
             locked = lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,14 +102,9 @@ def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]
             ) from None
         if not locked and any(partial.iterdir()):
             raise UserError(f"{partial} is left of another process: remove it unless that still runs")
-        try:
-            _finish_replacing(output, own)
-            for path in partial.iterdir():
-                remove(path)
-            yield partial
-        finally:
-            _finish_replacing(output, own)
-            shutil.rmtree(partial, ignore_errors=True)  # it is gone if it has become the output
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def lock(file: IO[Any] | int, kind: int) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.corpora import TEXTS, output_of, run, texts_of, write_jsonl
+from zero_tp import files
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data import sources as reading
 from zero_tp.data import spool as spooling
@@ -227,6 +228,26 @@ def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
     assert process.wait() == 143
     left = {path.name for path in tmp_path.iterdir()} - {".out.progress"}  # which is there after some seconds
     assert left == {"a.jsonl"}
+
+
+@pytest.mark.parametrize("when", ["made", "locked"])
+def test_a_signal_before_the_first_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    take, taken = files.lock, []
+
+    def lock(file: int, kind: int) -> bool:
+        taken.append(file)
+        if when == "locked" or len(taken) > 1:
+            take(file, kind)
+        if len(taken) == 1:
+            raise SystemExit(143)
+        return True
+
+    monkeypatch.setattr(files, "lock", lock)
+    with pytest.raises(SystemExit), partial_directory(tmp_path / "out"):
+        pytest.fail("the block is not entered")
+    assert len(taken) == 2 and not list(tmp_path.iterdir())
 
 
 def test_links_in_an_output_stay_and_an_output_may_be_one(tmp_path: Path) -> None:
