@@ -87,7 +87,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
     with fake_world(world.ranks, world.rank, folder) as (clocks, store):
         file, run = furnish(world, folder), folder / "run"
         with clocks.part("config"):
-            config = RunConfig.load(file, (), world.ranks, *saved_start(run, None))
+            config = RunConfig.load(file, (), world.ranks, saved_start(run, None))
         directory.checkpoints_of(run).mkdir(parents=True, exist_ok=True)
         with clocks.part("corpora, model config"):
             prepared = RunInputs(config, run, whole=world.rank % 8 == 0)
@@ -110,7 +110,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         watched(world, clocks, store)
         found = save(world, clocks, saver, run)
         with clocks.part("resume: config"):
-            RunConfig.load(file, (), world.ranks, *saved_start(run, None))
+            RunConfig.load(file, (), world.ranks, saved_start(run, None))
         go_on(clocks, "resume", run, config, engine, prepared)
         for name, sizes in moves(world).items():
             moved = folder / name

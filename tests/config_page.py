@@ -24,9 +24,10 @@ from zero_tp.config import RunConfig
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.effects import caution_rows, without_effect_rows
-from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS
+from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
 from zero_tp.config.refusals import refusals
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
+from zero_tp.config.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
 from zero_tp.errors import shown
 from zero_tp.validation import fields_by_name, model_in
@@ -107,10 +108,11 @@ def page() -> str:
             " (`torch_adam` false) and its CPUAdam of offloaded states need a C++ compiler, on CUDA"
             " devices `nvcc` too, and are compiled when a machine first needs them, which a line says. They may change"
             " when a run is resumed.",
-            f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): {_listed(SCHEDULERS)}. DeepSpeed's"
-            ' `warmup_type` is `"log"` unless the file says `"linear"`. Step k, from 1, trains at its value at k: a'
-            " linear warm-up of 100 steps reaches its rate at step 100. (DeepSpeed alone is later, and would train"
-            " steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step.",
+            f"- [`scheduler`]({DEEPSPEED_DOCS}#scheduler-parameters): DeepSpeed's {_listed(DEEPSPEED_SCHEDULES)},"
+            f" and transformers' {_listed(TRANSFORMERS_SCHEDULES)}. Step k, from 1, trains at the schedule's value"
+            " at k: a linear warm-up of 100 steps reaches its rate at step 100. (DeepSpeed alone is later, and would"
+            " train steps 1 and 2 at rate 0.) A resumed run trains at the rate of its own config at that step;"
+            " `zero-tp check` prints the rates of some steps.",
             *(f"- {_block(name)}" for name, field in ConfigFile.model_fields.items() if _is_block(name, field)),
             "",
             '### `"auto"`',
@@ -120,6 +122,15 @@ def page() -> str:
             *_table(("key", "means"), ((f"`{key}`", meaning) for key, (meaning, _) in AUTO.items())),
             "",
             '`"auto"` for any other key is an error.',
+            "",
+            "A schedule of n steps is at its end, often rate 0, at step n; one step more than the run has leaves that"
+            " out. When a run is resumed with other `training.steps`, the length follows them until the rate has begun"
+            " to fall, and stays from then on; a line of the log says which. So a run with `warmup_stable_decay` may be"
+            " made longer or begin its decay at any checkpoint of the stable phase.",
+            "",
+            "### `scheduler.params`",
+            "",
+            *_table(("type", "parameters and defaults"), ((f"`{name}`", _params(m)) for name, m in SCHEDULES.items())),
             "",
             "## What is refused",
             "",
@@ -137,6 +148,10 @@ def page() -> str:
             "### Optimizers",
             "",
             *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_OPTIMIZERS.items())),
+            "",
+            "### Schedules",
+            "",
+            *_table(("type", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_SCHEDULES.items())),
             "",
             f"`zero_tp.model.model_type` other than {_listed(sorted(ARCHITECTURES))}.",
             "",
@@ -168,6 +183,10 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
             continue
         key = f"{prefix}{name}"
         yield f"`{key}`", _type(field), _default(field), field.description or ""
+
+
+def _params(model: type[BaseModel]) -> str:
+    return ", ".join(f"`{name}` ({_default(field)})" for name, field in model.model_fields.items()) or "none"
 
 
 def _type(field: FieldInfo) -> str:

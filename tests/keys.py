@@ -18,7 +18,8 @@ from pydantic import BaseModel
 from tests.distributed.matrix import FACTORS, config_of
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED
-from zero_tp.config.optimizer import OPTIMIZERS, SCHEDULERS, optimizer_params
+from zero_tp.config.optimizer import OPTIMIZERS, optimizer_params
+from zero_tp.config.schedule import SCHEDULES
 from zero_tp.validation import fields_by_name, model_in
 
 Changes = dict[str, Any]
@@ -133,7 +134,7 @@ ELSEWHERE: dict[str, str] = {
     "scheduler.type": "tests/distributed/test_schedule.py",
     **{
         f"scheduler.params.{key}": "tests/distributed/test_schedule.py"
-        for model in SCHEDULERS.values()
+        for model in SCHEDULES.values()
         for key in model.model_fields
         if key != "decay_mom_rate"  # is refused
     },
@@ -199,7 +200,7 @@ def all_keys() -> dict[str, Any]:
     keys = {key: kind for key, kind in names(ConfigFile, "") if key.partition(".")[0] not in untrained}
     for name, *which in product(OPTIMIZERS, (True, False), (True, False)):
         keys |= dict(names(optimizer_params(name.lower(), *which), "optimizer.params."))
-    for model in SCHEDULERS.values():
+    for model in SCHEDULES.values():
         keys |= dict(names(model, "scheduler.params."))
     return keys | {"optimizer.type": str, "optimizer.legacy_fusion": bool, "scheduler.type": str}
 

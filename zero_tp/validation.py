@@ -17,6 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 EXPECTED = {
     "int": "an integer",

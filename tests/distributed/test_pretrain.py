@@ -97,7 +97,7 @@ def test_a_run(workplace: Path, finished: Output) -> None:
 def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after step 6 and started again with the same command. The first says what its processes import."""
     again_at: tuple[str, ...] = ("--deepspeed_config", "small.json", "--output-dir", "again")
-    again_at += ("--set", "scheduler.params.total_num_steps=8")
+    again_at += ("--set", "scheduler.params.total_num_steps=9")
     with monkeypatch.context() as told:
         told.setenv("PYTHONPROFILEIMPORTTIME", "1")
         first = pretrain(4, workplace, *again_at, "--set", "zero_tp.training.steps=6")
@@ -115,6 +115,34 @@ def test_a_stopped_run_goes_on_bit_for_bit(workplace: Path, finished: Output, mo
     done = pretrain(4, workplace, *again_at)
     assert done.returncode == 0
     assert "the run is at step 8, zero_tp.training.steps is 8: nothing to do" in done.stdout
+
+
+@THOROUGH
+def test_a_decay_begins_at_a_checkpoint_of_the_stable_phase(workplace: Path) -> None:
+    """With the losses of a run that planned it so; the line that says the new length is printed."""
+    params = {"num_warmup_steps": 2, "num_training_steps": "auto", "num_decay_steps": 3, "min_lr_ratio": 0.1}
+    block = json.dumps({"type": "warmup_stable_decay", "params": params})
+    sets = [f"scheduler={block}", "zero_tp.checkpoint.interval=4", "zero_tp.checkpoint.keep=3"]
+
+    def ended(output: str, steps: int, *others: str) -> str:
+        words = ["--deepspeed_config", "small.json", "--output-dir", output, *others]
+        words += [word for key in (*sets, f"zero_tp.training.steps={steps}") for word in ("--set", key)]
+        done = pretrain(2, workplace, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    ended("planned", 7)
+    ended("long", 9)
+    told = ended("decayed", 7, "--resume-from", str(workplace / "long" / "checkpoints" / "step_00000004"))
+    assert (
+        "scheduler.params.num_training_steps: 8, which follows zero_tp.training.steps (10 at the start before)" in told
+    )
+    planned, decayed = (
+        [(r["step"], r["loss"], r["learning_rate"]) for r in trained_steps(workplace / name) if r["step"] > 4]
+        for name in ("planned", "decayed")
+    )
+    assert len(planned) == 3 and planned == decayed
+    assert planned != [(r["step"], r["loss"], r["learning_rate"]) for r in trained_steps(workplace / "long")][4:7]
 
 
 @THOROUGH
@@ -157,7 +185,7 @@ def test_a_run_goes_on_elsewhere_and_is_exported(workplace: Path, finished: Outp
     assert other.returncode == 0, other.stdout + other.stderr
     moved = "resuming step 8 saved at TP 2 × DP 2, SP, ZeRO-2, fp32 → TP 1 × DP 2, ZeRO-3, fp32"
     assert moved in said(other.stdout)
-    assert "total_num_steps: the run is longer, and trains at the lowest rate from there on" in other.stdout
+    assert "total_num_steps: stays 9, because the rate has been falling since step 2" in other.stdout
     rates = {record["step"]: record["learning_rate"] for record in trained_steps(workplace / "runs" / "small")}
     assert rates[9] == pytest.approx(3e-3 * 1e-4), "cos_min_ratio's default"
 

@@ -13,7 +13,7 @@ import torch
 from tests.distributed.test_model import NO_DROPOUT
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.config.optimizer import SCHEDULERS
+from zero_tp.config.schedule import SCHEDULES
 from zero_tp.topology import Topology
 
 RATE, STEPS = 0.25, 12
@@ -25,6 +25,47 @@ def cosine(part: float) -> float:
     return (1 + math.cos(math.pi * min(1.0, part))) / 2
 
 
+def native(name: str, params: dict[str, Any]) -> Callable[[int], float]:
+    """The rate at k of transformers' own schedule, stepped k times."""
+
+    def rate(k: int) -> float:
+        from transformers import get_scheduler
+
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=RATE)
+        others = {key: value for key, value in params.items() if key not in WHOLE}
+        warmup, length = map(params.get, WHOLE)
+        schedule = get_scheduler(name, optimizer, warmup, length, others)
+        for _ in range(k):
+            optimizer.step()
+            schedule.step()
+        return float(schedule.get_last_lr()[0])
+
+    return rate
+
+
+WHOLE = ("num_warmup_steps", "num_training_steps")
+LENGTHS = {"num_warmup_steps": 3, "num_training_steps": 11}
+OF_TRANSFORMERS: list[tuple[str, dict[str, Any]]] = [
+    ("constant", {}),
+    ("constant_with_warmup", {"num_warmup_steps": 4}),
+    ("inverse_sqrt", {"num_warmup_steps": 3}),
+    ("inverse_sqrt", {"num_warmup_steps": 2, "timescale": 7}),
+    ("linear", LENGTHS),
+    ("cosine", LENGTHS),
+    ("cosine", {**LENGTHS, "num_cycles": 1.5}),
+    ("cosine_with_restarts", {**LENGTHS, "num_cycles": 2}),
+    ("cosine_with_min_lr", {**LENGTHS, "min_lr": 0.05}),
+    ("cosine_with_min_lr", {**LENGTHS, "min_lr_rate": 0.1, "num_cycles": 0.5}),
+    ("cosine_warmup_with_min_lr", {**LENGTHS, "min_lr_rate": 0.1, "warmup_lr_rate": 0.2}),
+    ("polynomial", {**LENGTHS, "lr_end": 0.01, "power": 2.0}),
+    ("warmup_stable_decay", {**LENGTHS, "num_decay_steps": 4}),
+    (
+        "warmup_stable_decay",
+        {**LENGTHS, "num_decay_steps": 5, "warmup_type": "cosine", "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+    ),
+    ("warmup_stable_decay", {**LENGTHS, "num_decay_steps": 5, "decay_type": "cosine", "num_cycles": 0.4}),
+]
+"""Schedules of transformers, with every parameter that they have."""
 CYCLE = {"cycle_min_lr": LOW, "cycle_max_lr": HIGH, "cycle_first_step_size": 3, "cycle_second_step_size": 4}
 RANGE = {"lr_range_test_min_lr": LOW, "lr_range_test_step_size": 3, "lr_range_test_step_rate": 2.0}
 FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
@@ -69,8 +110,9 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
         {**CYCLE, "cycle_first_step_size": 4, "cycle_first_stair_count": 2, "cycle_second_stair_count": 1},
         lambda k: LOW + (HIGH - LOW) * (k // 2 / 2 if k <= 4 else max(0, (8 - k) // 4)),
     ),
+    **{f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS},
 }
-"""DeepSpeed's schedules: type, params, and the rate at k as its documentation says it."""
+"""Schedules: type, params, and the rate at k as DeepSpeed's documentation says it, or transformers' own."""
 
 
 def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
@@ -116,7 +158,7 @@ def rates(stage: int) -> dict[str, list[tuple[float, float]]]:
 
 @pytest.mark.parametrize("stage", in_tiers([0, 2], [0]))
 def test_step_k_trains_at_the_schedule_s_value_at_k(ranks: Pools, stage: int) -> None:
-    assert {scheduler for scheduler, _, _ in FORMULAS.values()} == set(SCHEDULERS)
+    assert {scheduler for scheduler, _, _ in FORMULAS.values()} == set(SCHEDULES)
     found = ranks(2).run(rates, stage)[0]
     for name, (_, _, formula) in FORMULAS.items():
         expected = [formula(k) for k in range(1, STEPS + 1)]
@@ -131,6 +173,8 @@ RESUMED: list[tuple[str | None, str | None]] = [
     ("linear decay", "one cycle"),
     ("range test", "cosine decay"),
     ("one cycle", "one cycle"),
+    ("linear decay", f"linear {LENGTHS}"),
+    (f"cosine {LENGTHS}", "constant {}"),
 ]
 """The schedule of a run and of the one that goes on from it, by the names of FORMULAS."""
 

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.mistakes import MISTAKES, RIGHT, Mistake
 from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.config import ConfigError, RunConfig, check_accelerator, describe
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.resolve import resolve_batch
+from zero_tp.config.resolve import SavedStart, resolve_batch
 from zero_tp.config.schema import RecomputePolicy
 from zero_tp.files import MOST_BYTES
 from zero_tp.topology import data_parallel_size
@@ -71,7 +72,7 @@ def test_deepspeed_gets_whole_batch_sizes_and_no_block_of_ours(tmp_path: Path) -
     assert (config.data_parallel, config.micro_batch, config.accumulation, config.global_batch) == (4, 4, 2, 32)
     given_to_deepspeed = config.deepspeed_config()
     assert given_to_deepspeed["train_batch_size"] == 32 and "zero_tp" not in given_to_deepspeed
-    assert given_to_deepspeed["scheduler"]["params"]["total_num_steps"] == 100
+    assert given_to_deepspeed["scheduler"]["params"]["total_num_steps"] == 101
     given_to_deepspeed["optimizer"]["params"].clear()
     assert config.deepspeed_config()["optimizer"]["params"]["lr"] == 3e-4
     assert (config.zero_stage, config.dtype, config.name, config.world_size) == (2, "bf16", "run", 8)
@@ -119,16 +120,34 @@ def test_a_scheduler_that_says_only_its_type_can_start(tmp_path: Path) -> None:
     assert config.deepspeed_config()["scheduler"] == {"type": "WarmupLR", "params": {}}
 
 
-def test_a_longer_run_keeps_the_schedule_of_its_first_start(tmp_path: Path) -> None:
+def test_an_auto_schedule_follows_the_steps_until_its_rate_falls(tmp_path: Path) -> None:
     path = written(tmp_path, changed(scheduler__params__warmup_num_steps="auto"))
     first = RunConfig.load(path, ["zero_tp.training.steps=1000"], world_size=4)
-    params = {"total_num_steps": 1000, "warmup_num_steps": 10}
+    params = {"total_num_steps": 1001, "warmup_num_steps": 10}
     assert first.deepspeed_config()["scheduler"]["params"] == params
-    later = RunConfig.load(path, ["zero_tp.training.steps=3000"], world_size=4, frozen=first.resolved())
-    assert later.deepspeed_config()["scheduler"]["params"] == params
-    assert later.zero_tp.training.steps == 3000
-    written_out = RunConfig.load(path, ["scheduler.params.total_num_steps=2000"], 4, frozen=first.resolved())
-    assert written_out.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == 2000
+    for updates in (0, 10, 11, 900):
+        saved = SavedStart(first.resolved(), {}, updates)
+        later = RunConfig.load(path, ["zero_tp.training.steps=3000"], 4, saved)
+        has_begun = updates > 10
+        expected = params if has_begun else {**params, "total_num_steps": 3001}
+        assert later.deepspeed_config()["scheduler"]["params"] == expected and later.zero_tp.training.steps == 3000
+        said = r"stays 1001, because the rate has been falling since step 10; --set \S+=3001" if has_begun else "3001, "
+        assert re.match(f"scheduler.params.total_num_steps: {said}", later.cautions()[0])
+        assert not RunConfig.load(path, ["zero_tp.training.steps=1000"], 4, saved).cautions()
+        written_out = RunConfig.load(path, ["scheduler.params.total_num_steps=2000"], 4, saved)
+        assert written_out.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == 2000
+
+
+def test_a_decay_may_begin_anywhere_in_the_stable_phase(tmp_path: Path) -> None:
+    params = {"num_warmup_steps": "auto", "num_training_steps": "auto", "num_decay_steps": 100}
+    path = written(tmp_path, changed(scheduler={"type": "warmup_stable_decay", "params": params}))
+    first = RunConfig.load(path, ["zero_tp.training.steps=1000"], 4)
+    assert first.deepspeed_config()["scheduler"]["params"] == {
+        **{"num_warmup_steps": 10, "num_training_steps": 1001, "num_decay_steps": 100}
+    }
+    for updates, length in ((500, 601), (901, 601), (902, 1001)):
+        later = RunConfig.load(path, ["zero_tp.training.steps=600"], 4, SavedStart(first.resolved(), {}, updates))
+        assert later.deepspeed_config()["scheduler"]["params"]["num_training_steps"] == length
 
 
 def test_auto_values(tmp_path: Path) -> None:
@@ -151,7 +170,7 @@ def test_auto_values(tmp_path: Path) -> None:
     assert resolved["gradient_clipping"] == 1.0
     assert resolved["optimizer"]["params"]["eps"] == 1e-8
     assert resolved["zero_optimization"]["reduce_bucket_size"] == 64 * 64
-    assert resolved["scheduler"]["params"] == {"total_num_steps": 100, "warmup_num_steps": 1, "warmup_max_lr": 3e-4}
+    assert resolved["scheduler"]["params"] == {"total_num_steps": 101, "warmup_num_steps": 1, "warmup_max_lr": 3e-4}
 
 
 @pytest.mark.parametrize("key", ["zero_optimization.stage", "zero_tp.training.steps", "tensorboard.job_name"])

@@ -13,8 +13,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import config as ds
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 
-from zero_tp.config import RunConfig, optimizer
+from zero_tp.config import RunConfig, optimizer, schedule
 from zero_tp.config import deepspeed as keys
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.validation import Block
@@ -98,7 +99,7 @@ def test_top_level_keys() -> None:
         ("aio", keys.Aio),
         ("flops_profiler", keys.FlopsProfiler),
         ("optimizer", optimizer.OptimizerBlock),
-        ("scheduler", optimizer.SchedulerBlock),
+        ("scheduler", schedule.SchedulerBlock),
     ],
 )
 def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str, model: type[Block]) -> None:
@@ -141,11 +142,13 @@ SCHEDULER_PARAMETERS: dict[str, set[str]] = {
 
 @pytest.mark.parametrize("name", SCHEDULER_PARAMETERS)
 def test_parameters_of_schedulers(name: str) -> None:
-    assert set(optimizer.SCHEDULERS[name].model_fields) == SCHEDULER_PARAMETERS[name]
+    assert set(schedule.SCHEDULES[name].model_fields) == SCHEDULER_PARAMETERS[name]
 
 
-def test_all_schedulers_of_deepspeed_are_known() -> None:
-    assert set(optimizer.SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
+def test_all_schedules_are_known() -> None:
+    assert set(schedule.DEEPSPEED_SCHEDULES) == set(lr_schedules.VALID_LR_SCHEDULES)
+    known = {*schedule.TRANSFORMERS_SCHEDULES, *schedule.REFUSED_SCHEDULES}
+    assert known == {kind.value for kind in TYPE_TO_SCHEDULER_FUNCTION}
 
 
 CONSTRUCTORS: tuple[tuple[type[Block], Any], ...] = (
@@ -153,11 +156,23 @@ CONSTRUCTORS: tuple[tuple[type[Block], Any], ...] = (
     (optimizer.FusedAdam, FusedAdam),
     (optimizer.CPUAdam, DeepSpeedCPUAdam),
     (optimizer.SGD, torch.optim.SGD),
-    *((model, getattr(lr_schedules, name)) for name, model in optimizer.SCHEDULERS.items()),
+    *((model, getattr(lr_schedules, name)) for name, model in schedule.DEEPSPEED_SCHEDULES.items()),
+    *(
+        (model, TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)])
+        for name, model in schedule.TRANSFORMERS_SCHEDULES.items()
+    ),
 )
-BY_THE_ENGINE = {"params", "model_params", "adamw_mode", "optimizer", "last_batch_iteration"}
-REFUSED = {"torch": {"capturable", "differentiable"}, "deepspeed": {"amsgrad"}}
+BY_THE_ENGINE = {"params", "model_params", "adamw_mode", "optimizer", "last_batch_iteration", "last_epoch"}
+REFUSED = {
+    "torch": {"capturable", "differentiable"},
+    "deepspeed": {"amsgrad"},
+    "transformers": {"num_stable_steps"},
+}
 """Arguments that a file can't give, by the library of the constructor."""
+
+
+NAMED = {schedule.WarmupDecayLR: {"warmup_max_lr"}, schedule.WarmupStableDecay: {"num_training_steps"}}
+"""Arguments that a file must give though they have defaults."""
 
 
 @pytest.mark.parametrize(("model", "constructor"), CONSTRUCTORS)
@@ -171,7 +186,7 @@ def test_params_are_the_constructor_s_arguments_with_its_defaults(model: type[Bl
     fields = model.model_fields
     assert fields.keys() - CHOICE == arguments.keys() - CHOICE
     required = {name for name, default in arguments.items() if default is inspect.Parameter.empty}
-    named = {"lr"} if "lr" in fields else {"warmup_max_lr"} if model is optimizer.WarmupDecayLR else set()
+    named = {"lr"} if "lr" in fields else NAMED.get(model, set())
     assert {name for name, field in fields.items() if field.is_required()} == required | named
     same = arguments.keys() - required - named - {"weight_decay"} - CHOICE  # the engine gives its own weight_decay
     assert {name: fields[name].default for name in same} == {name: arguments[name] for name in same}

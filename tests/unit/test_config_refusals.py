@@ -24,6 +24,7 @@ from zero_tp.config.typed import Door, TypedConfig
 from zero_tp.topology import Topology
 
 ACTIVATIONS = "activation_checkpointing"
+LENGTHS = {"num_warmup_steps": 1, "num_training_steps": 9}
 SGD: dict[str, Any] = {"optimizer.type": "SGD", "zero_allow_untested_optimizer": True}
 REFUSED: tuple[dict[str, Any], ...] = (
     {"fp16.enabled": True},
@@ -54,6 +55,8 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {**SGD, "optimizer.params": {"lr": 0.1, "nesterov": True}},
     {"optimizer.params": {"lr": 0.1, "foreach": True, "fused": True}},
     {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1.0}}},
+    {"scheduler": {"type": "polynomial", "params": {**LENGTHS, "lr_end": 1.0}}},
+    {"scheduler": {"type": "cosine_with_min_lr", "params": {**LENGTHS, "min_lr": 1.0}}},
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1.0, "cycle_max_lr": 0.5}}},
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": 0.95}}},
     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_mom_rate": 0.1}}},

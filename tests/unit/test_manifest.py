@@ -16,6 +16,7 @@ from zero_tp.checkpoint.convert import config_of, to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest
 from zero_tp.checkpoint.manifest import OWN_HASH, content_hash
 from zero_tp.checkpoint.run import saved_start
+from zero_tp.config.resolve import SavedStart
 from zero_tp.errors import UserError
 from zero_tp.tensors import files
 
@@ -162,9 +163,10 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
     run = checkpoint.parents[1]
     with rewritten(checkpoint) as manifest:
         manifest["config"] = {"scheduler": {"params": {"total_num_steps": 7}}}
+        manifest["progress"]["counters"] = {"global_steps": 5, "global_samples": 10, "skipped_steps": 1}
     (run / "config.json").write_text("")
     model = read_manifest(checkpoint).model
-    assert saved_start(run) == ({"scheduler": {"params": {"total_num_steps": 7}}}, model)
+    assert saved_start(run) == SavedStart({"scheduler": {"params": {"total_num_steps": 7}}}, model, 4)
 
 
 def test_an_unknown_key_is_named(checkpoint: Path) -> None:

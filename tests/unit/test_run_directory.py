@@ -89,7 +89,7 @@ def test_on_a_file_system_without_locks_the_last_launch_owns_the_run(
 
 def test_a_start_that_saved_nothing_freezes_nothing(tmp_path: Path) -> None:
     (tmp_path / CONFIG).write_text("{}")
-    assert saved_start(tmp_path) == (None, None)
+    assert saved_start(tmp_path) is None
 
 
 def test_a_checkpoint_that_is_half_removed_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

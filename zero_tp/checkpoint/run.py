@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.checkpoint.directory import checkpoints_of, complete_steps, find_checkpoint, read_manifest, step_directory
+from zero_tp.config.resolve import SavedStart
 from zero_tp.errors import UserError
 from zero_tp.files import lock, sync, write_atomically
 from zero_tp.strict_json import InvalidJson, parse_json
@@ -21,8 +22,8 @@ from zero_tp.strict_json import InvalidJson, parse_json
 CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
 
 
-def saved_start(run: Path, resume_from: Path | None = None) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return (resolved config, the model's config) of the checkpoint to resume; None for a new run.
+def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None:
+    """Return what a start takes from the checkpoint to resume; None for a new run.
 
     Args:
         resume_from: a checkpoint or run to resume from, instead of this run's newest readable checkpoint.
@@ -31,8 +32,10 @@ def saved_start(run: Path, resume_from: Path | None = None) -> tuple[dict[str, A
     for source in newest_first if resume_from is None else [resume_from, *newest_first]:
         with contextlib.suppress(UserError):  # reported when the run resumes
             manifest = read_manifest(find_checkpoint(source))
-            return manifest.config, copy.deepcopy(manifest.model)
-    return None, None
+            counters = manifest.progress.counters
+            updates = counters["global_steps"] - counters["skipped_steps"]
+            return SavedStart(manifest.config, copy.deepcopy(manifest.model), updates)
+    return None
 
 
 class TakenOver(UserError):

@@ -75,7 +75,7 @@ def pretrain(
         options.deepspeed_config,
         options.set,
         environment.world,
-        *saved_start(output, options.resume_from),
+        saved_start(output, options.resume_from),
     ).pinned()
     check_installed(config)
 

@@ -7,7 +7,8 @@ import logging
 from pydantic import Field
 
 from zero_tp.config.deepspeed import ActivationCheckpointing, Aio, DataTypes, FlopsProfiler, OffBlocks, Scalars
-from zero_tp.config.optimizer import OptimizerBlock, SchedulerBlock
+from zero_tp.config.optimizer import OptimizerBlock
+from zero_tp.config.schedule import SchedulerBlock
 from zero_tp.config.schema import ZeroTP
 from zero_tp.validation import Block
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from zero_tp.config.resolve import leaves
+from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.typed import Door, TypedConfig
 
 ZERO = "zero_optimization"
@@ -162,14 +163,15 @@ def caution_rows(config: TypedConfig) -> Iterator[Note]:
         "cycle_momentum false leaves them",
     )
     steps = config.zero_tp.training.steps if config.door is Door.RUN else None  # only a run's file says how long it is
+    lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
     yield Note(
-        f"{SCHEDULER}.total_num_steps",
-        steps is not None and config.number(f"{SCHEDULER}.total_num_steps") < steps,
-        "the run is longer, and trains at the lowest rate from there on",
+        " ".join(lengths),
+        steps is not None and 0 < max(map(config.number, lengths)) <= steps,
+        'the schedule ends before the run does, and its last rate may be 0; "auto" is zero_tp.training.steps + 1',
     )
     yield Note(
-        f"{SCHEDULER}.warmup_num_steps scheduler.type",
-        steps is not None and config.number(f"{SCHEDULER}.warmup_num_steps") > steps,
+        f"{' '.join(warmups)} scheduler.type",
+        steps is not None and max(map(config.number, warmups)) > steps,
         "the run ends before the warm-up, of 1,000 steps unless warmup_num_steps says it, does",
     )
 

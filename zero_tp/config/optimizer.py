@@ -1,4 +1,4 @@
-"""Type DeepSpeed's `optimizer` and `scheduler` blocks, and choose the code that computes an Adam.
+"""Type DeepSpeed's `optimizer` block, and choose the code that computes an Adam.
 
 DeepSpeed hands `params` to a constructor without reading it. A model here for each constructor names a mistyped key,
 which would else end as a TypeError on every rank. A test compares the models with the constructors' signatures.
@@ -6,19 +6,12 @@ which would else end as a TypeError on every rank. A test compares the models wi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Block, Count, NonNegative, Positive, validate
-
-Below1 = Annotated[float, Field(ge=0, lt=1)]
-
-
-class SchedulerBlock(Block):
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
+from zero_tp.validation import Below1, Block, NonNegative, validate
 
 
 class OptimizerBlock(Block):
@@ -87,59 +80,6 @@ class SGD(Block):
     fused: bool | None = None
 
 
-class LRRangeTest(Block):
-    lr_range_test_min_lr: NonNegative = 1e-3
-    lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
-
-
-class OneCycle(Block):
-    cycle_min_lr: NonNegative
-    cycle_max_lr: NonNegative
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: Positive = 2000
-    cycle_second_step_size: Positive | None = None
-    cycle_first_stair_count: Count = 0
-    cycle_second_stair_count: Count | None = None
-    decay_step_size: Count = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Below1 = 0.8
-    cycle_max_mom: Below1 = 0.9
-    decay_mom_rate: NonNegative = 0.0
-
-
-class WarmupLR(Block):
-    """Without `warmup_max_lr`, the warm-up ends at `optimizer.params.lr`."""
-
-    warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative | None = None
-    warmup_num_steps: Positive = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupDecayLR(Block):
-    """`warmup_max_lr` is required: DeepSpeed's default is 0.001, whatever `optimizer.params.lr` is."""
-
-    total_num_steps: Positive
-    warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative
-    warmup_num_steps: Positive = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupCosineLR(Block):
-    total_num_steps: Positive
-    warmup_min_ratio: Below1 = 0.0
-    warmup_num_steps: Positive = 1000
-    cos_min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0001
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-SCHEDULERS: dict[str, type[Block]] = {
-    model.__name__: model for model in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
-
 IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 """Arguments that say by which code an Adam is computed, and not what."""
 
@@ -180,21 +120,6 @@ def check_optimizer(block: OptimizerBlock, offload: bool) -> Block:
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
         raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
-    return params
-
-
-def check_scheduler(block: SchedulerBlock) -> Block:
-    """Return the `params` of the `scheduler` block, typed.
-
-    Raises:
-        ConfigError: see `validate`; an unknown type; fewer steps in total than in the warm-up.
-    """
-    if block.type not in SCHEDULERS:
-        raise ConfigError("scheduler.type", f"{shown(block.type)} is unknown", did_you_mean(block.type, SCHEDULERS))
-    params = validate(SCHEDULERS[block.type], block.params, "scheduler.params")
-    if isinstance(params, WarmupDecayLR | WarmupCosineLR) and params.total_num_steps < params.warmup_num_steps:
-        problem = f"{params.total_num_steps} steps in total, but warmup_num_steps is {params.warmup_num_steps}"
-        raise ConfigError("scheduler.params.total_num_steps", problem, "warm up for fewer steps, or train longer")
     return params
 
 

@@ -201,6 +201,11 @@ def _optimizer_refusals(config: TypedConfig) -> Iterator[Refusal]:
         "the warm-up would lower the rate",
         "use a smaller one such as 0",
     )
+    for lowest in ("lr_end", "min_lr"):
+        rises = config.number(f"{SCHEDULER}.{lowest}") >= config.highest_rate > 0
+        yield Refusal(
+            f"{SCHEDULER}.{lowest}", "not below the rate", rises, "the decay would raise the rate", "use a smaller one"
+        )
     for low, high in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
         falls = config.number(f"{SCHEDULER}.{low}") > config.number(f"{SCHEDULER}.{high}")
         reason, remedy = "the cycle would be upside down", "exchange the two"

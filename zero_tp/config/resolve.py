@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zero_tp.config.optimizer import choose_implementation
+from zero_tp.config.schedule import LENGTHS, WARMUPS, SchedulerBlock, check_scheduler
 from zero_tp.errors import ConfigError, shown
 from zero_tp.strict_json import InvalidJson, parse_json
 
@@ -99,6 +100,22 @@ def copies_gradients(config: dict[str, Any]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedStart:
+    """What a later start takes from the checkpoint that it goes on from.
+
+    Attributes:
+        config: `RunConfig.resolved()` of the earlier start.
+        model: the model's config, for when the directory of `from_pretrained`, which a run needs to start and not to go
+            on, is gone.
+        updates: steps that have updated the weights.
+    """
+
+    config: dict[str, Any]
+    model: dict[str, Any]
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True)
 class AutoInputs:
     """What an "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
 
@@ -111,8 +128,9 @@ class AutoInputs:
 
     @property
     def warmup_steps(self) -> int:
-        total = self["scheduler.params.total_num_steps"]
-        return max(1, int(total if isinstance(total, (int, float)) else self.steps) // 100)
+        written = (self[f"scheduler.params.{name}"] for name in LENGTHS)
+        total = next((total for total in written if isinstance(total, (int, float))), self.steps)
+        return max(1, int(total) // 100)
 
 
 AUTO: dict[str, tuple[str, Callable[[AutoInputs], Any]]] = {
@@ -122,11 +140,17 @@ AUTO: dict[str, tuple[str, Callable[[AutoInputs], Any]]] = {
     "optimizer.params.betas": ("[0.9, 0.999]", lambda inputs: [0.9, 0.999]),
     "optimizer.params.eps": ("1e-8", lambda inputs: 1e-8),
     "optimizer.params.weight_decay": ("0.0", lambda inputs: 0.0),
-    "scheduler.params.total_num_steps": ("`zero_tp.training.steps` of the first start", lambda inputs: inputs.steps),
-    "scheduler.params.warmup_num_steps": (
-        "1 % of `total_num_steps`, at least 1, as of the first start",
-        lambda inputs: inputs.warmup_steps,
-    ),
+    **{
+        f"scheduler.params.{name}": ("`zero_tp.training.steps` + 1 (see below)", lambda inputs: inputs.steps + 1)
+        for name in LENGTHS
+    },
+    **{
+        f"scheduler.params.{name}": (
+            "1 % of the schedule's steps, at least 1, as of the first start",
+            lambda inputs: inputs.warmup_steps,
+        )
+        for name in WARMUPS
+    },
     "scheduler.params.warmup_min_lr": ("0.0", lambda inputs: 0.0),
     "scheduler.params.warmup_max_lr": ("`optimizer.params.lr`", lambda inputs: inputs["optimizer.params.lr"]),
     "zero_optimization.reduce_bucket_size": ("hidden²", lambda inputs: inputs.hidden_size**2),
@@ -134,9 +158,6 @@ AUTO: dict[str, tuple[str, Callable[[AutoInputs], Any]]] = {
     "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda inputs: 10 * inputs.hidden_size),
 }
 """Keys that may be "auto" beside the three batch sizes: what it means, and how it is worked out, in this order."""
-
-FROZEN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
-"""Decided at the run's first start, so that a longer run doesn't bend the schedule that it is in."""
 
 DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
 """Keys whose "auto" stays: DeepSpeed decides it, or the run's device."""
@@ -168,9 +189,9 @@ def fill(
     steps: int,
     hidden_size: int,
     data: int | None,
-    frozen: dict[str, Any] | None = None,
-) -> BatchSizes:
-    """Complete DeepSpeed's part of a config in place, and return the batch sizes.
+    saved: SavedStart | None = None,
+) -> tuple[BatchSizes, list[str]]:
+    """Complete DeepSpeed's part of a config in place, and return the batch sizes, and lines for the log.
 
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
@@ -178,17 +199,23 @@ def fill(
         steps: `zero_tp.training.steps`.
         hidden_size: of the model.
         data: number of data-parallel replicas, or None when it isn't known.
-        frozen: the resolved config of the run's first start, if this is a later one.
+        saved: what a later start goes on from.
 
     Raises:
         ConfigError: see `resolve_batch`.
     """
-    inputs = AutoInputs(values, steps, hidden_size)
+    inputs, lines = AutoInputs(values, steps, hidden_size), []
     for path, (_, value) in AUTO.items():
         if path in auto_keys:
-            earlier = look_up(frozen, path) if path in FROZEN else None
             block, name = _block_of(values, path)
-            block[name] = value(inputs) if earlier is None else earlier
+            block[name] = value(inputs)
+            earlier = None if saved is None else look_up(saved.config, path)
+            if saved is not None and earlier is not None and earlier != block[name]:
+                if name in WARMUPS:
+                    block[name] = earlier
+                elif name in LENGTHS:
+                    block[name], line = _length_of_schedule(path, block[name], earlier, saved)
+                    lines.append(line)
     choose_implementation(values)
     values.setdefault("gradient_clipping", 1.0)
     if "scheduler" in values:
@@ -196,7 +223,19 @@ def fill(
     batch = resolve_batch(values, data)
     sizes = {key: getattr(batch, field) for key, field in BATCH_FIELDS.items()}
     values.update({key: size for key, size in sizes.items() if size is not None})
-    return batch
+    return batch, lines
+
+
+def _length_of_schedule(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:
+    """Return the length of an "auto" schedule at a later start, and the line that says it.
+
+    It follows `training.steps` until the rate begins to fall: a new length would then move the rate.
+    """
+    start = check_scheduler(SchedulerBlock(**saved.config["scheduler"])).decay_start
+    if start is None or saved.updates <= start:
+        return length, f"{path}: {length}, which follows zero_tp.training.steps ({earlier} at the start before)"
+    remedy = f"--set {path}={length} follows it, and moves the rate at once"
+    return earlier, f"{path}: stays {earlier}, because the rate has been falling since step {start}; {remedy}"
 
 
 def _block_of(values: dict[str, Any], path: str) -> tuple[Any, str]:

@@ -15,6 +15,7 @@ from zero_tp.config.model import FROM, check_model, check_recompute
 from zero_tp.config.refusals import refuse
 from zero_tp.config.resolve import (
     BatchSizes,
+    SavedStart,
     apply_overrides,
     check_leaves,
     check_tokens,
@@ -53,6 +54,7 @@ class RunConfig:
     batch: BatchSizes
     typed: TypedConfig = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
+    _schedule_lines: Sequence[str] = ()
 
     @classmethod
     def load(
@@ -60,8 +62,7 @@ class RunConfig:
         path: str | Path,
         overrides: Sequence[str] = (),
         world_size: int | None = None,
-        frozen: dict[str, Any] | None = None,
-        saved_model: dict[str, Any] | None = None,
+        saved: SavedStart | None = None,
     ) -> RunConfig:
         """Read a config file, and type, fill and check it.
 
@@ -69,9 +70,7 @@ class RunConfig:
             path: the JSON file.
             overrides: `KEY=VALUE` with a dotted KEY and VALUE in JSON, or else a string.
             world_size: number of ranks; None checks all that doesn't need it.
-            frozen: `resolved()` of the run's first start, which decided the length of an "auto" schedule.
-            saved_model: the model's config in the run's checkpoint, for when the directory of `from_pretrained`, which
-                a run needs to start and not to go on, is gone.
+            saved: what a later start goes on from.
 
         Raises:
             ConfigError: the file can't be read, or the run can't be started as it is written.
@@ -92,15 +91,15 @@ class RunConfig:
 
         # 2. Fill: what the file leaves open, until every key has a value.
         values = {key: value for key, value in values.items() if key != "zero_tp" and key not in OFF_BLOCKS}
-        zero_tp, hf_config = _fill_names(zero_tp, frozen, saved_model)
-        batch = fill(values, auto_keys, zero_tp.training.steps, hf_config.hidden_size, data, frozen)
+        zero_tp, hf_config = _fill_names(zero_tp, saved)
+        batch, lines = fill(values, auto_keys, zero_tp.training.steps, hf_config.hidden_size, data, saved)
         typed = TypedConfig.parse(values, zero_tp)
 
         # 3. Refuse: combinations that would train another model, and sums that don't come out.
         refuse(typed)
         check_tokens(batch, zero_tp.data.sequence_length)
         check_recompute(typed, hf_config.num_hidden_layers, batch.accumulation)
-        return cls(Path(path), world_size, batch, typed, hf_config)
+        return cls(Path(path), world_size, batch, typed, hf_config, lines)
 
     def pinned(self) -> RunConfig:
         """Return the config with the commit of its tokenizer, where that is a name on the hub, which is asked for it.
@@ -197,7 +196,7 @@ class RunConfig:
 
     def cautions(self) -> list[str]:
         """Return a line for each setting that does less than it says, or is unusual."""
-        return cautions(self.typed)
+        return [*self._schedule_lines, *cautions(self.typed)]
 
     @property
     def pretrained(self) -> Path | None:
@@ -223,21 +222,20 @@ def _known(size: int | None) -> int:
     return size
 
 
-def _fill_names(
-    zero_tp: ZeroTP, frozen: dict[str, Any] | None, saved_model: dict[str, Any] | None
-) -> tuple[ZeroTP, PreTrainedConfig]:
+def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
     """Give names on the hub the commits of the run's first start, and return the block and the model's config.
 
     Raises:
         ConfigError: see `check_model`.
     """
     model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
+    earlier = None if saved is None else saved.config
     if FROM in model:
-        model[FROM] = pin_to_first_start(model[FROM], look_up(frozen, key))
-    hf_config = check_model(zero_tp, saved_model)
+        model[FROM] = pin_to_first_start(model[FROM], look_up(earlier, key))
+    hf_config = check_model(zero_tp, None if saved is None else saved.model)
     if FROM in model:
         model[FROM] = pinned(model[FROM], key)
     if zero_tp.tokenizer is not None:
-        tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(frozen, TOKENIZER_KEY))
+        tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(earlier, TOKENIZER_KEY))
         zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})
     return zero_tp, hf_config

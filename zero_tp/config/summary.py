@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zero_tp.config.run_config import RunConfig
+from zero_tp.config.schedule import WARMUPS
 
 
 def describe(config: RunConfig) -> str:
@@ -18,7 +21,6 @@ def describe(config: RunConfig) -> str:
     factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
     product = " × ".join(f"{name} {size or '?'}" for name, size in factors)
     params = raw["optimizer"].get("params", {})
-    scheduler = raw.get("scheduler", {}).get("type", "none")
     tokens = "?" if batch.total is None else f"{batch.total * length:,}"
     total = "?" if batch.total is None else f"{batch.total * length * steps:,}"
     kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
@@ -30,7 +32,7 @@ def describe(config: RunConfig) -> str:
         ("ZeRO", f"stage {config.zero_stage}, {config.dtype}"),
         ("batch", f"{batch.total or '?'} samples = {product}"),
         ("optimizer", f"{raw['optimizer']['type']}, lr {params['lr']:g}, clip {raw['gradient_clipping']:g}"),
-        ("schedule", scheduler),
+        ("schedule", _schedule(raw, steps)),
         ("steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"),
     )
     notes = [("no effect", text) for text in config.without_effect()]
@@ -39,3 +41,17 @@ def describe(config: RunConfig) -> str:
         asked = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
         notes.append(("not here", f"{path}, which a run needs{asked}"))
     return "\n".join(f"{name:<10} {text}" for name, text in (*lines, *notes))
+
+
+def _schedule(raw: dict[str, Any], steps: int) -> str:
+    """Return the schedule's type, and its rates at a few steps."""
+    block = raw.get("scheduler")
+    if block is None:
+        return "none: the rate stays"
+    from zero_tp.zero.schedule import rates
+
+    params = block["params"]
+    warmup = next((int(params[name]) for name in WARMUPS if name in params), 1)
+    at = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})
+    points = zip(at, rates(block, float(raw["optimizer"]["params"]["lr"]), at), strict=True)
+    return f"{block['type']}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)

@@ -7,8 +7,9 @@ import enum
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import check_names
-from zero_tp.config.optimizer import check_optimizer, check_scheduler
+from zero_tp.config.optimizer import check_optimizer
 from zero_tp.config.resolve import dtype_name, look_up, refuse_auto
+from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
 from zero_tp.validation import check_keys, validate
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle
 from torch import Tensor, nn
 
 from zero_tp.config.config_file import Timers
 from zero_tp.config.deepspeed import OFF_BLOCKS
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
+from zero_tp.zero.schedule import set_schedule, transformers_schedule
 from zero_tp.zero.states import Fragment, OptimizerStates
 
 if TYPE_CHECKING:
@@ -27,20 +27,6 @@ Veto = Callable[[Tensor], bool]
 """Decides from the gradient norm (0-d, on the device), identically on all ranks, whether to skip a step."""
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-COUNTING_ONE_MORE = (LRRangeTest, OneCycle)
-"""Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
-
-
-def set_schedule(schedule: Any, done: int) -> None:
-    """Set a schedule and the optimizer's learning rates for step `done` + 1: step k trains at the value at k.
-
-    DeepSpeed starts it at iteration -1 and advances it after each step, so the first two steps of a warm-up from 0
-    would have no effect.
-
-    Args:
-        done: steps that have updated the weights.
-    """
-    schedule.step(done if isinstance(schedule, COUNTING_ONE_MORE) else done + 1)
 
 
 @contextmanager
@@ -85,7 +71,10 @@ class ZeroEngine(ABC):
         # DeepSpeed enables some blocks if they exist, and requires a scheduler's params.
         self.settings = {key: value for key, value in settings.items() if key not in OFF_BLOCKS}
         self.settings["timers"] = Timers(**settings.get("timers", {})).model_dump()
-        if "scheduler" in settings:
+        self._scheduler = transformers_schedule(settings.get("scheduler"))
+        if self._scheduler is not None:
+            del self.settings["scheduler"]  # DeepSpeed calls what makes the schedule instead
+        elif "scheduler" in settings:
             self.settings["scheduler"] = {"params": {}, **settings["scheduler"]}
         self.topology = topology
         self.recent: list[list[float]] = []
@@ -110,7 +99,11 @@ class ZeroEngine(ABC):
         by = "optimizer" if isinstance(optimized, torch.optim.Optimizer) else "model_parameters"
         with without_compiler():
             self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-                model=model, config=self.settings, mpu=self.topology, **{by: optimized}
+                model=model,
+                config=self.settings,
+                mpu=self.topology,
+                lr_scheduler=self._scheduler,
+                **{by: optimized},
             )
         replicas = self.engine.dp_world_size
         if replicas != self.topology.data:

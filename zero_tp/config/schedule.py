@@ -1,0 +1,195 @@
+"""Type the `scheduler` block: DeepSpeed's five schedules, and those of transformers that need no metric.
+
+A class here has the arguments of one schedule; a test compares them with the signatures. Step k of a run, from 1,
+trains at the schedule's value at k. `num_stable_steps` is left out, because the two other phases determine it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from zero_tp.errors import ConfigError, did_you_mean, shown
+from zero_tp.validation import Below1, Block, Count, NonNegative, Positive, validate
+
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Phase = Literal["linear", "cosine", "1-sqrt"]
+
+
+class SchedulerBlock(Block):
+    type: str
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Schedule(Block):
+    """The arguments of a schedule."""
+
+    @property
+    def decay_start(self) -> int | None:
+        """Return the last step before the rate falls; None where no length of the run is known."""
+        return None
+
+
+class LRRangeTest(Schedule):
+    lr_range_test_min_lr: NonNegative = 1e-3
+    lr_range_test_step_size: Positive = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
+
+
+class OneCycle(Schedule):
+    cycle_min_lr: NonNegative
+    cycle_max_lr: NonNegative
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Positive = 2000
+    cycle_second_step_size: Positive | None = None
+    cycle_first_stair_count: Count = 0
+    cycle_second_stair_count: Count | None = None
+    decay_step_size: Count = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Below1 = 0.8
+    cycle_max_mom: Below1 = 0.9
+    decay_mom_rate: NonNegative = 0.0
+
+
+class WarmupLR(Schedule):
+    """Without `warmup_max_lr`, the warm-up ends at `optimizer.params.lr`."""
+
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative | None = None
+    warmup_num_steps: Positive = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupDecayLR(WarmupLR):
+    """`warmup_max_lr` must be written: DeepSpeed's default is 0.001, whatever `optimizer.params.lr` is."""
+
+    total_num_steps: Positive
+    warmup_max_lr: NonNegative
+
+    @property
+    def decay_start(self) -> int:
+        return self.warmup_num_steps
+
+
+class WarmupCosineLR(Schedule):
+    total_num_steps: Positive
+    warmup_min_ratio: Below1 = 0.0
+    warmup_num_steps: Positive = 1000
+    cos_min_ratio: Ratio = 0.0001
+    warmup_type: Literal["log", "linear"] = "log"
+
+    @property
+    def decay_start(self) -> int:
+        return self.warmup_num_steps
+
+
+class Constant(Schedule):
+    pass
+
+
+class ConstantWithWarmup(Schedule):
+    num_warmup_steps: Count
+
+
+class InverseSqrt(ConstantWithWarmup):
+    timescale: Positive | None = None
+
+
+class Linear(ConstantWithWarmup):
+    num_training_steps: Positive
+
+    @property
+    def decay_start(self) -> int:
+        return self.num_warmup_steps
+
+
+class Cosine(Linear):
+    num_cycles: Annotated[float, Field(gt=0)] = 0.5
+
+
+class CosineWithRestarts(Linear):
+    num_cycles: Positive = 1
+
+
+class Polynomial(Linear):
+    lr_end: NonNegative = 1e-7
+    power: Annotated[float, Field(gt=0)] = 1.0
+
+
+class CosineWithMinLR(Cosine):
+    min_lr: NonNegative | None = None
+    min_lr_rate: Ratio | None = None
+
+
+class CosineWarmupWithMinLR(CosineWithMinLR):
+    warmup_lr_rate: Ratio | None = None
+
+
+class WarmupStableDecay(Linear):
+    num_decay_steps: Positive
+    warmup_type: Phase = "linear"
+    decay_type: Phase = "cosine"
+    min_lr_ratio: Ratio = 0.0
+    num_cycles: Annotated[float, Field(gt=0)] = 0.5
+
+    @property
+    def decay_start(self) -> int:
+        return self.num_training_steps - self.num_decay_steps
+
+
+DEEPSPEED_SCHEDULES: dict[str, type[Schedule]] = {
+    model.__name__: model for model in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+TRANSFORMERS_SCHEDULES: dict[str, type[Schedule]] = {
+    "constant": Constant,
+    "constant_with_warmup": ConstantWithWarmup,
+    "inverse_sqrt": InverseSqrt,
+    "linear": Linear,
+    "cosine": Cosine,
+    "cosine_with_restarts": CosineWithRestarts,
+    "cosine_with_min_lr": CosineWithMinLR,
+    "cosine_warmup_with_min_lr": CosineWarmupWithMinLR,
+    "polynomial": Polynomial,
+    "warmup_stable_decay": WarmupStableDecay,
+}
+"""By the names of transformers' `get_scheduler`."""
+SCHEDULES = {**DEEPSPEED_SCHEDULES, **TRANSFORMERS_SCHEDULES}
+
+REFUSED_SCHEDULES = dict.fromkeys(("reduce_lr_on_plateau", "greedy"), "it follows a metric, which no step of a run has")
+LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps", "num_warmup_steps")
+"""The arguments that say how long the run and its warm-up are, as DeepSpeed and transformers call them."""
+
+
+def check_scheduler(block: SchedulerBlock) -> Schedule:
+    """Return the `params` of the `scheduler` block, typed.
+
+    Raises:
+        ConfigError: see `validate`; an unknown type; phases that are longer than the schedule.
+    """
+    name = block.type
+    if name in REFUSED_SCHEDULES:
+        raise ConfigError("scheduler.type", f"{shown(name)} is refused: {REFUSED_SCHEDULES[name]}", "use another")
+    if name not in SCHEDULES:
+        raise ConfigError("scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES))
+    if name == "WarmupDecayLR" and block.params.get("warmup_max_lr") is None:
+        problem = "required, but not given; DeepSpeed would take 0.001"
+        raise ConfigError("scheduler.params.warmup_max_lr", problem, 'write "auto" for the rate of the optimizer')
+    params = validate(SCHEDULES[name], block.params, "scheduler.params")
+    if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
+        given = "required, but not given" if params.min_lr is None else "given beside min_lr_rate"
+        raise ConfigError("scheduler.params.min_lr", given, "give min_lr, or its ratio to the rate as min_lr_rate")
+    _check_phases(params)
+    return params
+
+
+def _check_phases(params: Schedule) -> None:
+    """Raise a ConfigError if warm-up and decay together are longer than the schedule."""
+    values = params.model_dump()
+    length = next((name for name in LENGTHS if name in values), None)
+    phases = [name for name in (*WARMUPS, "num_decay_steps") if name in values]
+    if length is not None and values[length] < sum(values[name] for name in phases):
+        listed = " and ".join(f"{name} is {values[name]}" for name in phases)
+        problem = f"{values[length]} steps in total, but {listed}"
+        raise ConfigError(f"scheduler.params.{length}", problem, "shorten these phases, or train longer")

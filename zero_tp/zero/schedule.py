@@ -1,0 +1,62 @@
+"""Build and set learning rate schedules: DeepSpeed's, and transformers' by the same two functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from torch.optim.lr_scheduler import LambdaLR
+
+from zero_tp.config.schedule import TRANSFORMERS_SCHEDULES
+
+COUNTING_ONE_MORE = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
+"""Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
+
+
+def transformers_schedule(block: dict[str, Any] | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """Return what makes the schedule of transformers that a `scheduler` block names; None if it names none."""
+    if block is None or block["type"] not in TRANSFORMERS_SCHEDULES:
+        return None
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
+
+    function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(block["type"])]
+    return functools.partial(function, **block.get("params", {}))
+
+
+def set_schedule(schedule: Any, done: int) -> None:
+    """Set a schedule and the optimizer's learning rates for step `done` + 1: step k trains at the value at k.
+
+    DeepSpeed starts its own at iteration -1 and advances them after each step, so the first two steps of a warm-up from
+    0 would have no effect.
+
+    Args:
+        done: steps that have updated the weights.
+    """
+    if isinstance(schedule, LambdaLR):
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": done, "_step_count": done + 2})
+        schedule.step()
+    else:
+        schedule.step(done if isinstance(schedule, COUNTING_ONE_MORE) else done + 1)
+
+
+def rates(block: dict[str, Any], rate: float, steps: Iterable[int]) -> list[float]:
+    """Return the learning rates that a run trains some steps at.
+
+    Args:
+        block: `scheduler` of a config.
+        rate: `optimizer.params.lr`.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate, momentum=0.5)
+    made = transformers_schedule(block)
+    params = block.get("params", {})
+    if block["type"] == "OneCycle":
+        params = {**params, "cycle_momentum": False}  # it would set the betas of an Adam
+    schedule = made(optimizer) if made is not None else getattr(lr_schedules, block["type"])(optimizer, **params)
+    found = []
+    for step in steps:
+        set_schedule(schedule, step - 1)
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
