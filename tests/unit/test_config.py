@@ -138,6 +138,24 @@ def test_an_auto_schedule_follows_the_steps_until_its_rate_falls(tmp_path: Path)
         assert written_out.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == 2000
 
 
+def test_a_run_may_say_its_tokens(tmp_path: Path) -> None:
+    """As many steps as see them, the last of which may see more; the resolved config has the steps."""
+    raw = changed(train_batch_size=64, train_micro_batch_size_per_gpu="auto")
+    step = 64 * raw["zero_tp"]["data"]["sequence_length"]
+    for tokens, steps in ((20 * step - 1, 20), (20 * step, 20), (20 * step + 1, 21)):
+        raw["zero_tp"]["training"] = {"tokens": tokens}
+        for world in (None, 4):
+            config = RunConfig.load(written(tmp_path, raw), world_size=world)
+            assert config.zero_tp.training.steps == steps and config.zero_tp.training.tokens is None
+            assert config.deepspeed_config()["scheduler"]["params"]["total_num_steps"] == steps + 1 if world else True
+            again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=world)
+            assert again.zero_tp.training.steps == steps
+    del raw["train_batch_size"]
+    raw["train_micro_batch_size_per_gpu"] = 2
+    with pytest.raises(ConfigError, match=r"^zero_tp\.training\.tokens: needs the global batch.*--world-size"):
+        RunConfig.load(written(tmp_path, raw))
+
+
 def test_a_decay_may_begin_anywhere_in_the_stable_phase(tmp_path: Path) -> None:
     params = {"num_warmup_steps": "auto", "num_training_steps": "auto", "num_decay_steps": 100}
     path = written(tmp_path, changed(scheduler={"type": "warmup_stable_decay", "params": params}))

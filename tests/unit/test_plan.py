@@ -259,6 +259,21 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     assert text.count("<svg") == 1 and all(one.describe() in text for one in shown)
 
 
+def test_the_time_of_the_whole_run() -> None:
+    config = RunConfig.load(GPT2, ["zero_tp.training.steps=10000"], 8)
+    step = config.global_batch * config.zero_tp.data.sequence_length
+    for asked, tokens in ((None, 10000 * step), (10**12, 10**12)):
+        made = plan(config, device("a100-80gb", 8), asked)
+        seconds = made.time.total * tokens / step
+        expected = {"tokens": tokens, "days": seconds / 86400, "device_hours": 8 * seconds / 3600}
+        assert made.as_json()["run"] == pytest.approx(expected)
+        (line,) = (line for line in report.time(made) if "the whole run" in line)
+        found = re.search(r"([\d,.]+) (days|hours), ([\d,.]+) device-hours", line)
+        assert found and float(found[3].replace(",", "")) == pytest.approx(8 * seconds / 3600, abs=0.051)
+        hours = float(found[1].replace(",", "")) * (24 if found[2] == "days" else 1)
+        assert hours == pytest.approx(seconds / 3600, abs=1.3)
+
+
 def test_a_model_of_96_layers_is_planned_in_seconds() -> None:
     plan(RunConfig.load(GPT2, (), 8), device("h100"))  # torch loads parts of itself
     start = time.process_time()

@@ -68,12 +68,13 @@ def test_gpt2s_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", BERT)
 def test_berts_schedule(name: str) -> None:
-    """10,000 steps of warm-up to 1e-4, then a line that is at 0 after two million; 1,024 sequences."""
+    """10,000 steps of warm-up to 1e-4, then a line that would be at 0 after the last of two million steps."""
     config, peak, warm, steps = loaded(name), 1e-4, 10_000, 2_000_000
+    end = steps + 1
     assert (config.global_batch, config.zero_tp.training.steps) == (1024, steps)
     assert rates(config, range(warm)) == pytest.approx([peak * step / warm for step in range(warm)])
     later = range(warm, steps, 9973)
-    assert rates(config, later) == pytest.approx([peak * (steps - step) / (steps - warm) for step in later])
+    assert rates(config, later) == pytest.approx([peak * (end - step) / (end - warm) for step in later])
 
 
 @pytest.mark.parametrize("name", [*GPT2, *BERT])

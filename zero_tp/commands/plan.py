@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.commands.check import FILE, add_config
+from zero_tp.config.resolve import LARGEST
 from zero_tp.devices import NAMES, named_device
 from zero_tp.errors import UserError
 from zero_tp.files import write_named
@@ -29,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of FILE; may be repeated"
     )
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        metavar="N",
+        help="tokens of the whole run, such as 2e12 (default: those of FILE's steps)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--search", action="store_true", help="try other settings at the same global batch")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="candidates that --search shows (default 10)")
@@ -41,6 +48,8 @@ def check(options: argparse.Namespace) -> None:
     for name in ("world_size", "top"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)} is not positive; give 1 or more")
+    if options.tokens is not None and not 1 <= options.tokens <= LARGEST:
+        raise UserError(f"--tokens: {options.tokens:g} is no number of tokens; give one from 1 to 2^53")
     if options.write and not options.search:
         raise UserError("--write: writes what --search finds; give --search too")
 
@@ -52,7 +61,7 @@ def main(options: argparse.Namespace) -> None:
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     chosen = named_device(options.device, options.world_size)
-    run_plan = plan(config, chosen)
+    run_plan = plan(config, chosen, options.tokens and int(options.tokens))
     from zero_tp.planning import report
     from zero_tp.planning.search import Search
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from zero_tp.config.resolve import (
     check_tokens,
     fill,
     look_up,
+    resolve_batch,
     take_auto,
 )
 from zero_tp.config.schema import ZeroTP
@@ -91,7 +93,7 @@ class RunConfig:
 
         # 2. Fill: what the file leaves open, until every key has a value.
         values = {key: value for key, value in values.items() if key != "zero_tp" and key not in OFF_BLOCKS}
-        zero_tp, hf_config = _fill_names(zero_tp, saved)
+        zero_tp, hf_config = _fill_names(_fill_steps(zero_tp, values, data), saved)
         batch, lines = fill(values, auto_keys, zero_tp.training.steps, hf_config.hidden_size, data, saved)
         typed = TypedConfig.parse(values, zero_tp)
 
@@ -220,6 +222,26 @@ class RunConfig:
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
+
+
+def _fill_steps(zero_tp: ZeroTP, values: dict[str, Any], data: int | None) -> ZeroTP:
+    """Give a run that says its tokens the steps that see them.
+
+    Raises:
+        ConfigError: not one of the two is given, or the global batch isn't known.
+    """
+    training = zero_tp.training
+    if (training.steps is None) == (training.tokens is None):
+        problem = "required, but not given" if training.steps is None else "given beside zero_tp.training.tokens"
+        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
+    if training.tokens is None:
+        return zero_tp
+    samples = resolve_batch(values, data).total
+    if samples is None:
+        problem = "needs the global batch, which the number of ranks decides"
+        raise ConfigError("zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size")
+    steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
+    return zero_tp.model_copy(update={"training": training.model_copy(update={"steps": steps, "tokens": None})})
 
 
 def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:

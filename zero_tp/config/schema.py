@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -123,8 +123,23 @@ class Timeouts(Block):
         return max(self.start or 0, self.step, self.save, self.evaluation)
 
 
+if TYPE_CHECKING:
+    _Steps = int  # of every config that is filled
+else:
+    _Steps = Positive | None
+
+
 class Training(Block):
-    steps: Positive = Field(description="Optimizer steps of the whole run; raise it to continue a finished one.")
+    steps: _Steps = Field(
+        default=None,  # type: ignore[assignment]
+        description="Optimizer steps of the whole run; raise it to continue a finished one.",
+        json_schema_extra={"default": "required, or `tokens`"},
+    )
+    tokens: Positive | None = Field(
+        default=None,
+        description="Tokens of the whole run, instead of `steps`: as many steps as see them.",
+        json_schema_extra={"default": "none"},
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         default=1234, description="Seed of initialisation, dropout and sample order."
     )

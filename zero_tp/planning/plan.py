@@ -18,6 +18,8 @@ from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_i
 from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.timing import StepTime, Timing
 
+HOUR, DAY = 3600, 86400  # seconds
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -100,6 +102,17 @@ class Plan(Estimate):
     """One run on one kind of device; `plan` makes it."""
 
     config: RunConfig
+    asked_tokens: int | None = None
+
+    @property
+    def run_tokens(self) -> int:
+        """Return the tokens of the whole run: those that were asked for, or of all its steps."""
+        return self.asked_tokens or self.tokens * self.config.zero_tp.training.steps
+
+    @property
+    def run_seconds(self) -> float:
+        """Return the time of the whole run's steps."""
+        return self.time.total * self.run_tokens / self.tokens
 
     @property
     def paper(self) -> PaperView:
@@ -174,16 +187,22 @@ class Plan(Estimate):
             "step_seconds": self.time.as_json(),
             "layer_seconds": self.time.layer.as_json(),
             "tokens_per_second": self.tokens / self.time.total,
+            "run": {
+                "tokens": self.run_tokens,
+                "days": self.run_seconds / DAY,
+                "device_hours": self.run_seconds * self.ranks / HOUR,
+            },
             "model_flops": self.model_flops,
             "mfu": self.mfu,
         }
 
 
-def plan(config: RunConfig, device: Device) -> Plan:
+def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
     """Plan a run on a device.
 
     Args:
         config: loaded with a world size.
+        tokens: of the whole run, if not those of the config's steps.
 
     Raises:
         UserError: the device can't compute in the run's dtype.
@@ -192,4 +211,4 @@ def plan(config: RunConfig, device: Device) -> Plan:
     model = model_in(config)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
     workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
-    return Plan(device, model, workload, memory, config)
+    return Plan(device, model, workload, memory, config, tokens)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 from zero_tp.constants import GIB
 from zero_tp.planning.memory import CATEGORIES, Point
-from zero_tp.planning.plan import Plan
+from zero_tp.planning.plan import DAY, HOUR, Plan
 from zero_tp.planning.search import Candidate, Search
 
 TITLES = {
@@ -87,6 +89,12 @@ def time(plan: Plan) -> list[str]:
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     speed = plan.tokens / total
     lines.append(f"  {'together':26}{total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}")
+    days, hours = plan.run_seconds / DAY, plan.run_seconds * plan.ranks / HOUR
+    length = f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.1f} hours"
+    tokens = tqdm.format_sizeof(plan.run_tokens).replace("G", "B")
+    lines.append(
+        f"  the whole run, {tokens} tokens, without evaluation and saving: {length}, {hours:,.1f} device-hours"
+    )
     layer = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in plan.time.layer.as_json().items()}
     again = f", of which {layer['again']} make again what it needs" if plan.time.layer.again.total else ""
     return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{again}"]
