@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.compare import OF_GLOBAL, RELATIVE, norm
-from tests.distributed.families import ENCODERS, FAMILIES
+from tests.distributed.families import ENCODERS, EXPERTS, FAMILIES
 from tests.distributed.plain_run import CLIP, STEPS, StepLosses, Trace, plain
 
 Tensors = dict[str, Tensor]
@@ -34,13 +34,14 @@ FLOOR = 0.1
 FEW_FACTOR = 4.5
 # Equally plain runs: Hugging Face's own ways to compute the same function, which round differently.
 EAGER: tuple[dict[str, str], ...] = ({}, {"attn_implementation": "eager"})
-KERNELS = dict.fromkeys(FAMILIES, EAGER) | {
+KERNELS = dict.fromkeys((*FAMILIES, EXPERTS), EAGER) | {
     "gpt2": (*EAGER, *({**kernels, "activation_function": "gelu_pytorch_tanh"} for kernels in EAGER)),
     **dict.fromkeys(
         ("parallel residual", *ENCODERS), (*EAGER, *({**kernels, "hidden_act": "gelu_python"} for kernels in EAGER))
     ),
 }
 OTHER_MODELS = 12
+MARGIN = 2e-6
 
 
 def difference(found: Tensors, expected: Tensors, name: str) -> float:
@@ -59,11 +60,21 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def of_fp32(
-    found: Trace, seed: int, family: str = "gpt2", more_steps: int = 0, losses_of: StepLosses | None = None
+    found: Trace,
+    seed: int,
+    family: str = "gpt2",
+    more_steps: int = 0,
+    losses_of: StepLosses | None = None,
+    micro_batches: int = 1,
 ) -> dict[str, float]:
-    """Distances of a fp32 run, by what is compared. The losses of `more_steps` are not."""
-    expected = plain(seed, family, more_steps=more_steps, losses_of=losses_of)
-    far = {}
+    """Distances of a fp32 run, by what is compared. The losses of `more_steps` are not.
+
+    Args:
+        micro_batches: of a step, on all ranks; only experts' loss depends on them.
+    """
+    parts = micro_batches if family == EXPERTS else 1
+    expected = plain(seed, family, micro_batches=parts, more_steps=more_steps, losses_of=losses_of)
+    far = balance_differences(found, expected)
     for step in range(STEPS):
         far[f"loss of step {step + 1}"] = relative([found.losses[step]], [expected.losses[step]]) / RELATIVE
         far[f"norm of step {step + 1}"] = relative([found.norms[step]], [expected.norms[step]]) / RELATIVE
@@ -78,28 +89,52 @@ def of_fp32(
     return far
 
 
+def first_decided(seed: int, family: str, micro_batches: int) -> int:
+    """The first seed from `seed` on in whose fp32 plain run no choice of experts is within rounding of another.
+
+    A choice that rounding decides is no fault of a parallel run: measured, 1.7e-7 gave another one, in 1 of 12 models.
+    """
+    while family == EXPERTS and plain(seed, family, micro_batches=micro_batches).margin < MARGIN:
+        seed += 1
+    return seed
+
+
+def balance_differences(found: Trace, expected: Trace) -> dict[str, float]:
+    """Distances of the load-balancing losses, of which only models with experts have any."""
+    assert len(found.balances) == len(expected.balances)
+    pairs = enumerate(zip(found.balances, expected.balances, strict=True), start=1)
+    return {f"balance of step {step}": relative([one], [other]) / RELATIVE for step, (one, other) in pairs}
+
+
 def clipped_difference(found: Trace) -> float:
     """Relative, of what the optimizer got from what clipping should leave."""
     return abs(found.clipped / min(found.norms[0], CLIP) - 1)
 
 
 def of_bf16(
-    found: Trace, seed: int, family: str, stage: int, parts: int, summed_in: torch.dtype = BF16
+    found: Trace,
+    seed: int,
+    family: str,
+    stage: int,
+    micro_batches: int,
+    shards: int = 1,
+    summed_in: torch.dtype = BF16,
 ) -> dict[str, float]:
     """Distances of a bf16 run, by what is compared.
 
     Args:
-        parts: in how many parts a step's gradients are computed, each rounded to bf16: the micro-batches of all ranks,
-            and their sequences' shards.
+        micro_batches: of a step, on all ranks.
+        shards: of each sequence. In each shard of a micro-batch the gradients are rounded to bf16.
         summed_in: the dtype in which those are added.
     """
-    truth = plain(seed, family, start=BF16)
+    least, parts = (micro_batches, micro_batches) if family == EXPERTS else (1, micro_batches * shards)
+    truth = plain(seed, family, start=BF16, micro_batches=least)
     runs = [
         plain(seed, family, start=BF16, dtype=BF16, micro_batches=count, summed_in=summed_in, **kernels)
         for kernels in KERNELS[family]
-        for count in {1, parts}
+        for count in {least, parts}
     ]
-    losses, norms = few_numbers(seed, family)
+    losses, norms = few_numbers(seed, family, least)
     far = {
         "losses": relative(found.losses, truth.losses) / (FEW_FACTOR * losses),
         "norms": relative(found.norms, truth.norms) / (FEW_FACTOR * norms),
@@ -122,15 +157,15 @@ def in_units_of_gradients(trace: Trace, kind: str) -> Tensors:
 
 
 @cache
-def few_numbers(seed: int, family: str) -> tuple[float, float]:
+def few_numbers(seed: int, family: str, micro_batches: int) -> tuple[float, float]:
     """How far plain bf16 runs are in their losses and norms: the root mean square over several models."""
     losses, norms = [], []
     kernels_of = KERNELS[family]
     runs = [(seed, kernels) for kernels in kernels_of]
     runs += [(seed + other, kernels_of[other % len(kernels_of)]) for other in range(1, OTHER_MODELS + 1)]
     for number, kernels in runs:
-        truth = plain(number, family, start=BF16)
-        run = plain(number, family, start=BF16, dtype=BF16, **kernels)
+        truth = plain(number, family, start=BF16, micro_batches=micro_batches)
+        run = plain(number, family, start=BF16, dtype=BF16, micro_batches=micro_batches, **kernels)
         losses.append(relative(run.losses, truth.losses))
         norms.append(relative(run.norms, truth.norms))
     return root_mean_square(losses), root_mean_square(norms)

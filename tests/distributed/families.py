@@ -13,6 +13,9 @@ import torch
 
 SEQUENCE = 24
 
+EXPERTS = "experts"
+"""A family that meets every pair of settings itself. Its loss depends on how rows are split into micro-batches."""
+
 Pick = Callable[[int, int], int]
 
 
@@ -86,6 +89,21 @@ def _encoder(model_type: str, pick: Pick) -> dict[str, Any]:
     return {"model_type": model_type, **_decoder(pick), **dropouts, "pad_token_id": 1}
 
 
+def _experts(pick: Pick) -> dict[str, Any]:
+    """Each token has 2 of 5 experts, and their loss is a large part of the whole."""
+    return {
+        **_grouped(pick),
+        "model_type": "mixtral",
+        # transformers' product of groups takes rows of multiples of 16 bytes.
+        "hidden_size": 24 * pick(1, 4),
+        "intermediate_size": 24 * pick(2, 7),
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    }
+
+
 ENCODERS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "encoder, norms after the sums": partial(_encoder, "bert"),
     "encoder, norms before": partial(_encoder, "megatron-bert"),
@@ -106,4 +124,4 @@ def model_sizes(seed: int, family: str = "gpt2") -> dict[str, Any]:
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
 
-    return FAMILIES[family](pick)
+    return {**FAMILIES, EXPERTS: _experts}[family](pick)

@@ -257,8 +257,8 @@ def families() -> dict[Cell, str]:
     return chosen
 
 
-def describe(cell: Cell) -> str:
-    return " | ".join((*cell, families()[cell]))
+def describe(cell: Cell, family: str = "") -> str:
+    return " | ".join((*cell, family or families()[cell]))
 
 
 def table() -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.compare import grid, norm
 from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
+from tests.experts import tables
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from zero_tp.zero.engine import Veto
 
 
+@tables()
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
     """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has tensors.
 
@@ -65,6 +67,7 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
         assert all(len(as_batch(batch).input_ids) == config.micro_batch for batch in micro)
         trace.losses.append(engine.train_step(micro))
         trace.norms.append(engine.gradient_norm)
+        trace.balances += [value for name, value in engine.figures.items() if name == "aux_loss"]
         if step == 0:
             trace.clipped = norm(*optimizer_tensors(engine, "exp_avg").values()) / (1 - BETAS[0])
         if step == STEPS - 1:
@@ -72,7 +75,7 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trac
             trace.first, trace.second = (optimizer_tensors(engine, key) for key in MOMENTS)
             trace.stale = stale_weights(engine, trace.weights)
     if topology.rank > 0:
-        return Trace(trace.losses, trace.norms, trace.clipped, stale=trace.stale)
+        return Trace(trace.losses, trace.norms, trace.balances, trace.clipped, stale=trace.stale)
     return trace
 
 

@@ -5,9 +5,11 @@ Both start with the weights that zero_tp draws from the seed, and see the same b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import AutoConfig
 from tests.compare import norm
 from tests.distributed.families import SEQUENCE, model_sizes
 from tests.encoders import rows_for
+from tests.experts import tables
 from tests.native import native_model, our_class, to_theirs
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.topology import Topology
@@ -55,6 +58,8 @@ class Trace:
 
     Attributes:
         losses, norms: of every step; norms before clipping.
+        balances: the load-balancing loss of every step, if the model has experts.
+        margin: how far the choices of experts are from other ones, see `margin`; of the plain run.
         clipped: norm of what the optimizer got at the first step, read from its first moment.
         gradients: of the first step, before clipping.
         weights, first, second: fp32 weights and Adam's two moments after STEPS steps.
@@ -63,12 +68,14 @@ class Trace:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    balances: list[float] = field(default_factory=list)
     clipped: float = float("nan")
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     first: dict[str, Tensor] = field(default_factory=dict)
     second: dict[str, Tensor] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
+    margin: float = math.inf
 
 
 def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) -> Any:
@@ -95,6 +102,7 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
 
 
 @cache
+@tables()
 def plain(
     seed: int,
     family: str = "gpt2",
@@ -130,6 +138,15 @@ def plain(
         betas=BETAS,
     )
     trace = Trace()
+    balances: list[float] = []
+
+    def record_routers(_: Any, __: Any, output: Any) -> None:
+        if getattr(output, "aux_loss", None) is not None:
+            balances.append(output.aux_loss.item())
+            chosen = model.config.num_experts_per_tok
+            trace.margin = min(trace.margin, *(margin(logits, chosen) for logits in output.router_logits))
+
+    model.register_forward_hook(record_routers)
     for step in range(STEPS + more_steps):
         if step == STEPS:
             for group in optimizer.param_groups:
@@ -144,6 +161,8 @@ def plain(
                 gradients[name] += gradient_of(weight)
         gradients = {name: gradient.float() for name, gradient in gradients.items()}
         trace.losses.append(sum(loss.item() for loss in losses))
+        trace.balances += [fmean(balances)] if balances else []
+        balances.clear()
         trace.norms.append(norm(*gradients.values()))
         for name, master in masters.items():
             master.grad = gradients[name] * min(1.0, CLIP / (trace.norms[step] + 1e-6))
@@ -166,8 +185,11 @@ def whole_losses(seed: int, micro_batches: int, model: Any, step: int) -> Iterat
         yield from masked_losses(masked_rows(seed, step, model.config), micro_batches, model)
         return
     for part in batch_of(seed, step, model.config.vocab_size).chunk(micro_batches):
-        logits = model(part[:, :-1]).logits.float()
-        yield F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / micro_batches
+        output = model(part[:, :-1])
+        loss = F.cross_entropy(output.logits.float().flatten(0, 1), part[:, 1:].flatten())
+        if hasattr(output, "aux_loss"):
+            loss = loss + model.router_aux_loss_coef * output.aux_loss
+        yield loss / micro_batches
 
 
 def masked_losses(rows: dict[str, Tensor], micro_batches: int, model: Any) -> Iterator[Tensor]:
@@ -180,6 +202,12 @@ def masked_losses(rows: dict[str, Tensor], micro_batches: int, model: Any) -> It
         words, orders = output.prediction_logits.float(), output.seq_relationship_logits.float()
         of_words = F.cross_entropy(words.flatten(0, 1), labels.flatten(), reduction="sum") / count
         yield of_words + F.cross_entropy(orders, order) / micro_batches
+
+
+def margin(logits: Tensor, chosen: int) -> float:
+    """The least distance of a token's last chosen expert from the next one, relative to the largest logit."""
+    values = logits.detach().float().topk(chosen + 1, -1).values
+    return float((values[:, -2] - values[:, -1]).min() / values.abs().max())
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

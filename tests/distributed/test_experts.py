@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.compare import check_close, grid, whole_gradients
 from tests.experts import ROUTINGS, fields, inputs, reference_model, tables
@@ -35,3 +36,58 @@ def same_as_native(world: int, sequence: bool, routing: str) -> int:
 def test_both_losses_and_every_gradient(ranks: Pools, world: int, sequence: bool, routing: str) -> None:
     """The router of each of 3 layers has a partial gradient, and a hook sums it."""
     assert ranks(world).run(same_as_native, world, sequence, routing) == [3] * world
+
+
+def chosen_on_ranks(world: int, sequence: bool, routing: str) -> list[torch.Tensor]:
+    """Every router's choice, [n, k]."""
+    reference = reference_model(fields(), 1, routing)
+    chosen: list[torch.Tensor] = []
+    with tables():
+        model = parallel_model(reference, grid(world, sequence)).train()
+        for layer in model.transformer.layers:
+            layer.mlp.router.register_forward_hook(lambda *call: chosen.append(call[2][1]))
+        model(**inputs(61, padded=True))
+    return chosen
+
+
+@pytest.mark.parametrize("routing", ["random", "ties"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_all_ranks_choose_the_same_experts(ranks: Pools, sequence: bool, routing: str) -> None:
+    first, *others = ranks(4).run(chosen_on_ranks, 4, sequence, routing)
+    assert len(first) == 3
+    for other in others:
+        assert all(torch.equal(one, same) for one, same in zip(first, other, strict=True))
+
+
+def train_guarded(guarded: bool) -> str:
+    """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
+    from transformers import AutoConfig
+
+    from zero_tp.errors import UserError
+    from zero_tp.training.engine import TrainingEngine
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    config = AutoConfig.for_model(**fields())
+    batch = inputs(61, padded=False)["input_ids"]
+    with tables():
+        engine = TrainingEngine(config, grid(2, False), settings, seed=1)
+        engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=1)
+        if engine.topology.tensor_rank == 1:
+            weight = engine.model.get_parameter("transformer.layers.1.mlp.router.weight").data
+            weight.copy_(weight.flip(0))
+        try:
+            engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=2 if guarded else None)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_ranks_that_choose_otherwise_are_stopped(ranks: Pools, guarded: bool) -> None:
+    expected = "in step 2 transformer.layers.1.mlp.router chose other experts" if guarded else ""
+    for message in ranks(2).run(train_guarded, guarded):
+        assert message.startswith(expected) and bool(message) == guarded

@@ -28,9 +28,7 @@ CLIP, STEPS = 0.3, 4
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CELLS)
-def test_a_cell_with_more_keys_trains_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_cell_with_more_keys_trains_the_plain_model(ranks: Pools, run_seed: int, tmp_path: Path, name: str) -> None:
     cell, changes = CELLS[name]
     config = matrix.config_of(cell, run_seed)
     for key, value in changes.items():
@@ -40,8 +38,7 @@ def test_a_cell_with_more_keys_trains_the_plain_model(
             block = block.setdefault(part, {})
         block[last] = value
     (tmp_path / "run.json").write_text(json.dumps(config))
-    monkeypatch.setattr("tests.distributed.test_matrix.families", lambda: {cell: "gpt2"})
-    far = distances(cell, ranks(matrix.WORLD).run(train, tmp_path / "run.json"), run_seed)
+    far = distances(cell, ranks(matrix.WORLD).run(train, tmp_path / "run.json"), run_seed, "gpt2")
     assert not {what: distance for what, distance in far.items() if not distance <= 1}
 
 

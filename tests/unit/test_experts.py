@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
 from tests.compare import check_close
-from tests.experts import ROUTINGS, fields, inputs, reference_model, tables
+from tests.experts import LENGTH, ROUTINGS, fields, inputs, reference_model, tables
 from tests.native import check_gradients, parallel_model
 from zero_tp.architectures import ARCHITECTURES, mixtral
 from zero_tp.errors import ConfigError
 from zero_tp.topology import Topology
+
+
+def chosen_counts(logits: Iterable[torch.Tensor], per_token: int) -> torch.Tensor:
+    """How many tokens choose each expert of each layer in transformers' class, [layers, E]."""
+    return torch.stack([layer.topk(per_token).indices.flatten().bincount(minlength=7) for layer in logits])
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -29,6 +35,13 @@ def test_logits_both_losses_and_every_gradient(routing: str, padded: bool, chang
         check_close({"logits": found.logits[seen]}, {"logits": expected.logits.detach()[seen]})
         assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
         assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+        counts = chosen_counts(expected.router_logits, reference.config.num_experts_per_tok)
+        if routing == "one expert":
+            assert (counts[:, 3] == 3 * LENGTH).all()
+        elif routing == "unused expert" and reference.config.num_experts_per_tok < 7:
+            assert (counts[:, 3] == 0).all()
+        elif routing == "ties":
+            assert all((logits == 0).all() for logits in expected.router_logits)
         expected.loss.backward()
         found.loss.backward()
         check_gradients(model, reference)

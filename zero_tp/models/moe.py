@@ -1,13 +1,12 @@
 """A mixture of experts: a router chooses k of E gated MLPs for each token (arXiv 2101.03961, 2401.04088).
 
 Every expert's first weight is split by columns and its second by rows over TP, so the communication is that of a dense
-MLP whatever E is: f and f̄, or g and ḡ under SP. Every rank routes all tokens, and computes its columns of the chosen
-experts. s sequence, b batch, n = s·b tokens, h hidden, f expert size, k experts a token, t TP size.
+MLP whatever E is: f and f̄, or g and ḡ under SP, which also gathers the routers' logits. Every rank has the choices of
+all tokens, and computes its columns of the chosen experts. s sequence, b batch, n = s·b tokens, h hidden, f expert
+size, k experts a token, t TP size.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +17,13 @@ from zero_tp.models.context import ForwardContext
 from zero_tp.models.mlp import GatedActivation
 from zero_tp.models.router_balance import RouterBalance
 from zero_tp.parallel.collectives import (
+    Group,
     copy_to_tensor_region,
     gather_from_sequence_region,
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
-from zero_tp.parallel.grouped import GroupedLinear, group_ends
+from zero_tp.parallel.grouped import GroupedColumns, GroupedRows, Routing
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -31,7 +31,8 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 class Router(nn.Module):
     """Choose each token's experts: a linear layer, softmax in fp32, the k most probable.
 
-    Its weight is replicated. A rank has only its part of the experts' outputs, so the gradient is partial.
+    Its weight is replicated. A rank has only its part of the experts' outputs, and under SP only its tokens, so the
+    gradient is partial.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
@@ -41,9 +42,17 @@ class Router(nn.Module):
         layout = Replicated("partial" if make.topology.tensor > 1 else "identical")
         self.weight = make.make("weight", (spec.experts.count, spec.hidden), layout, Normal(spec.init_std))
 
-    def forward(self, tokens: Tensor, balance: RouterBalance | None) -> tuple[Tensor, Tensor]:
-        """Return the weights, fp32, and numbers of each token's experts. [n, h] → [n, k], int64 [n, k]."""
-        logits = F.linear(tokens, self.weight)
+    def forward(
+        self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weights, fp32, and numbers of each token's experts. [s, b, h] → [n, k], int64 [n, k].
+
+        Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the same bits. Forward
+        all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their gradient.
+        """
+        logits = F.linear(tensor.flatten(0, 1), self.weight)
+        if sequence:
+            logits = gather_from_sequence_region(logits, group)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         if balance is not None:
             probabilities = balance.observe(logits.detach(), probabilities)
@@ -51,28 +60,6 @@ class Router(nn.Module):
         if self.experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
-
-
-class _Reorder(torch.autograd.Function):
-    """Repeat every row `copies` times, in a new order. [n, h] → [n·copies, h].
-
-    Args:
-        order: int64 [n·copies]; row j of the output is copy `order[j]`. inverse: its inverse permutation.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return rows[order // copies] if copies > 1 else rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        copies: Tensor = gradient[inverse]
-        if ctx.copies > 1:
-            copies = copies.unflatten(0, (-1, ctx.copies)).sum(1)
-        return copies, None, None, None
 
 
 class Experts(nn.Module):
@@ -89,27 +76,16 @@ class Experts(nn.Module):
         self.topology = make.topology
         self.router = Router(make.child("router"), spec)
         columns, rows = Sharded(1, (size, size)), Sharded(2, (size,))
-        self.gate_up = GroupedLinear(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
+        self.gate_up = GroupedColumns(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
         self.activation = GatedActivation(spec.activation)
-        self.down = GroupedLinear(make.child("down"), count, size, spec.hidden, rows, end)
+        self.down = GroupedRows(make.child("down"), count, size, spec.hidden, rows, end)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        group, enter, leave = self.topology.tensor_group, copy_to_tensor_region, reduce_from_tensor_region
-        if context.sequence:
-            enter, leave = gather_from_sequence_region, reduce_scatter_to_sequence_region
-        whole = enter(tensor, group)
-        mixed = self._mix(whole.flatten(0, 1), context.balance)
-        return leave(mixed.view_as(whole), group)
-
-    def _mix(self, tokens: Tensor, balance: RouterBalance | None) -> Tensor:
-        """Return this rank's part of the outputs. [n, h] → [n, h]."""
-        weights, chosen = self.router(tokens, balance)
-        groups, copies = chosen.flatten(), chosen.shape[1]
-        order = groups.argsort(stable=True)
-        inverse = order.argsort()
-        ends = group_ends(groups, self.router.experts.count)
-        wide = self.gate_up(_Reorder.apply(tokens, order, inverse, copies), ends)
-        outputs = _Reorder.apply(self.down(self.activation(wide), ends), inverse, order, 1)
-        # Weighted and added in fp32, rounded once, as transformers does.
-        weighted = outputs.unflatten(0, (-1, copies)) * weights.unsqueeze(-1)
-        return weighted.sum(1).to(tokens.dtype)
+        group, sequence = self.topology.tensor_group, context.sequence
+        if not sequence:
+            tensor = copy_to_tensor_region(tensor, group)
+        weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
+        routing = Routing.of(chosen, self.router.experts.count)
+        wide = self.gate_up(tensor, routing, sequence=sequence)
+        mixed = self.down(self.activation(wide), weights, routing).unflatten(0, (-1, tensor.shape[1]))
+        return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(mixed, group)

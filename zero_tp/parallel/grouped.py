@@ -1,63 +1,149 @@
-"""Products of rows that are sorted by group, each group with a matrix of its own.
+"""Linear layers of E groups: every row is multiplied by its group's matrix, over rows that are sorted by group.
 
-n rows, E groups, i input features, o output features.
+n tokens, each with k rows (copies) in k groups; i input features, o output features, both of the rank.
+
+The host reads where groups end only if torch has no product of all groups for the operands: on CUDA it has one kernel
+for bf16 rows of multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
+from zero_tp.parallel.collectives import Group, all_gather, start_all_gather, start_reduce_scatter
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
-def group_ends(groups: Tensor, count: int) -> Tensor:
-    """Return where each group ends among sorted rows. Each row's group [n] → int64 [count], on the same device."""
-    return torch.zeros(count, dtype=torch.int64, device=groups.device).scatter_add_(0, groups, groups * 0 + 1).cumsum(0)
+class Routing(NamedTuple):
+    """How the copies of tokens are sorted by group; copy k·i + j is the jth of token i.
+
+    Attributes:
+        order: the copy of each row, int64 [n·k]. places: the row of each copy, int64 [n, k].
+        ends: where each group's rows end, int32 [E].
+    """
+
+    order: Tensor
+    places: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, count: int) -> Routing:
+        """Sort by group, stably. Each copy's group, int64 [n, k], of `count` groups."""
+        groups = chosen.flatten()
+        order = groups.argsort(stable=True)
+        sizes = torch.zeros(count, dtype=torch.int64, device=groups.device)
+        sizes = sizes.scatter_add_(0, groups, torch.ones_like(groups))
+        return cls(order, order.argsort().view_as(chosen), sizes.cumsum(0, dtype=torch.int32))
+
+    @property
+    def tokens(self) -> Tensor:
+        """Return the token of each row, int64 [n·k]."""
+        return self.order // self.places.shape[1]
 
 
-def _slices(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each group that has any."""
-    start = 0
-    for number, end in enumerate(ends.tolist()):
+def _in_one_call(*operands: Tensor) -> bool:
+    """Return whether torch multiplies all groups at once: rows of multiples of 16 bytes, without data only in bf16."""
+    dtype = operands[0].dtype
+    if dtype != torch.bfloat16 and (is_fake(operands[0]) or dtype not in (torch.float32, torch.float16)):
+        return False
+    return all(operand.shape[-1] * operand.element_size() % 16 == 0 for operand in operands)
+
+
+def _slices(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the number and the rows of each group that has any. Without data all groups have equally many."""
+    count, start = len(ends), 0
+    for number, end in enumerate([rows * (e + 1) // count for e in range(count)] if is_fake(ends) else ends.tolist()):
         if end > start:
             yield number, slice(start, end)
         start = end
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Compute Y[rows of group e] = X[rows of group e] W_eᵀ. [n, i], [E, o, i] → [n, o]."""
+def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row by its group's matrix. [n·k, i], [E, i, o] → [n·k, o]."""
+    if _in_one_call(rows, matrices, matrices.mT):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    output = rows.new_empty(len(rows), matrices.shape[2])
+    for number, part in _slices(ends, len(rows)):
+        torch.mm(rows[part], matrices[number], out=output[part])
+    return output
+
+
+def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Sum over each group the outer products of two kinds of rows. [n·k, o], [n·k, i] → [E, o, i]."""
+    if _in_one_call(left, right):
+        return F.grouped_mm(left.t(), right, offs=ends)
+    output = left.new_zeros(len(ends), left.shape[1], right.shape[1])  # a group without rows has zeros
+    for number, part in _slices(ends, len(left)):
+        torch.mm(left[part].t(), right[part], out=output[number])
+    return output
+
+
+class _GroupedColumns(torch.autograd.Function):
+    """Compute Y[row] = X[its token] W_eᵀ. Backward keeps X as it is given, and copies and gathers it again."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor, routing: Routing, group: Group, sequence: bool) -> Tensor:
         # The whole parameter, no view of it: ZeRO-3 takes its data away until backward.
-        ctx.save_for_backward(rows, weight, ends)
-        output = rows.new_empty(len(rows), weight.shape[1])
-        for number, part in _slices(ends):
-            torch.mm(rows[part], weight[number].t(), out=output[part])
-        return output
+        ctx.save_for_backward(tensor, weight, *routing)
+        ctx.group, ctx.sequence = group, sequence
+        whole = all_gather(tensor, group) if sequence else tensor
+        return grouped_product(whole.flatten(0, 1)[routing.tokens], weight.mT, routing.ends)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows, weight, ends = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight, *sorting = ctx.saved_tensors
+        routing = Routing(*sorting)
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
         gradient = gradient.contiguous()
-        needs_rows, needs_weight, _ = ctx.needs_input_grad
-        of_rows = torch.empty_like(rows) if needs_rows else None
-        of_weight = torch.zeros_like(weight) if needs_weight else None  # a group without rows gets zeros
-        for number, part in _slices(ends):
-            if of_rows is not None:
-                torch.mm(gradient[part], weight[number], out=of_rows[part])
-            if of_weight is not None:
-                torch.mm(gradient[part].t(), rows[part], out=of_weight[number])
-        return of_rows, of_weight, None
+        gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and needs_weight else None
+        of_tensor = of_weight = reducing = None
+        if needs_input:
+            of_rows = grouped_product(gradient, weight, routing.ends)
+            of_tensor = of_rows[routing.places].sum(1).unflatten(0, (-1, tensor.shape[1]))
+        whole = tensor if gathering is None else gathering.wait()  # before the next collective starts
+        if of_tensor is not None and ctx.sequence:
+            reducing = start_reduce_scatter(of_tensor, ctx.group)
+        if needs_weight:
+            rows = whole.flatten(0, 1)[routing.tokens]
+            of_weight = grouped_outer_product(gradient, rows, routing.ends)
+        return of_tensor if reducing is None else reducing.wait(), of_weight, None, None, None
 
 
-class GroupedLinear(nn.Module):
-    """Linear layers of E groups in one weight [E, o, i], which is split over TP as `layout` says.
+class _GroupedRows(torch.autograd.Function):
+    """Compute Y[token] = Σ over its rows of weight · (X[row] W_eᵀ), added in fp32 and rounded once.
+
+    Backward keeps no product: the gradient of a row's weight is X[row] · (W_eᵀ G[its token]).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        ctx.save_for_backward(rows, weight, weights, *routing)
+        outputs = grouped_product(rows, weight.mT, routing.ends)
+        return (outputs[routing.places] * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, weights, *sorting = ctx.saved_tensors
+        routing = Routing(*sorting)
+        copies, sorted_weights = gradient[routing.tokens], weights.flatten()[routing.order].unsqueeze(1)
+        unweighted = grouped_product(copies, weight, routing.ends)
+        of_weights = (unweighted.float() * rows).sum(1)[routing.places]
+        of_rows = (unweighted * sorted_weights).to(rows.dtype)
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = grouped_outer_product((copies * sorted_weights).to(rows.dtype), rows, routing.ends)
+        return of_rows, of_weight, of_weights, None
+
+
+class _Grouped(nn.Module):
+    """Matrices of E groups in one weight [E, o, i], which is split over TP as `layout` says.
 
     Raises:
         ValueError: a part of the layout does not divide by the TP size.
@@ -66,11 +152,24 @@ class GroupedLinear(nn.Module):
     def __init__(self, make: ParameterMaker, groups: int, inputs: int, outputs: int, layout: Sharded, init: Normal):
         super().__init__()
         self.weight = make.make("weight", (groups, outputs, inputs), layout, init)
+        self.group = make.topology.tensor_group
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Multiply rows, sorted by group, by their group's matrix. [n, i], int64 [E] → [n, o].
 
-        The host reads the groups' ends.
-        """
-        output: Tensor = _GroupedProduct.apply(rows, self.weight, ends)
+class GroupedColumns(_Grouped):
+    """Every group's matrix is split by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b, i] under SP.
+
+    Under SP, forward all-gathers the input (g); backward gathers it again during the product for the input's gradient,
+    which it reduce-scatters during that for the weight's. Without SP the caller sums the input's gradient over TP (f).
+    """
+
+    def forward(self, tensor: Tensor, routing: Routing, *, sequence: bool) -> Tensor:
+        output: Tensor = _GroupedColumns.apply(tensor, self.weight, routing, self.group, sequence)
+        return output
+
+
+class GroupedRows(_Grouped):
+    """Every group's matrix is split by rows; the caller sums the output over TP. [n·k, i], fp32 [n, k] → [n, o]."""
+
+    def forward(self, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        output: Tensor = _GroupedRows.apply(rows, self.weight, weights, routing)
         return output

@@ -6,6 +6,7 @@ What differs between the ZeRO stages is in zero/stages.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated, check_replicas
+from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated, check_replicas, checked_choices
 from zero_tp.training.nonfinite import NonfiniteTrace
 from zero_tp.training.spikes import SpikeBound
 from zero_tp.zero.ops import without_shared_memory_collectives
@@ -182,13 +183,14 @@ class TrainingEngine:
 
         Args:
             micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
-            guarded: the step's number, to compare the DP ranks' duplicates just before its update.
+            guarded: the step's number, to compare the TP ranks' choices of experts in its first micro-batch, and the
+                DP ranks' duplicates just before its update.
             guard_gradients: also run its first micro-batch twice. On CUDA a script without `connect_deepspeed` calls
                 `zero_tp.process.connect.fix_workspace` first.
 
         Raises:
-            UserError: another number of micro-batches than `gradient_accumulation_steps`; duplicates or repeated
-                gradients differ.
+            UserError: another number of micro-batches than `gradient_accumulation_steps`; choices, duplicates or
+                repeated gradients differ.
         """
         batches = [as_batch(micro_batch) for micro_batch in micro_batches]
         accumulation = self.engine.gradient_accumulation_steps()
@@ -207,7 +209,9 @@ class TrainingEngine:
         figures = torch.zeros(len(self.model.figures), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
-            output = self._forward(self.engine, batch, **shares)
+            guarding = guarded is not None and index == 0
+            with checked_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
+                output = self._forward(self.engine, batch, **shares)
             loss: Tensor = output.loss
             self.mark("backward")
             self.zero.backward(loss)

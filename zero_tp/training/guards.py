@@ -1,4 +1,4 @@
-"""Guards of a run: gradients are summed, replicas and duplicates are equal, gradients are reproducible.
+"""Guards of a run: gradients are summed, replicas, choices and duplicates are equal, gradients are reproducible.
 
 A silent failure of one of these lets weights drift apart, and the run trains another model.
 """
@@ -9,6 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.errors import UserError
+from zero_tp.models.moe import Router
 from zero_tp.parallel.agreement import tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
@@ -89,6 +91,46 @@ def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
     """Return the pairs' values; the host waits once."""
     values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
     return values
+
+
+# --- choices of experts -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator[None]:
+    """Check that TP ranks choose the same experts for every token of the forward in this block.
+
+    One all-reduce of 16 bytes a layer; one synchronisation with the device.
+
+    Raises:
+        UserError: on every rank of a TP group that differs, naming the first such router.
+    """
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    if topology.tensor == 1 or not routers:
+        yield
+        return
+    digests: dict[str, Tensor] = {}
+
+    def record(name: str, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
+        chosen = output[1].flatten()
+        factors = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761 % 2**31  # Knuth's hash
+        digests[name] = (chosen * factors).sum()
+
+    hooks = [module.register_forward_hook(partial(record, name)) for name, module in routers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    own = torch.stack(list(digests.values()))
+    ends = torch.stack((own, -own))
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
+    for name, differs in zip(digests, (ends[0] != -ends[1]).tolist(), strict=True):
+        if differs:
+            raise UserError(
+                f"in step {step} {name} chose other experts on one tensor parallel rank than on another: their parts "
+                "of a token's experts do not fit together; go on from a checkpoint before that, and report this"
+            )
 
 
 # --- duplicates and repeated gradients --------------------------------------------------------------------------------

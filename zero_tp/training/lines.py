@@ -35,22 +35,23 @@ def format_duration(seconds: float | None) -> str:
 WIDTHS = (8, 9, 9, 8, 11, 6, 6, 8, 10)
 
 
-def _columns(step: str, total_steps: int, loss: str, shares: Mapping[str, str], cells: Sequence[str]) -> str:
+def _columns(step: str, total_steps: int, loss: str, figures: Mapping[str, str], cells: Sequence[str]) -> str:
     first = step.rjust(max(len("step"), 2 * len(str(total_steps)) + 1))
-    accuracies = (cell.rjust(len(name)) for name, cell in shares.items())
+    own = (cell.rjust(len(name)) for name, cell in figures.items())
     others = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
-    return "  ".join([first, loss.rjust(9), *accuracies, *others])
+    return "  ".join([first, loss.rjust(9), *own, *others])
 
 
-def accuracy_columns(figures: Iterable[str]) -> dict[str, str]:
-    """Return the names of the figures that are accuracies, by the title of their column."""
-    return {name.replace("_accuracy", " right"): name for name in figures if name.endswith("_accuracy")}
+def figure_columns(figures: Iterable[str]) -> dict[str, str]:
+    """Return the names of the model's figures that have a column, by its title: accuracies, the load-balancing loss."""
+    names = [name for name in figures if name.endswith("_accuracy") or name == "aux_loss"]
+    return {name.replace("_accuracy", " right").replace("aux_loss", " aux loss"): name for name in names}
 
 
 def format_header(total_steps: int, figures: Sequence[str] = ()) -> str:
     """Return the names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
     names = ("lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "HFU", "peak GiB", "ETA")
-    return _columns("step", total_steps, "loss", {name: name for name in accuracy_columns(figures)}, names)
+    return _columns("step", total_steps, "loss", {name: name for name in figure_columns(figures)}, names)
 
 
 def format_line(values: Mapping[str, Any], speed: Speed, total_steps: int) -> str:
@@ -66,8 +67,11 @@ def format_line(values: Mapping[str, Any], speed: Speed, total_steps: int) -> st
         f"{values['memory_gib']:.2f}",
         format_duration(speed.eta_seconds),
     )
-    shares = {column: f"{values[name]:.1%}" for column, name in accuracy_columns(values).items()}
-    return _columns(f"{values['step']}/{total_steps}", total_steps, format_number(values["loss"]), shares, cells)
+    own = {
+        column: format_number(values[name]) if name == "aux_loss" else f"{values[name]:.1%}"
+        for column, name in figure_columns(values).items()
+    }
+    return _columns(f"{values['step']}/{total_steps}", total_steps, format_number(values["loss"]), own, cells)
 
 
 def _percent(share: float | None) -> str:
