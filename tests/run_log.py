@@ -40,7 +40,7 @@ class RunLog:
         with ExitStack() as stack:
             for stream in (sys.stdout, sys.stderr):
                 stack.enter_context(mock.patch.object(stream, "isatty", lambda: self.terminal))
-            self.logger.print_header(self.state)
+            self.state.output.open_bar(self.state.total_steps, self.state.step - 1)
         return self
 
     def log(self, record: tuple[Metrics, Speed]) -> None:

@@ -21,7 +21,7 @@ from tests.run_log import RunLog
 from zero_tp.devices import DEVICES, find_device, peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.training.callback import Metrics
-from zero_tp.training.lines import format_duration, format_header, format_line
+from zero_tp.training.lines import format_duration, format_step
 from zero_tp.training.metrics import Speed, StepMeter, memory_gib, perplexity
 from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
 
@@ -140,6 +140,8 @@ def record(step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), *
         mfu=changes.pop("mfu", None),
         hfu=changes.pop("hfu", None),
         eta_seconds=changes.pop("eta", 90.0),
+        elapsed_seconds=changes.pop("elapsed", 3725.0),
+        tokens=changes.pop("seen", 14336),
     )
     measured = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "memory_gib": 1.5, **changes}
     return {"step": step, **measured, **figures}, speed
@@ -161,13 +163,13 @@ def record(step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), *
     ],
 )
 def test_lines_stay_below_their_header(line: tuple[Metrics, Speed]) -> None:
-    header = format_header(100000)
-    text = format_line(*line, 100000)
+    header, text = format_step(*line, 100000)
     assert len(text) == len(header)
     edges = [
         index for index in range(len(header)) if header[index] != " " and header[index + 1 : index + 3] in ("  ", "")
     ]
-    assert len(edges) == 11
+    assert len(edges) == 11 + ("MFU" in header) + ("HFU" in header)
+    assert ("MFU" in header, "HFU" in header) == (line[1].mfu is not None, line[1].hfu is not None)
     assert all(text[edge] != " " and text[edge + 1 : edge + 3] in ("  ", "") for edge in edges), f"\n{header}\n{text}"
 
 
@@ -193,22 +195,17 @@ def test_accuracies_have_columns_and_every_figure_is_in_the_file(
 
 
 def test_one_line_reads_as_expected() -> None:
-    text = format_line(*record(mfu=0.415, hfu=0.553), 2000)
+    header, text = format_step(*record(mfu=0.415, hfu=0.553), 2000)
+    assert header.replace("grad norm", "grad-norm").replace("peak GiB", "peak-GiB").split() == [
+        "step", "loss", "lr", "grad-norm", "tokens", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "HFU", "peak-GiB",
+        "elapsed", "left",
+    ]  # fmt: skip
     assert text.split() == [
-        "7/2000",
-        "10.5000",
-        "3.00e-04",
-        "1.2500",
-        "1024",
-        "4096",
-        "0.0123",
-        "41.5%",
-        "55.3%",
-        "1.50",
-        "01:30",
-    ]
-    assert format_line(*record(loss=0.001), 2000).split()[1] == "1.00e-03"
-    assert "  -  " in format_line(*record(), 2000)
+        "7/2000", "10.5000", "3.00e-04", "1.2500", "14.3k", "1024", "4096", "0.0123", "41.5%", "55.3%", "1.50",
+        "1:02:05", "01:30",
+    ]  # fmt: skip
+    assert format_step(*record(loss=0.001), 2000)[1].split()[1] == "1.00e-03"
+    assert "HFU" not in format_step(*record(mfu=0.415, hfu=0.415), 2000)[0], "nothing is computed again"
 
 
 @pytest.mark.parametrize(

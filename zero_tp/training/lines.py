@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm import tqdm
@@ -28,54 +28,43 @@ def format_rate(value: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format the time left as minutes and seconds, with hours if there are any; `-` where unknown."""
+    """Format a time as minutes and seconds, with hours if there are any; `-` where unknown."""
     return "-" if seconds is None or not math.isfinite(seconds) else tqdm.format_interval(seconds)
 
 
-WIDTHS = (8, 9, 9, 8, 11, 6, 6, 8, 10)
+def format_step(values: Mapping[str, Any], speed: Speed, total_steps: int) -> tuple[str, str]:
+    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and the line below them.
 
-
-def _columns(step: str, total_steps: int, loss: str, figures: Mapping[str, str], cells: Sequence[str]) -> str:
-    first = step.rjust(max(len("step"), 2 * len(str(total_steps)) + 1))
-    own = (cell.rjust(len(name)) for name, cell in figures.items())
-    others = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
-    return "  ".join([first, loss.rjust(9), *own, *others])
-
-
-def figure_columns(figures: Iterable[str]) -> dict[str, str]:
-    """Return the names of the model's figures that have a column, by its title: accuracies, the load-balancing loss."""
-    names = [name for name in figures if name.endswith("_accuracy") or name == "aux_loss"]
-    return {name.replace("_accuracy", " right").replace("aux_loss", " aux loss"): name for name in names}
-
-
-def format_header(total_steps: int, figures: Sequence[str] = ()) -> str:
-    """Return the names of the columns, with units. "dev" is one device: an accelerator, or a CPU rank."""
-    names = ("lr", "grad norm", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "HFU", "peak GiB", "ETA")
-    return _columns("step", total_steps, "loss", {name: name for name in figure_columns(figures)}, names)
-
-
-def format_line(values: Mapping[str, Any], speed: Speed, total_steps: int) -> str:
-    """Format a step's line of metrics.jsonl, aligned below `format_header`."""
-    cells = (
-        f"{values['learning_rate']:.2e}",
-        format_number(values["grad_norm"]),
-        format_rate(speed.tokens_per_second_per_device),
-        format_rate(speed.tokens_per_second),
-        format_rate(speed.model_tflops),
-        _percent(speed.mfu),
-        _percent(speed.hfu),
-        f"{values['memory_gib']:.2f}",
-        format_duration(speed.eta_seconds),
-    )
-    own = {
-        column: format_number(values[name]) if name == "aux_loss" else f"{values[name]:.1%}"
-        for column, name in figure_columns(values).items()
-    }
-    return _columns(f"{values['step']}/{total_steps}", total_steps, format_number(values["loss"]), own, cells)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
+    "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is known, HFU where
+    backward also computes some of forward again.
+    """
+    done = f"{values['step']}/{total_steps}"
+    cells = [("step", 2 * len(str(total_steps)) + 1, done), ("loss", 9, format_number(values["loss"]))]
+    for name, value in values.items():
+        if name.endswith("_accuracy"):
+            cells.append((name.replace("_accuracy", " right"), 0, f"{value:.1%}"))
+        elif name == "aux_loss":
+            cells.append(("aux loss", 9, format_number(value)))
+    cells += [
+        ("lr", 8, f"{values['learning_rate']:.2e}"),
+        ("grad norm", 9, format_number(values["grad_norm"])),
+        ("tokens", 5, format_rate(speed.tokens)),
+        ("tok/s/dev", 9, format_rate(speed.tokens_per_second_per_device)),
+        ("tok/s", 6, format_rate(speed.tokens_per_second)),
+        ("TFLOP/s/dev", 11, format_rate(speed.model_tflops)),
+    ]
+    if speed.mfu is not None:
+        cells.append(("MFU", 6, f"{speed.mfu:.1%}"))
+        if speed.hfu is not None and speed.hfu != speed.mfu:
+            cells.append(("HFU", 6, f"{speed.hfu:.1%}"))
+    cells += [
+        ("peak GiB", 8, f"{values['memory_gib']:.2f}"),
+        ("elapsed", 9, format_duration(speed.elapsed_seconds)),
+        ("left", 10, format_duration(speed.eta_seconds)),
+    ]
+    widths = [max(width, len(title)) for title, width, _ in cells]
+    header = "  ".join(title.rjust(width) for (title, _, _), width in zip(cells, widths, strict=True))
+    return header, "  ".join(text.rjust(width) for (_, _, text), width in zip(cells, widths, strict=True))
 
 
 def format_figure(name: str, value: float) -> str:

@@ -28,6 +28,8 @@ class Speed:
     mfu: float | None  # 0..1
     hfu: float | None  # 0..1, with recomputation
     eta_seconds: float | None  # None before the first step
+    elapsed_seconds: float  # since this start's first step began, with all work between steps
+    tokens: int  # that the run has seen
 
 
 class StepMeter:
@@ -67,7 +69,7 @@ class StepMeter:
         self._recent: deque[float] = deque(maxlen=window)
         self._ticks = 0
         self._unread: list[float] = []
-        self._last = clock()
+        self._begin = self._last = clock()
 
     def start(self) -> None:
         """Start the clock of a step; without it the step counts from the end of the one before."""
@@ -97,6 +99,8 @@ class StepMeter:
             mfu=utilisation(self.flops_per_step, seconds, self.devices, self.peak_flops),
             hfu=utilisation(self.hardware_flops, seconds, self.devices, self.peak_flops),
             eta_seconds=max(0, self.total_steps - step) * sum(self._recent) / len(self._recent),
+            elapsed_seconds=self._last - self._begin,
+            tokens=step * self.tokens_per_step,
         )
 
 

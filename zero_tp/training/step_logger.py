@@ -9,7 +9,7 @@ import torch
 from zero_tp.devices import peak_flops
 from zero_tp.models.flops import hardware_flops, model_flops
 from zero_tp.training.callback import Callback, Metrics, TrainState
-from zero_tp.training.lines import format_header, format_line
+from zero_tp.training.lines import format_step
 from zero_tp.training.metrics import Speed, StepMeter, memory_gib
 
 
@@ -17,7 +17,7 @@ class StepLogger(Callback):
     """Log a step every `logging.interval` steps, and each step that was skipped."""
 
     def __init__(self) -> None:
-        self._first = True
+        self._header = ""
 
     def on_start(self, state: TrainState) -> None:
         config, engine = state.config, state.engine
@@ -36,16 +36,11 @@ class StepLogger(Callback):
             hardware_flops=hardware_flops(spec, batch, length, config.labelled, recomputed),
         )
 
+        state.output.open_bar(state.total_steps, state.step)
+
     def on_step_begin(self, state: TrainState) -> None:
-        if self._first:
-            self._first = False
-            self.print_header(state)
         self._learning_rate = state.engine.learning_rate
         self._meter.start()
-
-    def print_header(self, state: TrainState) -> None:
-        state.output.open_bar(state.total_steps, state.step - 1)
-        state.print(format_header(state.total_steps, state.engine.model.figures))
 
     def on_step_end(self, state: TrainState) -> None:
         engine, step = state.engine, state.step
@@ -64,8 +59,12 @@ class StepLogger(Callback):
             state.print(f"step {step}: {engine.trace.describe()}")
 
     def log(self, state: TrainState, values: Metrics, speed: Speed) -> None:
-        """Print the step's line and add it to metrics.jsonl."""
-        state.print(format_line(values, speed, state.total_steps))
+        """Print the step's line, the first below its header, and add it to metrics.jsonl."""
+        header, line = format_step(values, speed, state.total_steps)
+        if header != self._header:
+            self._header = header
+            state.print(header)
+        state.print(line)
         state.log(values)
 
     def on_end(self, state: TrainState) -> None:
