@@ -18,11 +18,13 @@ from tests.launched import ROOT
 from tests.mistakes import MISTAKES, RIGHT
 from zero_tp.config.json_schema import json_schema
 from zero_tp.config.resolve import AUTO
+from zero_tp.config.schedule import SCHEDULES
 
 SUMS_AND_COMBINATIONS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "fp16.enabled"),
     *("activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"),
     *("zero_optimization.zero_quantized_weights", "zero_optimization.offload_param", "sequence_parallel_size"),
+    "zero_tp.training.steps",
     *("zero_tp.parallel.tensor", "zero_tp.data.train", "zero_tp.data.sequence_length", "zero_tp.objective"),
     *(f"zero_tp.recompute.{key}" for key in ("layers", "every", "keep_micro_batches")),
 }
@@ -59,7 +61,12 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
 
 def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
     for path in AUTO:
-        assert not problems(with_value(path, "auto")), path
+        name, config = path.rpartition(".")[2], with_value(path, "auto")
+        if path.startswith("scheduler.params."):
+            kind = next(kind for kind, schedule in SCHEDULES.items() if name in schedule.model_fields)
+            needed = {field for field, info in SCHEDULES[kind].model_fields.items() if info.is_required()}
+            config["scheduler"] = {"type": kind, "params": dict.fromkeys(needed, 1) | {name: "auto"}}
+        assert not problems(config), path
     assert problems(with_value("zero_tp.training.steps", "auto"))
 
 

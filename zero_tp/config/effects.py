@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.typed import Door, TypedConfig
+from zero_tp.constants import MODEL_KEY
 
 ZERO = "zero_optimization"
 OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
@@ -135,6 +136,12 @@ def _zero_notes(config: TypedConfig) -> Iterator[Note]:
 
 def caution_rows(config: TypedConfig) -> Iterator[Note]:
     """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
+    in_run = config.door is Door.RUN  # only a run's file has a model, and says how long it is
+    yield Note(
+        f"{MODEL_KEY}.model_type",
+        in_run and not any(type(value) is int for value in config.zero_tp.model.values()),
+        "no size is written, so that all are the defaults of transformers' class",
+    )
     yield Note(
         "comms_logger.enabled",
         config["comms_logger.enabled"],
@@ -162,7 +169,7 @@ def caution_rows(config: TypedConfig) -> Iterator[Note]:
         "OneCycle sets the betas, the first between cycle_min_mom and cycle_max_mom, the second to 0.99; "
         "cycle_momentum false leaves them",
     )
-    steps = config.zero_tp.training.steps if config.door is Door.RUN else None  # only a run's file says how long it is
+    steps = config.zero_tp.training.steps if in_run else None
     lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
     yield Note(
         " ".join(lengths),

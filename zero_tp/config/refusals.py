@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from zero_tp.activations.policy import RecomputePolicy
@@ -347,17 +347,19 @@ def check_deepspeed(
     return config
 
 
-def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -> None:
+def check_accelerator(config: dict[str, Any], accelerator: Any) -> None:
     """Check that this machine's accelerator computes in the config's dtype.
 
     Args:
         config: DeepSpeed's part of a resolved config.
-        supports: says whether the accelerator supports "bf16" or "fp16".
+        accelerator: DeepSpeed's.
 
     Raises:
         ConfigError: it doesn't.
     """
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     name = dtype_name(config)
-    if name != "fp32" and not supports(name):
-        others = " or ".join(other for other in ("bf16", "fp16") if other != name and supports(other))
-        raise ConfigError(f"{name}.enabled", f"this accelerator does not support {name}", f"use {others or 'fp32'}")
+    if name != "fp32" and not supported[name]():
+        others = " or ".join(other for other in supported if other != name and supported[other]())
+        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {name}"
+        raise ConfigError(f"{name}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
 from zero_tp.config.effects import cautions, without_effect
-from zero_tp.config.model import FROM, check_model, check_recompute
+from zero_tp.config.model import FROM, check_model, check_recompute, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.refusals import check_single_keys, refuse
 from zero_tp.config.resolve import (
@@ -30,7 +30,8 @@ from zero_tp.config.resolve import (
 from zero_tp.config.schema import ZeroTP
 from zero_tp.config.typed import TypedConfig, check_block, check_types
 from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, did_you_mean
+from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import Problems
@@ -82,7 +83,9 @@ class RunConfig:
             ConfigErrors: the run can't be started as it is written. First come all keys that are wrong by themselves;
                 if there is none, all combinations and sums.
         """
-        values = read_json(Path(path))
+        near = did_you_mean(str(path), config_names())
+        remedy = "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
+        values = read_json(Path(path), remedy)
         apply_overrides(values, overrides)
 
         # 1. Types: of every key that is written; an "auto" has none yet.
@@ -252,6 +255,9 @@ def _check_each_key(
             data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
         with problems:
             zero_tp, hf_config = _fill_names(zero_tp, saved)
+    elif isinstance(model := look_up(values, MODEL_KEY), dict):
+        with problems:
+            model_config(model)
     if not any(error.key in BATCH_FIELDS for error in problems.errors):
         with problems:
             batch = resolve_batch(values, data)
