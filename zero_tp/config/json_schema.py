@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from pydantic import BaseModel, create_model
@@ -9,13 +10,15 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from zero_tp.config.deepspeed import RENAMED
 from zero_tp.config.model import FROM
-from zero_tp.config.optimizer import SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
+from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA
 from zero_tp.config.schedule import SCHEDULES
 from zero_tp.config.schema import ZeroTP
 
 Json = dict[str, Any]
+ANY_ADAM = "[Aa][Dd][Aa][Mm][Ww]?"
+"""DeepSpeed takes both names in any case."""
 CAN_BE_AUTO = {*AUTO, *BATCH_FIELDS}
 
 
@@ -43,8 +46,10 @@ def json_schema() -> Json:
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
     _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(each) for name, each in SCHEDULES.items()})
-    adam = _with_params(create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam)), "optimizer")
-    optimizers = {"SGD": _with_params(SGD, "optimizer"), **dict.fromkeys(("Adam", "AdamW", "adam", "adamw"), adam)}
+    adam = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
+    optimizers = {name: _with_params(each, "optimizer") for name, each in {"SGD": SGD, ANY_ADAM: adam}.items()}
+    types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
+    definitions["OptimizerBlock"]["properties"]["type"] = types
     _add_cases(definitions["OptimizerBlock"], "type", optimizers)
     model_block["properties"] = {"model_type": {"enum": list(ARCHITECTURES)}, FROM: {"type": "string"}}
     _add_cases(model_block, "model_type", {name: _with_fields(name) for name in ARCHITECTURES})
@@ -58,9 +63,9 @@ def json_schema() -> Json:
 
 
 def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
-    """Say what holds besides for each value of `key`. Unlike `oneOf`, an error is reported at its own place."""
+    """Say what holds besides for each value, a pattern, of `key`. Unlike `oneOf`, an error has its own place."""
     block["allOf"] = [
-        {"if": {"properties": {key: {"const": value}}, "required": [key]}, "then": then}
+        {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
         for value, then in cases.items()
     ]
 
@@ -76,10 +81,10 @@ def _with_fields(model_type: str) -> Json:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from zero_tp.architectures import ARCHITECTURES
-    from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 
-    names = {*ARCHITECTURES[model_type].fields.known(), *OF_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG}
-    names |= {alias for alias, name in CONFIG_MAPPING[model_type].attribute_map.items() if name in names}
+    config_class = CONFIG_MAPPING[model_type]
+    names = {"model_type", *inspect.get_annotations(config_class), *ARCHITECTURES[model_type].fields.undeclared}
+    names |= {alias for alias, name in config_class.attribute_map.items() if name in names}
     return {"properties": dict.fromkeys(sorted(names), True), "additionalProperties": False}
 
 
