@@ -142,7 +142,7 @@ def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:
     done = check(path, "--world-size", "4")
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == f"config     {path} is right, but 2 files or directories that a run needs are missing"
+    assert lines[0] == f"config     {path} is right, but these are missing: mine.bin, mine.idx"
     assert lines[-2:] == [
         f"not here   mine.{ending}, which a run needs; did you mean mine/train?" for ending in ("bin", "idx")
     ]

@@ -100,7 +100,7 @@ def main(options: argparse.Namespace) -> int:
 
             find_parent(options.parent, config, inputs.model_config)
     print(describe(config, directory, inputs, options.parent))
-    return MISSING if absent else 0
+    return MISSING if any(str(path) not in config.on_hub for path in absent) else 0
 
 
 def _leave_out_activations() -> None:
@@ -133,8 +133,9 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
     from zero_tp.planning.memory import model_in
 
     absent = config.absent()
-    missing = f", but {len(absent)} files or directories that a run needs are missing" if absent else ""
-    lines = [("config", f"{config.path} is right{missing}")]
+    missing = ", ".join(str(path) for path in absent if str(path) not in config.on_hub)
+    but = f", but these are missing: {missing}" if missing else ""
+    lines = [("config", f"{config.path} is right{but}")]
     parameters = model_in(config).whole
     lines += [*_settings(config, parameters), *_model_states(config, parameters)]
     lines += [*_initial_weights(config, directory, parent), *_corpora(config, inputs)]
