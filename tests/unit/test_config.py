@@ -332,14 +332,14 @@ def test_the_accelerator_decides_on_fp16() -> None:
         known = {f"is_{dtype}_supported": lambda dtype=dtype: dtype in supported for dtype in ("fp16", "bf16")}
         return SimpleNamespace(device_name=lambda: "cpu", **known)
 
-    check_accelerator({"fp16": {"enabled": True}}, accelerator("fp16", "bf16"))
-    check_accelerator({}, accelerator())
+    check_accelerator("fp16", accelerator("fp16", "bf16"))
+    check_accelerator("fp32", accelerator())
     with pytest.raises(
         ConfigError, match=r"^fp16.enabled: .*\(cpu\) does not support fp16; use bf16, or a machine that"
     ):
-        check_accelerator({"fp16": {"enabled": True}}, accelerator("bf16"))
+        check_accelerator("fp16", accelerator("bf16"))
     with pytest.raises(ConfigError, match=r"^bf16.enabled: .* use fp32, or a machine that supports it$"):
-        check_accelerator({"bf16": {"enabled": True}}, accelerator())
+        check_accelerator("bf16", accelerator())
 
 
 def test_an_object_for_recompute_says_which_layers() -> None:

@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
         print(*map(error_line, errors.errors), sep="\n", file=sys.stderr)
         return BAD_INPUT
     check_installed(config)
-    check_accelerator(config.typed.values, get_accelerator())
+    check_accelerator(config.dtype, get_accelerator())
     absent, inputs = config.absent(), None
     if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)

@@ -46,8 +46,8 @@ def json_schema() -> Json:
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
     _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(each) for name, each in SCHEDULES.items()})
-    adam = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
-    optimizers = {name: _with_params(each, "optimizer") for name, each in {"SGD": SGD, ANY_ADAM: adam}.items()}
+    adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
+    optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
     definitions["OptimizerBlock"]["properties"]["type"] = types
     _add_cases(definitions["OptimizerBlock"], "type", optimizers)

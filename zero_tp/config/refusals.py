@@ -7,17 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config.resolve import dtype_name, look_up
+from zero_tp.config.resolve import look_up
 from zero_tp.config.schedule import check_phases
 from zero_tp.config.schema import Parallel, ZeroTP
-from zero_tp.config.typed import Door, TypedConfig
+from zero_tp.config.typed import ACTIVATIONS, OPTIMIZER, SCHEDULER, ZERO, Door, TypedConfig
 from zero_tp.errors import ConfigError, shown
 from zero_tp.topology import Topology
 from zero_tp.validation import Problems
 
-ZERO = "zero_optimization"
-ACTIVATIONS = "activation_checkpointing"
-OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
 MOST_EPS = 1.0
 
 FIXED: dict[str, tuple[Any, str]] = {
@@ -280,7 +277,7 @@ def _activation_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         ACTIVATIONS,
         "in ZeroTPTrainer",
-        in_trainer and any(config.written(ACTIVATIONS, {}).values()),
+        in_trainer and any((config.values.get(ACTIVATIONS) or {}).values()),
         "a Trainer recomputes by gradient_checkpointing of its TrainingArguments",
     )
     moves_inputs = in_trainer or config.zero_tp.recompute_policy.mode == "full"
@@ -347,19 +344,14 @@ def check_deepspeed(
     return config
 
 
-def check_accelerator(config: dict[str, Any], accelerator: Any) -> None:
-    """Check that this machine's accelerator computes in the config's dtype.
-
-    Args:
-        config: DeepSpeed's part of a resolved config.
-        accelerator: DeepSpeed's.
+def check_accelerator(dtype: str, accelerator: Any) -> None:
+    """Check that this machine's accelerator, DeepSpeed's object, computes in a dtype: "fp32", "bf16" or "fp16".
 
     Raises:
         ConfigError: it doesn't.
     """
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
-    name = dtype_name(config)
-    if name != "fp32" and not supported[name]():
-        others = " or ".join(other for other in supported if other != name and supported[other]())
-        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {name}"
-        raise ConfigError(f"{name}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")
+    if dtype != "fp32" and not supported[dtype]():
+        others = " or ".join(other for other in supported if other != dtype and supported[other]())
+        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {dtype}"
+        raise ConfigError(f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")

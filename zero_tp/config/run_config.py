@@ -26,15 +26,16 @@ from zero_tp.config.resolve import (
     look_up,
     resolve_batch,
     take_auto,
+    wrong_autos,
 )
 from zero_tp.config.schema import ZeroTP
-from zero_tp.config.typed import TypedConfig, check_block, check_types
+from zero_tp.config.typed import TypedConfig, check_types
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean
 from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
-from zero_tp.validation import Problems
+from zero_tp.validation import Problems, validate
 from zero_tp.weights.files import is_cached, is_name, pin_to_first_start, pinned
 
 if TYPE_CHECKING:
@@ -83,9 +84,7 @@ class RunConfig:
             ConfigErrors: the run can't be started as it is written. First come all keys that are wrong by themselves;
                 if there is none, all combinations and sums.
         """
-        near = did_you_mean(str(path), config_names())
-        remedy = "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
-        values = read_json(Path(path), remedy)
+        values = read_json(Path(path), _remedy_without(Path(path)))
         apply_overrides(values, overrides)
 
         # 1. Types: of every key that is written; an "auto" has none yet.
@@ -230,9 +229,32 @@ class RunConfig:
         return config
 
 
+def _remedy_without(path: Path) -> str:
+    """Return what to do if there is no file of this path."""
+    near = "" if path.exists() else did_you_mean(str(path), config_names())
+    return "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
+
+
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
+
+
+def _check_block(block: Any) -> ZeroTP:
+    """Return the `zero_tp` block of a file, typed.
+
+    Raises:
+        ConfigErrors: each key with an unknown name or a wrong value, "auto" among them.
+        ConfigError: there is no block, or neither or both of `training.steps` and `training.tokens`.
+    """
+    if block is None:
+        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+    zero_tp = validate(ZeroTP, block, "zero_tp", wrong_autos(block, "zero_tp"))
+    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
+    if (steps is None) == (tokens is None):
+        problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
+        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
+    return zero_tp
 
 
 def _check_each_key(
@@ -249,7 +271,7 @@ def _check_each_key(
     with problems:
         check_single_keys(values)
     with problems:
-        zero_tp = check_block(values.get("zero_tp"))
+        zero_tp = _check_block(values.get("zero_tp"))
     if zero_tp is not None:
         with problems:
             data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)

@@ -12,8 +12,10 @@ from zero_tp.config.optimizer import check_optimizer, offloads_optimizer
 from zero_tp.config.resolve import dtype_name, look_up, wrong_autos
 from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
-from zero_tp.errors import ConfigError
 from zero_tp.validation import Block, Problems, validate
+
+ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
+OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
 
 
 class Door(enum.Enum):
@@ -60,11 +62,6 @@ class TypedConfig:
         """Return the number at a dotted key, or its default; 0 where there is none."""
         return self[key] or 0
 
-    def written(self, key: str, default: Any = None) -> Any:
-        """Return the value that is written at a dotted key, or `default` where it is absent or null."""
-        value = look_up(self.values, key)
-        return default if value is None else value
-
     @property
     def stage(self) -> int:
         return int(self["zero_optimization.stage"])
@@ -87,23 +84,6 @@ class TypedConfig:
         rate_names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
         rate = self[f"scheduler.params.{rate_names.get(self['scheduler.type'], 'warmup_max_lr')}"]
         return self.number("optimizer.params.lr") if rate is None else float(rate)
-
-
-def check_block(block: Any) -> ZeroTP:
-    """Return the `zero_tp` block of a file, typed.
-
-    Raises:
-        ConfigErrors: each key with an unknown name or a wrong value, "auto" among them.
-        ConfigError: there is no block, or neither or both of `training.steps` and `training.tokens`.
-    """
-    if block is None:
-        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
-    zero_tp = validate(ZeroTP, block, "zero_tp", wrong_autos(block, "zero_tp"))
-    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
-    if (steps is None) == (tokens is None):
-        problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
-        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
-    return zero_tp
 
 
 def check_types(values: dict[str, Any], auto_keys: Sequence[str] = ()) -> dict[str, Any]:
