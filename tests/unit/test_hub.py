@@ -187,9 +187,10 @@ def test_a_check_fetches_no_weights(endpoint: str, tmp_path: Path) -> None:
     given = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     words = ("check", str(tmp_path / "config.json"), "--from", "runs/other")
     checked = run(*words, **given)
-    assert checked.returncode == 0, checked.stderr
+    assert checked.returncode == 1 and not checked.stderr, "the corpus is missing"
     assert Hub.asked and not [path for path in Hub.asked if path.endswith(".safetensors")]
     lines = checked.stdout.splitlines()
+    assert NAME not in lines[0], "a run fetches it"
     assert f"not here   {NAME}@{COMMIT}, which a run needs and asks the Hugging Face hub for" in lines
     assert lines[-1] == "unchecked  --from runs/other, before all that a run needs is here"
 

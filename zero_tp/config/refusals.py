@@ -78,10 +78,9 @@ class Refusal:
     reason: str
     remedy: str = "leave it out"
 
-    def check(self) -> None:
-        """Raise a ConfigError if it applies."""
-        if self.applies:
-            raise ConfigError(self.key, f"refused {self.when}: {self.reason}", self.remedy)
+    @property
+    def error(self) -> ConfigError:
+        return ConfigError(self.key, f"refused {self.when}: {self.reason}", self.remedy)
 
 
 def refusals(config: TypedConfig) -> list[Refusal]:
@@ -297,9 +296,7 @@ def refuse(config: TypedConfig) -> None:
         ConfigErrors: one for each that it has, and for a schedule that is shorter than its phases.
     """
     problems = Problems()
-    for row in refusals(config):
-        with problems:
-            row.check()
+    problems.errors += [row.error for row in refusals(config) if row.applies]
     with problems:
         check_phases(config[SCHEDULER] or {})
     problems.raise_all()
@@ -314,9 +311,8 @@ def check_single_keys(values: dict[str, Any]) -> None:
     problems = Problems()
     with problems:
         require_optimizer(values)
-    for key, (value, reason) in FIXED.items():
-        with problems:
-            _fixed(values, key, value, reason).check()
+    rows = (_fixed(values, key, value, reason) for key, (value, reason) in FIXED.items())
+    problems.errors += [row.error for row in rows if row.applies]
     problems.raise_all()
 
 

@@ -36,7 +36,7 @@ Corpora = Annotated[
 class Parallel(Block):
     tensor: Positive = Field(default=1, description="TP degree: ranks that share one replica of the model.")
     sequence: bool = Field(
-        default=False,
+        default_factory=lambda others: others.get("tensor", 1) > 1,
         description="Sequence parallelism: activations outside the split regions are sharded over the TP ranks.",
         json_schema_extra={"default": "true when `parallel.tensor` > 1"},
     )
@@ -45,14 +45,6 @@ class Parallel(Block):
         description="Under sequence parallelism, multiply one chunk while others are gathered or scattered (torch's "
         '"async TP"). For CUDA devices that reach each other\'s memory; no device has run it yet.',
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sequence_follows_tensor(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "sequence" not in values:
-            tensor = values.get("tensor", 1)
-            return {**values, "sequence": isinstance(tensor, int) and tensor > 1}
-        return values
 
 
 class MaskedObjective(Block):
