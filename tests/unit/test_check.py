@@ -131,7 +131,15 @@ def test_combinations_and_sums_are_reported_together(tmp_path: Path) -> None:
 
 def test_the_sums_of_model_and_batch_are_reported_together(tmp_path: Path) -> None:
     config = changed(zero_tp__data__sequence_length=999, train_batch_size=64)
-    assert errors(tmp_path, config, world_size=4) == ["zero_tp.data.sequence_length", "train_batch_size"]
+    assert errors(tmp_path, config, world_size=4) == ["train_batch_size", "zero_tp.data.sequence_length"]
+
+
+def test_nothing_is_fetched_for_a_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("zero_tp.weights.files._snapshot", lambda *words, **_: asked.append(words) or 1 / 0)
+    config = changed(zero_tp__model={"from_pretrained": "somebody/tiny"})
+    assert errors(tmp_path, config) == ["zero_tp.model.from_pretrained"] and len(asked) == 1
+    assert errors(tmp_path, config | {"nonsense": 1}) == ["nonsense"] and len(asked) == 1
 
 
 def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path) -> None:

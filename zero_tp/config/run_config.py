@@ -272,17 +272,19 @@ def _check_each_key(
         check_single_keys(values)
     with problems:
         zero_tp = _check_block(values.get("zero_tp"))
-    if zero_tp is not None:
+    if zero_tp is not None and world_size is not None:
         with problems:
-            data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
-        with problems:
-            zero_tp, hf_config = _fill_names(zero_tp, saved)
-    elif isinstance(model := look_up(values, MODEL_KEY), dict):
-        with problems:
-            model_config(model)
+            data = data_parallel_size(world_size, zero_tp.parallel.tensor)
     if not any(error.key in BATCH_FIELDS for error in problems.errors):
         with problems:
             batch = resolve_batch(values, data)
+    model = look_up(values, MODEL_KEY)
+    if not (problems.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # which would be fetched
+        with problems:
+            if zero_tp is not None:
+                zero_tp, hf_config = _fill_names(zero_tp, saved)
+            elif isinstance(model, dict):
+                model_config(model)
     problems.raise_all()
     assert zero_tp is not None and hf_config is not None and batch is not None
     return zero_tp, hf_config, batch
