@@ -242,7 +242,7 @@ def test_an_adam_needs_no_compiler(name: str, given: dict[str, Any], offload: st
     }
     optimizer.choose_implementation(raw)
     assert raw["optimizer"]["params"] == given | added
-    optimizer.check_optimizer(optimizer.OptimizerBlock(**raw["optimizer"]), offload != "none")
+    optimizer.check_optimizer(raw["optimizer"], offload != "none")
 
 
 def test_other_optimizers_are_left_as_they_are() -> None:

@@ -103,8 +103,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda" and config.zero_tp.training.guard_gradients:
         fix_workspace()
-    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
-    check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
+    check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.without_shared_memory_collectives()
     told = ops.to_compile(config.deepspeed_config(), accelerator)
