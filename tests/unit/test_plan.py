@@ -190,7 +190,7 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
     apply_overrides(raw, [f"zero_optimization={json.dumps(settings)}", "gradient_accumulation_steps=16"])
     weighed, workload = ZeroSettings.of(raw, 8, cpu=False), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
-        wanted = weighed.at_stage(stage, accumulation=16, owners=owners)
+        wanted = weighed.with_stage(stage, accumulation=16, owners=owners)
         written = ZeroSettings.of(changed(raw, workload, wanted), 8, cpu=False)
         assert written == wanted
         assert written.to_owners == owners

@@ -186,7 +186,7 @@ class ZeroMemory:
         return 0.0 if self.settings.offload_optimizer else self.settings.element * self.grad_buffer_numel
 
     @cached_property
-    def gathered_at(self) -> dict[tuple[str, int], float]:
+    def gathered_by_layer(self) -> dict[tuple[str, int], float]:
         """Return the most bytes gathered, by ("forward" or "backward", the layer's number)."""
         zero, parameters = self.settings, self.parameters
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
@@ -209,7 +209,7 @@ class ZeroMemory:
         buckets = e * self.bucket * (2 if zero.overlap else 1)
         total = self.parameters.total
         if zero.stage == 3:
-            return states._replace(gathered=states.gathered + self.gathered_at[phase, layer])
+            return states._replace(gathered=states.gathered + self.gathered_by_layer[phase, layer])
         with_gradients = total if micro else min(done, total)
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)
