@@ -150,9 +150,9 @@ def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[s
     """Return, under `selective`, sbh(10 + 24/t), with SP 34sbh/t; table 2, the two "selective" rows (section 5).
 
     Args:
-        modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps besides its inputs,
-            Q, K and V in 16 bits; `mlp_activation` 8sbh/t, the activation's output; `norm` 4sbh, under SP 4sbh/t, the
-            outputs of the two norms, or 2sbh, that of the first, where the residual stream itself is normed.
+        modules: `zero_tp.recompute.modules`. `attention_core` saves everything but the core's inputs, Q, K and V in
+            16 bits. `mlp_activation` saves 8sbh/t, the activation's output. `norm` saves the outputs of the two norms,
+            4sbh, under SP 4sbh/t; or 2sbh, that of the first, where the residual stream itself is normed.
     """
     recomputed = {
         "attention_core": core(layer),
@@ -220,8 +220,8 @@ def tensor_volume(layer: Layer, mode: str = "none") -> float:
     """Return the elements a rank sends over TP a layer and micro-batch: 4 all-reduces of sbh (1909.08053, figure 4).
 
     A ring all-reduce is a reduce-scatter and an all-gather, 2·(t-1)/t of the tensor, so SP has the same volume
-    (2205.05198, section 4.2.2); added to it are SP's all-gather of the two saved input shards in backward, and
-    under `full` recomputation the forward's once more.
+    (2205.05198, section 4.2.2). SP adds the all-gather of the two saved input shards in backward. `full` recomputation
+    adds the forward's volume once more.
     """
     ring = layer.sbh * (layer.t - 1) / layer.t
     forward, again = 4, 2 if layer.sequence else 0

@@ -133,8 +133,9 @@ class ZeroMemory:
     def _optimizer_copies(self) -> list[int]:
         """Return the bytes of each tensor that an offloaded optimizer has on the host, without moments.
 
-        At stage 3 those are the gradients, added up and in fp32, and its masters are apart; below it masters, gradients
-        in fp32, weights on their way back, a buffer, and at stage 2 a gradient of each parameter if they are added up.
+        At stage 3 these are the gradients, accumulated and in fp32; its masters are counted elsewhere. Stages 1 and 2
+        have masters, gradients in fp32, weights to copy back and a buffer. Stage 2 also has a gradient of each
+        parameter if it accumulates.
         """
         zero, e = self.settings, self.settings.element
         if not zero.offload_optimizer:
