@@ -278,7 +278,7 @@ def test_ranks_of_a_machine_share_its_cores_when_they_compile(
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    environment = RankEnvironment(rank=0, world=2 * ranks, node=0, local_rank=0, local_world=ranks)
+    environment = RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks)
     environment.export()
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
 

@@ -150,26 +150,3 @@ def fix_workspace() -> None:
             f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare; unset "
             "it, or set it to :4096:8"
         )
-
-
-def launch_order_advice(tensor: int, stage: int, device: torch.device) -> str:
-    """Return a line about the variable that makes CUDA kernels begin in the order of their launches; "" if none is due.
-
-    A layer starts its collective before the product that hides it; with several queues the product may take the whole
-    device first. The gathers of ZeRO-3 are behind no product, and want queues of their own. CUDA reads the variable
-    once, before a rank knows its device, so the launcher has to set it. Megatron-LM's `validate_args` does not ask for
-    it from compute capability 10 on.
-
-    Args:
-        tensor: the TP degree.
-        stage: of ZeRO.
-    """
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if device.type != "cuda" or torch.version.hip or tensor == 1 or stage == 3 or name in os.environ:
-        return ""
-    if torch.cuda.get_device_capability(device) >= (10, 0):
-        return ""
-    return (
-        f"{name} is not set: with {name}=1 in the launcher's environment, collectives of TP begin before the products "
-        "that hide them"
-    )

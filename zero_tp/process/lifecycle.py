@@ -47,7 +47,8 @@ from zero_tp.process.watch import Watch
 FAILED, TERMINATED = 1, 143
 
 LAUNCHER_SECONDS = 10.0  # from local rank 0's end to the launcher's SIGTERM
-REFUSAL_SECONDS = 60.0  # to find the store, to post there and to be heard, if a machine does not answer
+STORE_SECONDS = 10.0  # rank 0 may serve the store, where ranks of other machines read why the job ends
+REFUSAL_SECONDS = 60.0  # to find the store and to post there, if a machine does not answer
 PEER_SECONDS = 5.0  # from a broken connection to the end of the rank that broke it
 EXIT_SECONDS = 20.0  # exit functions after success, such as a tracker's upload
 MESSAGE_LIMIT = 600  # characters of an error in its last line; its traceback has them all
@@ -150,7 +151,8 @@ class _Rank:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
         if (not isinstance(error, PeerRefused) and self._prints_refusal()) or self._verbose:
             write_stderr(text)
-        self._environment.store.wait_until_heard()
+        if self._environment.several_nodes and self._environment.rank == 0:
+            time.sleep(STORE_SECONDS)
         return BAD_INPUT
 
     def _prints_refusal(self) -> bool:

@@ -22,7 +22,7 @@ from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import most_machines, on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.parameter import Zeros
-from zero_tp.process.connect import connect_deepspeed, launch_order_advice
+from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
 from zero_tp.process.watch import Watch
@@ -67,7 +67,7 @@ def start_training(
     with run_directory(inputs.directory) if first else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment, verbose)
         if watch is not None:
-            watch.connect(topology.group_names)
+            watch.connect()
         _check_shared(inputs.directory, owner)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
@@ -186,8 +186,6 @@ def _description(
         yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
     yield f"attention: {engine.model.spec.attention}"
     yield from (*engine.zero.notes, *engine.activations.notes)
-    if advice := launch_order_advice(engine.topology.tensor, config.zero_stage, engine.device):
-        yield advice
     yield from (f"without effect: {line}" for line in config.without_effect())
     yield from (f"note: {line}" for line in config.cautions())
     auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""
