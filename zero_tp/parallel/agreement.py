@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero_tp.errors import UserError
 from zero_tp.parallel.collectives import Group, all_gather, group_rank, group_size
-from zero_tp.topology import Topology, name_ranks
+from zero_tp.topology import name_ranks
 
 T = TypeVar("T")
 
@@ -55,14 +55,6 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
                 f"{problem}: {differences}; put it on storage that all nodes share, or wait until it shows all of them "
                 "the same"
             )
-
-
-def most_machines(topology: Topology) -> int:
-    """Return the number of machines of the TP group that spans most of them. Collective."""
-    hosts: dict[int, set[str]] = {}
-    for group, host in all_gather_object((topology.data_rank, socket.gethostname())):
-        hosts.setdefault(group, set()).add(host)
-    return max(len(machines) for machines in hosts.values())
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:

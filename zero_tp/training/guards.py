@@ -35,7 +35,7 @@ ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfl
 
 
 def check_hooks(hooks: GradientHooks) -> None:
-    """Check after the first backward that every partial gradient was summed over TP.
+    """Check after a backward that every partial gradient has been summed over TP.
 
     Raises:
         RuntimeError: names a parameter whose partial gradient was not summed over TP.

@@ -20,12 +20,13 @@ from zero_tp.config.schema import Timeouts
 from zero_tp.devices import describe_devices
 from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
-from zero_tp.parallel.agreement import most_machines, on_rank_zero, require_same_on_all_ranks
-from zero_tp.parallel.parameter import Zeros
+from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.parameter import WeightSource, Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import hushed
 from zero_tp.process.watch import Watch
+from zero_tp.topology import Topology
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run import RunInputs
@@ -61,11 +62,11 @@ def start_training(
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
-    config, first, seed = inputs.config, environment.rank == 0, inputs.config.zero_tp.training.seed
+    is_first = environment.rank == 0
     if watch is not None:
-        _begin_watch(watch, config.zero_tp.training.timeouts, environment)
-    with run_directory(inputs.directory) if first else nullcontext() as owner:
-        topology, device = connect_deepspeed(config, environment, verbose)
+        _begin_watch(watch, inputs.config.zero_tp.training.timeouts, environment)
+    with run_directory(inputs.directory) if is_first else nullcontext() as owner:
+        topology, device = connect_deepspeed(inputs.config, environment, verbose)
         if watch is not None:
             watch.connect()
         _check_shared(inputs.directory, owner)
@@ -75,33 +76,48 @@ def start_training(
         is_new = point.checkpoint is None and parent.checkpoint is None
         pretrained = inputs.pretrained() if is_new else None
         with hushed(verbose):
-            engine = TrainingEngine(
-                inputs.model_config,
-                topology,
-                config.deepspeed_config(),
-                seed=seed,
-                device=device,
-                source=pretrained if is_new else Zeros(),
-                model=model,
-                recompute=config.zero_tp.recompute_policy,
-                spike=config.zero_tp.training.spike,
-                trace_nonfinite=trace_nonfinite,
-                compiled=config.zero_tp.compile,
-            )
-            if point.checkpoint is not None:
-                resume(engine.zero, point.checkpoint, seed)
-            elif parent.checkpoint is not None:
-                init_from_parent(engine.zero, parent.checkpoint)
-        machines = most_machines(topology)
-        if first:
+            source = pretrained if is_new else Zeros()
+            engine = _build_engine(inputs, topology, device, source, model, trace_nonfinite)
+            _restore(engine, inputs, point, parent)
+        if is_first:
             print(*_description(inputs, engine, point, pretrained), sep="\n")
             for line in _begin_in_directory(inputs, point, parent, check_owner):
                 print(line)
-            if machines > 1:
-                print(f"TP crosses machines, {machines} of them in a group")
         yield TrainState(inputs, engine, point.step, _lineage(point, parent), owner, watch)
         if watch is not None:
             watch.leave()
+
+
+def _build_engine(
+    inputs: RunInputs,
+    topology: Topology,
+    device: torch.device,
+    source: WeightSource | None,
+    model: type[ParallelModel] | None,
+    trace_nonfinite: bool,
+) -> TrainingEngine:
+    config = inputs.config
+    return TrainingEngine(
+        inputs.model_config,
+        topology,
+        config.deepspeed_config(),
+        seed=config.zero_tp.training.seed,
+        device=device,
+        source=source,
+        model=model,
+        recompute=config.zero_tp.recompute_policy,
+        spike=config.zero_tp.training.spike,
+        trace_nonfinite=trace_nonfinite,
+        compiled=config.zero_tp.compile,
+    )
+
+
+def _restore(engine: TrainingEngine, inputs: RunInputs, point: ResumePoint, parent: ResumePoint) -> None:
+    """Restore the run's own checkpoint, or else the states of its parent."""
+    if point.checkpoint is not None:
+        resume(engine.zero, point.checkpoint, inputs.config.zero_tp.training.seed)
+    elif parent.checkpoint is not None:
+        init_from_parent(engine.zero, parent.checkpoint)
 
 
 def _begin_watch(watch: Watch, timeouts: Timeouts, environment: RankEnvironment) -> None:
