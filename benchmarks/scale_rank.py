@@ -36,7 +36,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import RankStatus, Watch
+from zero_tp.process.watch import RankStatus, Watchdog
 from zero_tp.tensors.files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
@@ -175,7 +175,7 @@ def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
     for rank in range(world.ranks):
         status = RankStatus(1, "step", 7, "backward", host=f"node{rank // 8}", frame="wait (x.py:1)", waiting=True)
         told.set(str(rank), json.dumps(asdict(status)))
-    watch = Watch()
+    watch = Watchdog()
     watch._rank, watch._world, watch._store = world.rank, world.ranks, told
     with clocks.part("watch: all positions"):
         assert len(watch._read(range(world.ranks))) == world.ranks

@@ -197,10 +197,10 @@ def sync(directory: Path, *, below: bool = True) -> None:
     Raises:
         OSError: the disk is full or gone.
     """
-    for each in (directory.resolve(), *(directory.rglob("*") if below else ())):
-        if each.is_symlink() or not (each.is_file() or each.is_dir()):  # a name in its directory, and nothing more
+    for path in (directory.resolve(), *(directory.rglob("*") if below else ())):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a name in its directory, and nothing more
             continue
-        descriptor = os.open(each, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)
         finally:

@@ -12,13 +12,13 @@ from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 
 CASE = sys.argv[sys.argv.index("--case") + 1]
 LIMITS = {"hang": 2.0}
 HEARTBEAT = {"silence": 3.0}
 
-environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
+environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watchdog()
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ import pytest
 from tests.launched import ROOT, default_interrupts, environment, free_port, launch, said
 from tests.tiers import in_tiers
 from tests.waits import patience, wait_until
-from zero_tp.checkpoint.run import RunOwner, TakenOver, run_directory
+from zero_tp.checkpoint.run import OwnerChanged, RunOwner, run_directory
 from zero_tp.errors import UserError
 from zero_tp.process.environment import is_alive
 
@@ -251,5 +251,5 @@ def test_a_run_has_one_writer(tmp_path: Path) -> None:
         assert owner is not None
         owner.check()
         RunOwner(tmp_path)  # a launch on another machine, where the lock does nothing
-        with pytest.raises(TakenOver, match="has taken the run over"):
+        with pytest.raises(OwnerChanged, match="has taken the run over"):
             owner.check()

@@ -15,11 +15,11 @@ from tests.distributed.replicas import replica, rows
 from tests.launched import environment, furnish, launch, said
 from tests.pools import Pools
 from tests.waits import patience, wait_until
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 from zero_tp.training.metrics_file import METRICS_FILE
 
 
-def watched(engine: Any, watch: Watch, limit: float) -> list[str]:
+def watched(engine: Any, watch: Watchdog, limit: float) -> list[str]:
     """Let the watch see the engine; what it reports at the limit, where in a run it would end the rank."""
     reports: list[str] = []
     watch.end = reports.append
@@ -31,7 +31,7 @@ def watched(engine: Any, watch: Watch, limit: float) -> list[str]:
 
 def hanging() -> list[str]:
     """What each rank reports when rank 2 stays for long in the forward of its third step."""
-    engine, watch = replica(1, tensor=2), Watch()
+    engine, watch = replica(1, tensor=2), Watchdog()
     reports = watched(engine, watch, 1.5)
 
     def stay(*_: object) -> None:

@@ -24,7 +24,7 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.run import CONFIG, OWNER, TakenOver, run_directory, saved_start
+from zero_tp.checkpoint.run import CONFIG, OWNER, OwnerChanged, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.process.environment import RankEnvironment
@@ -76,7 +76,7 @@ def test_on_a_file_system_without_locks_the_last_launch_owns_the_run(
         first.check()
         with run_directory(tmp_path / "run") as second:
             taken = rf"{tmp_path}/run: another launch \(process {os.getpid()} on .*\) has taken the run over"
-            with pytest.raises(TakenOver, match=taken):
+            with pytest.raises(OwnerChanged, match=taken):
                 first.check()
             second.check()
             (tmp_path / "run" / OWNER).unlink()

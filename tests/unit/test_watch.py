@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from tests.waits import patience, wait_until
-from zero_tp.process.watch import RankStatus, Watch, _dump_flight_recorder, describe_hang
+from zero_tp.process.watch import RankStatus, Watchdog, _dump_flight_recorder, describe_hang
 
 HERE = RankStatus(
     count=90, phase="step", step=17, doing="backward", host="a", seconds=300.0, frame="all_reduce", waiting=True
@@ -44,7 +44,7 @@ class Member:
     """A rank's watch that writes to a store in a save after some steps, and why it ends."""
 
     def __init__(self, store: Any, rank: int, world: int, heartbeat: float | None, **limits: float) -> None:
-        self.watch, self.ends = Watch(), list[str]()
+        self.watch, self.ends = Watchdog(), list[str]()
         self.watch.end = self.ends.append
         self.watch.begin(limits, rank, world, heartbeat)
         for step in range(3):
@@ -132,7 +132,7 @@ def test_a_store_that_does_not_answer_ends_the_rank() -> None:
 
 def test_only_a_phase_without_marks_reaches_its_limit() -> None:
     ended, ends = threading.Event(), list[str]()
-    watch = Watch()
+    watch = Watchdog()
 
     def end(text: str) -> None:
         ends.append(text)

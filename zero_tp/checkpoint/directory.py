@@ -52,6 +52,9 @@ class Damaged(UserError):
         super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
         self.file, self.problem, self.checkpoint = file, problem, file.parent
 
+    def __reduce__(self) -> Any:
+        return Damaged, (self.file, self.problem)
+
 
 def checkpoints_of(run: Path) -> Path:
     return run / "checkpoints"

@@ -38,7 +38,7 @@ def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None
     return None
 
 
-class TakenOver(UserError):
+class OwnerChanged(UserError):
     """Another launch owns the run directory now."""
 
 
@@ -61,13 +61,15 @@ class RunOwner:
         """Check the token before a checkpoint or `latest` is renamed. A file that is gone is nobody's.
 
         Raises:
-            TakenOver: another launch has written its own.
+            OwnerChanged: another launch has written its own.
             OSError: the file cannot be read.
         """
         owner = read_owner(self.run)
         if owner is not None and owner.get("token") != self.token:
             who = f"process {owner.get('pid')} on {owner.get('host')}"
-            raise TakenOver(f"{self.run}: another launch ({who}) has taken the run over; this one writes nothing more")
+            raise OwnerChanged(
+                f"{self.run}: another launch ({who}) has taken the run over; this one writes nothing more"
+            )
 
 
 def read_owner(run: Path) -> dict[str, object] | None:

@@ -31,7 +31,7 @@ from zero_tp.errors import UserError, first_line, in_json_words, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import SEEDS, LMEvalModel
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, hash_records
-from zero_tp.process.quiet import hushed
+from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.files import is_regular
 
 BOOTSTRAP = 1000
@@ -60,7 +60,7 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
         if sandbox:
             lm_eval.utils.env = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
             lm_eval.utils.env.filters |= environment.filters
-        with torch.random.fork_rng(devices), hushed(stderr=True):
+        with torch.random.fork_rng(devices), suppress_output(stderr=True):
             random.seed(SEEDS["random"])
             np.random.seed(SEEDS["numpy"])
             torch.manual_seed(SEEDS["torch"])

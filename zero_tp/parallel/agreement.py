@@ -63,19 +63,31 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     Raises:
         UserError: on every rank; `work` raised it, or could not read or write.
     """
-    result: list[tuple[T | None, str]] = [(None, "")]
+    result: list[tuple[T | None, UserError | None]] = [(None, None)]
     if dist.get_rank() == 0:
         try:
-            result = [(work(), "")]
+            result = [(work(), None)]
         except UserError as error:
-            result = [(None, str(error))]
+            result = [(None, error)]
         except OSError as error:
-            result = [(None, f"{error.filename}: {error.strerror}; make the directory writable")]
+            result = [(None, UserError(f"{error.filename}: {error.strerror}; make the directory writable"))]
     dist.broadcast_object_list(result)
-    value, problem = result[0]
-    if problem:
-        raise UserError(problem)
+    value, error = result[0]
+    if error is not None:
+        raise error
     return value  # type: ignore[return-value]
+
+
+def check_on_all_ranks(check: Callable[[], None]) -> None:
+    """Run a check on every rank; raise the first rank's `UserError` on all of them. Collective."""
+    own: UserError | None = None
+    try:
+        check()
+    except UserError as error:
+        own = error
+    for first_error in all_gather_object(own):
+        if first_error is not None:
+            raise first_error
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zero_tp.errors import UserError
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.quiet import hushed
+from zero_tp.process.quiet import suppress_output
 from zero_tp.topology import Topology
 from zero_tp.zero import ops
 
@@ -107,14 +107,14 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
     ops.check_nvme(config.nvme_paths)
     ops.without_shared_memory_collectives()
-    told = ops.to_compile(config.deepspeed_config(), accelerator)
-    if told is not None and environment.rank == 0:
-        print(told, flush=True)
+    message = ops.to_compile(config.deepspeed_config(), accelerator)
+    if message is not None and environment.rank == 0:
+        print(message, flush=True)
     # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 
     def join(device: torch.device) -> None:
-        with hushed(verbose):
+        with suppress_output(verbose):
             deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
 
     parallel = config.zero_tp.parallel

@@ -42,7 +42,7 @@ from zero_tp.process.environment import RankEnvironment, rank_name
 from zero_tp.process.job_store import PeerRefused
 from zero_tp.process.node import NodeWatch, die_with
 from zero_tp.process.signals import Requests, listen
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 
 FAILED, TERMINATED = 1, 143
 
@@ -65,7 +65,7 @@ def run_rank(
     verbose: bool,
     environment: RankEnvironment | None = None,
     requests: Requests | None = None,
-    watch: Watch | None = None,
+    watch: Watchdog | None = None,
 ) -> NoReturn:
     """Run `main` as the whole life of this process and exit with its status (None means 0).
 

@@ -60,7 +60,7 @@ class RankStatus:
         return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
 
 
-class Watch:
+class Watchdog:
     """The watch of one rank: `begin` starts it, `enter` and `mark` set what the rank does.
 
     Attributes:
@@ -104,7 +104,7 @@ class Watch:
         self._writer.start()
 
     def leave(self) -> None:
-        """Watch no more, because the work is done. A last message says so, so that nobody misses this rank."""
+        """Stop watching, because the work is done. A last message says so, so that nobody misses this rank."""
         self.enter("end")
         self._left.set()
         if self._writer.is_alive():

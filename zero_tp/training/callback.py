@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zero_tp.checkpoint.manifest import Parent
     from zero_tp.checkpoint.run import RunOwner
     from zero_tp.config import RunConfig
-    from zero_tp.process.watch import Watch
+    from zero_tp.process.watch import Watchdog
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.training.run import RunInputs
@@ -74,7 +74,7 @@ class TrainState:
     step: int
     parent: Parent | None = None
     owner: RunOwner | None = None
-    watch: Watch | None = None
+    watch: Watchdog | None = None
     requests: Requests = field(default_factory=Requests)
     callbacks: Sequence[Callback] = ()
     skipped_in_a_row: int = 0

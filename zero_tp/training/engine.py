@@ -170,14 +170,9 @@ class TrainingEngine:
         """Run forward, backward and one optimizer step.
 
         Reading `loss`, `gradient_norm` or `figures` synchronises with the device. The step itself synchronises where
-        DeepSpeed does:
-
-        - before the update, to know whether the gradients are finite;
-        - for gradients that are reduced during backward or copied to the host;
-        - under ZeRO-3 for its gathers and reductions;
-        - at each micro-batch if the config turns `timers.throughput` on.
-
-        Bounds on spikes wait for the two numbers they judge.
+        DeepSpeed does. Before the update it asks whether the gradients are finite. It waits for gradients that are
+        reduced during backward or copied to the host, and under ZeRO-3 for gathers and reductions. With
+        `timers.throughput` it waits at each micro-batch. Bounds on spikes wait for the two numbers they judge.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
         over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the mean over the rows

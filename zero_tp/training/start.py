@@ -24,8 +24,8 @@ from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.parameter import WeightSource, Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.quiet import hushed
-from zero_tp.process.watch import Watch
+from zero_tp.process.quiet import suppress_output
+from zero_tp.process.watch import Watchdog
 from zero_tp.topology import Topology
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
@@ -41,7 +41,7 @@ def start_training(
     environment: RankEnvironment,
     *,
     verbose: bool = False,
-    watch: Watch | None = None,
+    watch: Watchdog | None = None,
     init_from: Path | None = None,
     model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
@@ -64,7 +64,7 @@ def start_training(
     environment.export()  # before anything is written
     is_first = environment.rank == 0
     if watch is not None:
-        _begin_watch(watch, inputs.config.zero_tp.training.timeouts, environment)
+        _start_watchdog(watch, inputs.config.zero_tp.training.timeouts, environment)
     with run_directory(inputs.directory) if is_first else nullcontext() as owner:
         topology, device = connect_deepspeed(inputs.config, environment, verbose)
         if watch is not None:
@@ -75,7 +75,7 @@ def start_training(
         point, parent = _find_checkpoints(inputs, init_from, resume_from, check_owner)
         is_new = point.checkpoint is None and parent.checkpoint is None
         pretrained = inputs.pretrained() if is_new else None
-        with hushed(verbose):
+        with suppress_output(verbose):
             source = pretrained if is_new else Zeros()
             engine = _build_engine(inputs, topology, device, source, model, trace_nonfinite)
             _restore(engine, inputs, point, parent)
@@ -120,7 +120,7 @@ def _restore(engine: TrainingEngine, inputs: RunInputs, point: ResumePoint, pare
         init_from_parent(engine.zero, parent.checkpoint)
 
 
-def _begin_watch(watch: Watch, timeouts: Timeouts, environment: RankEnvironment) -> None:
+def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
     """Start to watch, with the seconds that each phase may take. A save ends by itself, after two of its limits."""
     limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
