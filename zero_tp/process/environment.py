@@ -16,7 +16,6 @@ from zero_tp.process.job_store import AGENT_STORE, JobStore
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")
-ACCELERATE_NAMES = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 
 # Names under deepspeed, torchrun and accelerate, then OpenMPI's mpirun, then srun. The process that started a rank
 # comes before the one above it: srun may start torchrun.
@@ -50,9 +49,6 @@ class RankEnvironment:
         rank = _number(variables, RANK)
         by_launcher = _number(variables, LOCAL_RANK[:2]) is not None
         launched = by_launcher or (world > 1 and rank is not None)
-        above = psutil.Process().parent()
-        # A single process below `accelerate launch` gets no variables that tell.
-        parent = above if above and (launched or _runs(above, ACCELERATE_NAMES)) else None
         slurm = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
         slurm_ranks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if slurm else []
         return RankEnvironment(
@@ -60,7 +56,7 @@ class RankEnvironment:
             world=world if launched else 1,
             local_rank=_number(variables, LOCAL_RANK),
             local_world=_number(variables, LOCAL_WORLD) or len(slurm_ranks) or None,
-            parent=parent,
+            parent=psutil.Process().parent() if launched else None,
         )
 
     @property

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
-from zero_tp.parallel.agreement import tensor_bytes
+from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
@@ -112,9 +112,7 @@ def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator
     digests: dict[str, Tensor] = {}
 
     def record(name: str, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
-        chosen = output[1].flatten()
-        factors = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761 % 2**31  # Knuth's hash
-        digests[name] = (chosen * factors).sum()
+        digests[name] = checksum({"choices": output[1]})
 
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in routers.items()]
     try:
@@ -122,10 +120,8 @@ def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator
     finally:
         for hook in hooks:
             hook.remove()
-    own = torch.stack(list(digests.values()))
-    ends = torch.stack((own, -own))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
-    for name, differs in zip(digests, (ends[0] != -ends[1]).tolist(), strict=True):
+    differing = differ_over(topology.tensor_group, torch.stack(list(digests.values())))
+    for name, differs in zip(digests, differing.tolist(), strict=True):
         if differs:
             raise UserError(
                 f"in step {step} {name} chose other experts on one tensor parallel rank than on another: their parts "
@@ -224,9 +220,7 @@ def digest(tensor: Tensor) -> int:
 def _equal_over_data(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:
     """Return on every rank of the job whether the ranks of each DP group have the same positive numbers."""
     own = torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device)
-    extremes = torch.stack((own, -own))
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.data_group)
-    differs = (extremes[0] != -extremes[1]).any().to(torch.int32)
+    differs = differ_over(topology.data_group, own).any().to(torch.int32)
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     return not differs.item()
 
