@@ -180,7 +180,7 @@ def _read_problem(error: OSError) -> str:
 
 
 def begin(run: Path) -> Path:
-    """Remove what a killed save left; make a new temporary directory for the ranks. One rank calls it.
+    """Remove the files of a killed save; make a new temporary directory for the ranks. One rank calls it.
 
     Its name is new, because another machine may still resolve an old name to the last save's directory for a minute.
     """

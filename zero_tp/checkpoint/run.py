@@ -23,7 +23,7 @@ CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
 
 
 def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None:
-    """Return what a start takes from the checkpoint to resume; None for a new run.
+    """Return the config, model and updates of the checkpoint to resume; None for a new run.
 
     Args:
         resume_from: a checkpoint or run to resume from, instead of this run's newest readable checkpoint.

@@ -82,7 +82,7 @@ def own_device(environment: RankEnvironment, device_type: str) -> torch.device:
 
 
 def _shown_devices() -> str:
-    """Return what a launcher lets this rank see, as it says it."""
+    """Return the launcher's list of devices for this rank; "" if there is none."""
     from deepspeed.accelerator import get_accelerator
 
     return next((os.environ[name] for name in get_accelerator().visible_devices_envs() if os.environ.get(name)), "")
@@ -110,7 +110,7 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     message = ops.to_compile(config.deepspeed_config(), accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)
-    # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
+    # The watchdog describes a hang better than a collective that reaches its limit, so it comes first.
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 
     def join(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Ranks meet in the job's store before their first process group, so that none waits for one that has refused.
+"""Ranks meet in the job's store before their first process group; none waits there for one that has refused.
 
 Each rank posts that it is ready, or that it refuses. The last rank that is ready, or the first one that refuses, sets
 the outcome that all ranks wait for. The store is that of `torch.distributed`: rank 0's, or torchrun's agent's.

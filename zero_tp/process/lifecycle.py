@@ -10,7 +10,7 @@
 - Ranks end with their launcher (node.py).
 
 Ranks leave by `os._exit`: with a thread in a collective, destructors can abort or hang. The kernel closes their
-connections, so that the others notice at once.
+connections, which the others notice at once.
 """
 
 from __future__ import annotations

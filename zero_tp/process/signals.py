@@ -1,8 +1,8 @@
 """Signals end a process, or request something of a training run: SIGTERM to save and stop, SIGUSR1 to save.
 
 A request reaches one rank, or all of them one after another, and only sets that rank's flags. At the next step boundary
-all ranks reduce the flags and act together: on a CPU at once, on an accelerator one step later, so that neither the
-host nor the device waits.
+all ranks reduce the flags and act together: on a CPU at once, on an accelerator one step later. Then neither the host
+nor the device waits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Requests:
     def agreed(self, device: torch.device) -> tuple[bool, bool]:
         """Return (stop, save) as any rank was asked; a save is returned once. All-reduce of two numbers, all ranks.
 
-        Late answers are those of the call before, on every rank alike; the first call then returns (False, False).
+        Late answers are those of the call before, on every rank; the first call then returns (False, False).
         """
         late = device.type != "cpu" if self.late is None else self.late
         save = self.save

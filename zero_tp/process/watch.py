@@ -61,7 +61,7 @@ class RankStatus:
 
 
 class Watchdog:
-    """The watch of one rank: `begin` starts it, `enter` and `mark` set what the rank does.
+    """Watch one rank: `begin` starts it, `enter` and `mark` set the rank's phase and its work.
 
     Attributes:
         end: called in a thread with the reason why the rank ends, "" if another rank prints it.
@@ -104,7 +104,7 @@ class Watchdog:
         self._writer.start()
 
     def leave(self) -> None:
-        """Stop watching, because the work is done. A last message says so, so that nobody misses this rank."""
+        """Stop watching, because the work is done; a last message tells the other ranks."""
         self.enter("end")
         self._left.set()
         if self._writer.is_alive():

@@ -65,7 +65,7 @@ class TrainState:
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
         skipped_in_a_row: steps without an update since the last one with an update.
         stop: this step is the last, because a rank requested it.
-        failure: ends the run after this step's callbacks; a callback sets it on all ranks alike.
+        failure: ends the run after this step's callbacks; a callback sets it on all ranks.
         error: the exception that ended the run, for `on_end`.
     """
 

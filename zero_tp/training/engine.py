@@ -254,7 +254,7 @@ class TrainingEngine:
         return model(batch.input_ids, **batch.arguments(), **options)
 
     def _shares(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
-        """Return what a micro-batch's sums of losses are divided by: the mean number of its labels, fp64.
+        """Return the divisors of a micro-batch's sums of losses: the mean number of its labels, fp64.
 
         DeepSpeed takes the mean over micro-batches and DP ranks, which makes it the mean over all labels. One
         all-reduce over DP of the numbers of labels, and of labelled rows. The host does not wait for them.

@@ -75,7 +75,7 @@ def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
 
 
 def _missing_compiler(on_cuda: bool) -> str | None:
-    """Return what a compiler lacks here, in words."""
+    """Return the part of a compiler that this machine lacks, in words."""
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")

@@ -1,4 +1,4 @@
-"""One class for each ZeRO stage, so that training and checkpoints never ask for the stage."""
+"""One class for each ZeRO stage; training and checkpoints never ask for the stage."""
 
 from __future__ import annotations
 
