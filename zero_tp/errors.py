@@ -11,6 +11,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 BAD_INPUT = 2
@@ -158,8 +159,12 @@ def in_json_words(text: str) -> str:
     """Return a library's text with JSON's names for Python's types, and without the names of its exceptions."""
     text = re.sub(r"(Class v|V)alidation error for (validator|field) '\w+': |\b\w+Error: ", "", text)
     for pattern, words in _PYTHON_PHRASES:
-        text = re.sub(pattern, lambda match, words=words: words.format(*map(json_kind, match.groups())), text)
+        text = re.sub(pattern, partial(_with_json_kind, words), text)
     return text
+
+
+def _with_json_kind(words: str, match: re.Match[str]) -> str:
+    return words.format(*map(json_kind, match.groups()))
 
 
 def json_kind(name: str) -> str:

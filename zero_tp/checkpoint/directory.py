@@ -321,13 +321,11 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises:
         UserError: neither a run nor a checkpoint.
+        OSError: it cannot be read.
     """
-    try:
-        if (path / MANIFEST).is_file():
-            return path
-        steps = complete_steps(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a run or a checkpoint") from error
+    if (path / MANIFEST).is_file():
+        return path
+    steps = complete_steps(path)
     if not steps:
         raise UserError(f"{path}: no complete checkpoint there; give a run directory or RUN/checkpoints/step_N")
     return step_directory(path, steps[-1])

@@ -50,15 +50,13 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
     Raises:
         Damaged: the manifest is damaged.
         UserError: another model or run saved the checkpoint, or `resume_from` is no checkpoint.
+        OSError: the directory cannot be read.
     """
-    try:
-        if resume_from is None:
-            directory.refresh_view(run)
-            if not directory.complete_steps(run):
-                return ResumePoint(notes=directory.passed_over(run, 0))
-        point = open_checkpoint(resume_from or run)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); mend the run directory") from error
+    if resume_from is None:
+        directory.refresh_view(run)
+        if not directory.complete_steps(run):
+            return ResumePoint(notes=directory.passed_over(run, 0))
+    point = open_checkpoint(resume_from or run)
     assert point.checkpoint is not None and point.manifest is not None
     check_same_run(point.checkpoint, point.manifest, config)
     return point

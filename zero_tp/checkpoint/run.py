@@ -116,10 +116,7 @@ def write_config(run: Path, resolved: dict[str, Any]) -> None:
     """Replace the run's config at once; it is on the disk then.
 
     Raises:
-        UserError: it cannot be written.
+        OSError: it cannot be written.
     """
-    try:
-        write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
-        sync(run, below=False)
-    except OSError as error:
-        raise UserError(f"{run / CONFIG}: cannot be written ({error.strerror}); make room for it") from error
+    write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
+    sync(run, below=False)

@@ -72,9 +72,9 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         except OSError as error:
             result = [(None, UserError(f"{error.filename}: {error.strerror}; make the directory writable"))]
     dist.broadcast_object_list(result)
-    value, error = result[0]
-    if error is not None:
-        raise error
+    value, problem = result[0]
+    if problem is not None:
+        raise problem
     return value  # type: ignore[return-value]
 
 
