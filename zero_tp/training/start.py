@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from zero_tp.devices import describe_devices
 from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
-from zero_tp.parallel.parameter import WeightSource, Zeros
+from zero_tp.parallel.parameter import Zeros
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.quiet import suppress_output
@@ -77,7 +78,8 @@ def start_training(
         pretrained = inputs.pretrained() if is_new else None
         with suppress_output(verbose):
             source = pretrained if is_new else Zeros()
-            engine = _build_engine(inputs, topology, device, source, model, trace_nonfinite)
+            options: dict[str, Any] = {"source": source, "model": model, "trace_nonfinite": trace_nonfinite}
+            engine = _build_engine(inputs, topology, device, **options)
             _restore(engine, inputs, point, parent)
         if is_first:
             print(*_description(inputs, engine, point, pretrained), sep="\n")
@@ -88,27 +90,17 @@ def start_training(
             watch.leave()
 
 
-def _build_engine(
-    inputs: RunInputs,
-    topology: Topology,
-    device: torch.device,
-    source: WeightSource | None,
-    model: type[ParallelModel] | None,
-    trace_nonfinite: bool,
-) -> TrainingEngine:
-    config = inputs.config
+def _build_engine(inputs: RunInputs, topology: Topology, device: torch.device, **options: Any) -> TrainingEngine:
+    """Build the engine of a run's config; `options` are its arguments that no config has."""
+    config, block = inputs.config, inputs.config.zero_tp
+    settings: dict[str, Any] = {
+        "recompute": block.recompute_policy,
+        "spike": block.training.spike,
+        "compiled": block.compile,
+    }
+    seed = block.training.seed
     return TrainingEngine(
-        inputs.model_config,
-        topology,
-        config.deepspeed_config(),
-        seed=config.zero_tp.training.seed,
-        device=device,
-        source=source,
-        model=model,
-        recompute=config.zero_tp.recompute_policy,
-        spike=config.zero_tp.training.spike,
-        trace_nonfinite=trace_nonfinite,
-        compiled=config.zero_tp.compile,
+        inputs.model_config, topology, config.deepspeed_config(), seed=seed, device=device, **settings, **options
     )
 
 
