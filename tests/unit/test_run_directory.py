@@ -23,7 +23,7 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.run import CONFIG, OWNER, TakenOver, run_directory, saved_start
+from zero_tp.checkpoint.run import CONFIG, OWNER, OwnerChanged, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.process.environment import RankEnvironment
@@ -76,7 +76,7 @@ def test_on_a_file_system_without_locks_the_last_launch_owns_the_run(
         first.check()
         with run_directory(tmp_path / "run") as second:
             taken = rf"{tmp_path}/run: another launch \(process {os.getpid()} on .*\) has taken the run over"
-            with pytest.raises(TakenOver, match=taken):
+            with pytest.raises(OwnerChanged, match=taken):
                 first.check()
             second.check()
             (tmp_path / "run" / OWNER).unlink()
@@ -278,7 +278,7 @@ def test_ranks_of_a_machine_share_its_cores_when_they_compile(
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    environment = RankEnvironment(rank=0, world=2 * ranks, node=0, local_rank=0, local_world=ranks)
+    environment = RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks)
     environment.export()
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
 

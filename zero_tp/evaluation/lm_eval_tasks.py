@@ -43,7 +43,7 @@ from zero_tp.evaluation.task import (
     hash_records,
     require_fields,
 )
-from zero_tp.process.quiet import hushed
+from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.files import is_regular
 
 BOOTSTRAP = 1000
@@ -82,7 +82,7 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
         if sandbox:
             stack.enter_context(task_files_as_data())
         stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(hushed(stderr=True))
+        stack.enter_context(suppress_output(stderr=True))
         random.seed(SEEDS["random"])
         np.random.seed(SEEDS["numpy"])
         torch.manual_seed(SEEDS["torch"])

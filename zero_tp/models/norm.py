@@ -15,7 +15,7 @@ from torch import Tensor
 from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.gradients import GradientSum
 from zero_tp.parallel.layout import Replicated
-from zero_tp.parallel.parameter import Constant, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, ParameterMaker
 
 
 class Norm(ElementwiseModule):
@@ -30,7 +30,7 @@ class Norm(ElementwiseModule):
         self.epsilon = epsilon
         self.layout = Replicated("partial" if part else "identical")
         self.gradient_sum = GradientSum(make.topology.tensor_group) if part else None
-        self.weight = make.make("weight", (size,), self.layout, Constant(1.0))
+        self.weight = make.make("weight", (size,), self.layout, ConstantInit(1.0))
 
 
 class _LayerNormOfPart(torch.autograd.Function):
@@ -62,7 +62,7 @@ class LayerNorm(Norm):
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
         super().__init__(make, size, epsilon, part=part)
-        self.bias = make.make("bias", (size,), self.layout, Constant(0.0))
+        self.bias = make.make("bias", (size,), self.layout, ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:

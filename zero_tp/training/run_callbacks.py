@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from zero_tp.errors import UserError
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.checkpointing import CheckpointCallback
 from zero_tp.training.guards import check_replicas
@@ -22,7 +22,7 @@ SKIPS_IN_A_ROW = 10
 
 def run_callbacks(state: TrainState, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
-    watchdog = [] if state.watch is None else [Watchdog(state.watch)]
+    watchdog = [] if state.watch is None else [WatchdogCallback(state.watch)]
     log = [StepLogger(), MetricsFile(), Validation()]
     return [*watchdog, *log, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
 
@@ -46,10 +46,10 @@ class Validation(Callback):
         state.log({"step": state.step, **{f"validation_{name}": value for name, value in values.items()}})
 
 
-class Watchdog(Callback):
-    """Enter each phase in the rank's `Watch`, which ends the rank when a phase hangs."""
+class WatchdogCallback(Callback):
+    """Enter each phase in the rank's `Watchdog`, which ends the rank when a phase hangs."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watchdog) -> None:
         self.watch = watch
 
     def on_start(self, state: TrainState) -> None:
