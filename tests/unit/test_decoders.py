@@ -105,9 +105,16 @@ def test_a_model_drawn_from_a_seed_is_as_wide_as_transformers_draws_it(model_typ
     config = AutoConfig.for_model(model_type, vocab_size=200, bos_token_id=0, eos_token_id=0)
     for name, value in {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}.items():
         setattr(config, name, value)
-    for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
+    small = {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": 2}
+    small |= {
+        "num_experts": 5,
+        "num_local_experts": 5,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    }
+    for name, value in small.items():
         if hasattr(config, name):
-            setattr(config, name, {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}[name])
+            setattr(config, name, value)
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * 2
     config.pad_token_id = None

@@ -17,6 +17,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [b, a/t, s, d]; keys and values [b, the KV heads that these need, s, d]."""
 
 
+def heads_of_ranks(heads: int, kv_heads: int, tensor: int) -> list[range]:
+    """Return which of the KV heads each TP rank's queries need; ranks share some if `tensor` does not divide them."""
+    local, group_size = heads // tensor, heads // kv_heads
+    return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
+
+
 class FusedProjection(ColumnParallelLinear):
     """As many KV heads as heads: one weight of Q | K | V blocks, each split by heads."""
 
@@ -67,9 +73,9 @@ class GroupedProjection(nn.Module):
         local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
         start = topology.tensor_rank * local
         serving = [head // group_size for head in range(start, start + local)]
-        first, last = serving[0], serving[-1] + 1
-        self.rows = None if split else (first * spec.head_size, last * spec.head_size)
-        uses = [serving.count(head) for head in range(first, last)]
+        own = heads_of_ranks(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
+        self.rows = None if split else (own.start * spec.head_size, own.stop * spec.head_size)
+        uses = [serving.count(head) for head in own]
         # The cores repeat evenly; with k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
         self.uses = None if len(set(uses)) == 1 else uses
 
