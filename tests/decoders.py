@@ -110,6 +110,11 @@ def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int)
     return fields
 
 
+def without_router_logits(model_type: str) -> dict[str, Any]:
+    """A field for generation: with a static cache transformers' classes with experts fail if they return these."""
+    return {"output_router_logits": False} if "output_router_logits" in vars(AutoConfig.for_model(model_type)) else {}
+
+
 MARGIN = 2e-6
 """Of the choice of experts, see `margin`: measured, rounding decided below 2e-7."""
 

@@ -129,6 +129,21 @@ class TransformerSpec:
     def dense_layers(self) -> tuple[int, ...]:
         return tuple(number for number in range(self.layers) if number not in self.expert_layers)
 
+    @property
+    def active_width(self) -> float:
+        """Return the width of all MLPs that compute a token in a layer, a mean over layers."""
+        experts, dense = self.experts, len(self.dense_layers) * self.mlp_size
+        chosen = 0 if experts is None else experts.per_token * experts.size + experts.shared
+        return (dense + len(self.expert_layers) * chosen) / self.layers
+
+    @property
+    def idle_parameters(self) -> int:
+        """Return the parameters of experts that do not compute a given token."""
+        if self.experts is None:
+            return 0
+        idle = (self.experts.count - self.experts.per_token) * self.experts.size
+        return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
+
     def check(self, tensor: int) -> None:
         """Check that TP can split the model. KV heads need not divide: see `models/projection.py`.
 
