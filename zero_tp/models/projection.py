@@ -73,9 +73,9 @@ class GroupedProjection(nn.Module):
         local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
         start = topology.tensor_rank * local
         serving = [head // group_size for head in range(start, start + local)]
-        own = heads_of_ranks(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
-        self.rows = None if split else (own.start * spec.head_size, own.stop * spec.head_size)
-        uses = [serving.count(head) for head in own]
+        first, last = serving[0], serving[-1] + 1
+        self.rows = None if split else (first * spec.head_size, last * spec.head_size)
+        uses = [serving.count(head) for head in range(first, last)]
         # The cores repeat evenly; with k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
         self.uses = None if len(set(uses)) == 1 else uses
 

@@ -4,8 +4,8 @@ Fake tensors have shapes but no memory, and collectives of the fake groups retur
 from its allocation to its end, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
 planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
 
-Layers with the same window, MLP and recomputation, between neighbours that have the same, take the same bytes. So a model of
-few layers runs, and all L layers are their sum.
+Layers with the same window, MLP and recomputation, between neighbours that have the same, take the same bytes. So a
+model of few layers runs, and all L layers are their sum.
 
 What is planned for a CPU runs on fake "cpu" tensors, not on the meta device, which decomposes attention and counts its
 scores. What is planned for an accelerator runs on tensors of a simulated one (planning/accelerator.py).
