@@ -234,8 +234,7 @@ class Logging(Block):
     interval: Positive = Field(default=1, description="Steps a log line.")
     experts: bool = Field(
         default=False,
-        description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: "
-        "[training.md](training.md#mixtures-of-experts).",
+        description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
     )
     trackers: Trackers = Field(
         default_factory=dict,
