@@ -65,7 +65,9 @@ class ActivationMemory:
             module = layer.get_submodule(RERUN_MODULES[name])
             self._wrap(module, recomputed(module.forward, self._streams, self._store))
             return
-        for producer, consumer in layer.recomputed_norms if name == "norm" else (("mlp.activation", "mlp.down"),):
+        mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
+        activations = [(f"{mlp}.activation", f"{mlp}.down") for mlp in mlps]
+        for producer, consumer in layer.recomputed_norms if name == "norm" else activations:
             first, second = layer.get_submodule(producer), layer.get_submodule(consumer)
             output = RecomputedOutput(first, second)
             self._wrap(first, output.produce)

@@ -17,6 +17,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [b, a/t, s, d]; keys and values [b, the KV heads that these need, s, d]."""
 
 
+def heads_of_ranks(heads: int, kv_heads: int, tensor: int) -> list[range]:
+    """Return which of the KV heads each TP rank's queries need; ranks share some if `tensor` does not divide them."""
+    local, group_size = heads // tensor, heads // kv_heads
+    return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
+
+
 class FusedProjection(ColumnParallelLinear):
     """As many KV heads as heads: one weight of Q | K | V blocks, each split by heads."""
 

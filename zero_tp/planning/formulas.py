@@ -55,7 +55,7 @@ class Layer:
     element: int = 2
     head_size: int | None = None
     kv_heads: int | None = None
-    mlp_size: int | None = None
+    mlp_size: float | None = None
     gated: bool = False
     residual_dropout: bool = True
     attention_dropout: bool = True
@@ -74,7 +74,7 @@ class Layer:
             element=workload.element,
             head_size=spec.head_size,
             kv_heads=spec.kv_heads,
-            mlp_size=spec.mlp_size,
+            mlp_size=spec.active_width,
             gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,

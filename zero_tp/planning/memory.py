@@ -31,6 +31,11 @@ class Model(NamedTuple):
     parameters: Parameters
     whole: int
 
+    @property
+    def active(self) -> int:
+        """Return the parameters that compute a token: of the experts, those that it chooses."""
+        return self.whole - self.spec.idle_parameters
+
 
 def model_of(config: PretrainedConfig, tensor: int, sequence: bool) -> Model:
     """Build a model on the meta device and count its parameters, exactly for every architecture.

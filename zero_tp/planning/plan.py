@@ -165,6 +165,7 @@ class Plan(Estimate):
             "model": {
                 "model_type": config.hf_config().model_type,
                 "parameters": self.model.whole,
+                "active_parameters": self.model.active,
                 "parameters_of_rank": self.model.parameters.total,
             },
             "device": self.device.model_dump(),
