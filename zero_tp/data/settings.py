@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from zero_tp.data.formats import needed
+from zero_tp.data.formats import FORMATS, needed
 from zero_tp.data.indexed import REPORT, content_path
 from zero_tp.data.show import SPLITS
-from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
+from zero_tp.data.sources import DOCUMENTS, Source, file_sha256
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import InvalidJson, read_object
@@ -34,7 +34,7 @@ class PrepareSettings:
         seed: of the split.
         text_key: field of the text, where documents have fields; None: it is found.
         documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
-        stdin: kind of standard input, one of `KINDS`.
+        stdin: kind of standard input, one of `FORMATS`.
         repair: mend Unicode with ftfy.
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
@@ -201,7 +201,7 @@ def check_settings(settings: PrepareSettings) -> None:
         raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
     if settings.documents not in DOCUMENTS:
         raise UserError(f"documents {settings.documents!r}: one of {', '.join(DOCUMENTS)}")
-    if settings.stdin not in KINDS.values() or settings.stdin in COLUMNAR:
+    if settings.stdin not in FORMATS or FORMATS[settings.stdin].is_columnar:
         raise UserError(f"standard input of kind {settings.stdin!r}: one of jsonl, json, txt, csv")
     if settings.deduplicate not in (None, "exact", "near"):
         raise UserError(f"deduplicate {settings.deduplicate!r}: exact or near")
