@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.indexed import REPORT, IndexedWriter, token_dtype
+from zero_tp.data.content import REPORT
+from zero_tp.data.indexed import IndexedWriter, token_dtype
 from zero_tp.data.records import where
 from zero_tp.data.settings import describe_files, library_versions
 from zero_tp.data.show import SPLITS
@@ -107,18 +108,18 @@ class Documents:
         return {"removed": self.where(number), "reason": reason, **original, **similar}
 
     def _sketches(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the number and the sketch of each document that is kept."""
+        """Yield the number and the sketch of each document of the output."""
         for entry in range(len(self.spool)):
-            here, data, at = self.slice_of(entry), self.spool.part(entry, "sketches"), 0
-            for number, length in zip(range(here.start, here.stop), self.about["sketch"][here].tolist(), strict=True):
+            numbers, data, start = self.slice_of(entry), self.spool.part(entry, "sketches"), 0
+            for number, length in enumerate(self.about["sketch"][numbers].tolist(), start=numbers.start):
                 if self.in_output[number]:
-                    yield number, data[at : at + length]
-                at += length
+                    yield number, data[start : start + length]
+                start += length
 
     def _sketch(self, number: int) -> bytes:
         entry = self._entry_of(number)
-        at = int(self.about["sketch"][self.firsts[entry] : number].sum())
-        return self.spool.part(entry, "sketches")[at : at + int(self.about["sketch"][number])]
+        start = int(self.about["sketch"][self.firsts[entry] : number].sum())
+        return self.spool.part(entry, "sketches")[start : start + int(self.about["sketch"][number])]
 
     def sample(self, which: npt.NDArray[np.bool_], most: int | None) -> npt.NDArray[np.bool_]:
         """Choose at most `most` of the given documents, bool [documents] each; None: all that are in the output.

@@ -39,7 +39,11 @@ class Spool:
     """
 
     def __init__(self, directory: Path, columns: Sequence[str] = (), identity: Mapping[str, Any] | None = None) -> None:
-        """Open `directory` and resume from it. One with another identity is emptied first. None: open read-only."""
+        """Open `directory` and resume from it. It is emptied first if it has another identity.
+
+        Args:
+            identity: a JSON object of all that decides the entries; None: open read-only.
+        """
         self.directory, self.columns = directory, tuple(columns)
         self.sources, self.numbers = array("q"), array("q")
         self._ends = {name: array("q", [0]) for name in columns}
@@ -52,7 +56,7 @@ class Spool:
         if identity is None:
             return
         if valid_bytes == 0:
-            self.identity = json.loads(json.dumps(identity))
+            self.identity = dict(identity)
             self._pending.append(json.dumps({"identity": identity}))
             for path in directory.iterdir() if directory.is_dir() else ():
                 remove(path)
@@ -76,7 +80,7 @@ class Spool:
                 entry = json.loads(line)
                 if valid_bytes:
                     self._take(entry)
-                elif identity is not None and entry["identity"] != json.loads(json.dumps(identity)):
+                elif identity is not None and entry["identity"] != identity:
                     return 0
                 else:
                     self.identity = entry["identity"]
