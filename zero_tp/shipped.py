@@ -1,4 +1,4 @@
-"""Find what is shipped beside the library's code: configs, the corpus, and the scripts that launchers start."""
+"""Find the shipped files that are not code: configs, the corpus, and the scripts that launchers start."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class OffBlocks(Block):
     autotuning: Off = _off("it starts the script many times over with configs of its own; tune by --set")
     pipeline: Off = _off("zero_tp has no pipeline parallelism")
     hybrid_engine: Off = _off("it swaps the layers for inference kernels; zero_tp's layers are trained")
-    expert_parallel: Off = _off("zero_tp's models have no experts")
+    expert_parallel: Off = _off("experts are split over TP ranks, not spread over replicas")
     weight_quantization: Off = _off("it quantizes the weights and so changes the model")
     torch_autocast: Off = _off(
         "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16"

@@ -31,7 +31,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     # Who holds what
     "sequence_parallel_size": (1, "it is Ulysses, which changes ZeRO's groups; use zero_tp.parallel.sequence"),
     "seq_parallel_communication_data_type": (None, "it belongs to Ulysses and would do nothing"),
-    "use_data_before_expert_parallelism": (False, "there are no experts"),
+    "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
     **dict.fromkeys(
         (f"{ZERO}.zero_quantized_{what}" for what in ("weights", "nontrainable_weights", "gradients")),
         (False, "ZeRO++ rounds what ranks exchange, so the model trains differently"),

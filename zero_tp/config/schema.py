@@ -225,6 +225,10 @@ Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments),
 
 class Logging(Block):
     interval: Positive = Field(default=1, description="Steps a log line.")
+    experts: bool = Field(
+        default=False,
+        description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
+    )
     trackers: Trackers = Field(
         default_factory=dict,
         description="accelerate's trackers that get what metrics.jsonl gets: "

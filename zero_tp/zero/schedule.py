@@ -61,13 +61,14 @@ def rates(block: dict[str, Any], rate: float, steps: Iterable[int]) -> list[floa
         rate: `optimizer.params.lr`.
     """
     optimizer = _RateOnly(rate)
-    made = transformers_schedule(block)
-    params = block.get("params", {})
-    if block["type"] == "OneCycle":
-        params = {**params, "cycle_momentum": False}  # it would set the betas of an Adam
-    schedule = made(optimizer) if made is not None else getattr(lr_schedules, block["type"])(optimizer, **params)
-    found = []
+    make_schedule, params = transformers_schedule(block), block.get("params", {})
+    if make_schedule is None:
+        if block["type"] == "OneCycle":
+            params = {**params, "cycle_momentum": False}  # it would set the betas of an Adam
+        make_schedule = functools.partial(getattr(lr_schedules, block["type"]), **params)
+    schedule: Any = make_schedule(optimizer)
+    values = []
     for step in steps:
         set_schedule(schedule, step - 1)
-        found.append(float(optimizer.param_groups[0]["lr"]))
-    return found
+        values.append(float(optimizer.param_groups[0]["lr"]))
+    return values
