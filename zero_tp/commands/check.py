@@ -209,7 +209,7 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
     states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element)
     parts = [f"{name} {size / GIB:.3g}" for name, size in states.items()]
     for block in filter(values.offloads, ("offload_optimizer", "offload_param")):
-        parts.append(f"{block} {values[f'zero_optimization.{block}.device']}")
+        parts.append(f"{block} to {values[f'zero_optimization.{block}.device']}")
     total = sum(states.values()) / GIB
     yield "memory", f"{total:.3g} GiB a rank ({', '.join(parts)}), without activations: zero-tp plan"
 
