@@ -78,7 +78,9 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
         values = _draw(axes, runs, units, labels)
-        scale(axes, "y", min(values), max(values), logarithmic=title in LOGARITHMIC)
+        powers = title in LOGARITHMIC and max(values) > 0  # what is not positive is left out
+        least = min(value for value in values if value > 0 or not powers)
+        scale(axes, "y", least, max(values), logarithmic=powers)
         scale(axes, "x", min(starts), max(ends), logarithmic=logarithmic)
         axes.set_xlim(
             0.9 * min(starts) if logarithmic else -0.02 * max(ends), (1.1 if logarithmic else 1.02) * max(ends)
