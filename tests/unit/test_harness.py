@@ -21,6 +21,7 @@ from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import merge_single_tokens
+from zero_tp.evaluation.lm_eval_tasks import LM_EVAL_TASKS
 from zero_tp.evaluation.report import write_samples
 from zero_tp.evaluation.rows import Row
 from zero_tp.evaluation.task import Task, TaskOptions
@@ -299,7 +300,8 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     assert re.search(r"arc_easy: its data can't be read .* --data arc_easy=FILE", refusal(["arc_easy"]))
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
-    assert re.search(r"arc_easy: its data can't be read", refusal(["arc_easy"], {"arc_easy": file}))
+    wanted = "no field answerKey: arc_easy reads answerKey, choices, question, the file has other; rename its fields"
+    assert wanted in refusal(["arc_easy"], {"arc_easy": file})
     assert re.search("no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2))
     assert re.search("mmlu is a group of tasks", refusal(["mmlu"], {"mmlu": file}))
 
@@ -336,7 +338,9 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
 
     eval_model = native_model(model)
     expected = task().run(eval_model)["metrics"]
-    refuses(r"mine: a task file in .*tasks runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    refuses(r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    included = str(LM_EVAL_TASKS / "super_glue" / "copa" / "default.yaml")
+    refuses(r"mine: .*mine\.yaml: it runs Python \(!function utils\.", include=included, doc_to_text=None)
     refuses("mine: .* is unsafe", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])

@@ -157,7 +157,9 @@ def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
     assert len(looks) == len(set(looks)) == 9
     assert all(axes.get_xscale() == "log" for axes in figure.axes)
     text = write_report(runs, tmp_path / "nine.html")[0].read_text()
-    assert "<title>run_8, training: 2 at step 4</title>" in text and "<title>run_0: 0.001 at step 6</title>" in text
+    assert (
+        "<title>run_8, training: 2 at step 4, on average " in text and "<title>run_0: 0.001 at step 6</title>" in text
+    )
     assert "prefers-color-scheme: dark" in text and "#000000" not in text and "currentColor" in text
     figure = draw_runs(read_runs(runs[:2]), "step")
     assert all(axes.get_xscale() == "linear" for axes in figure.axes)

@@ -4,6 +4,8 @@
     zero-tp report runs/small runs/large --output compared.html
 
 A run may be going on: make the page again at any time.
+On the page, values show under the pointer. The axis of steps is logarithmic if one run is more than five times as long
+as another.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import lm_eval.api.task
@@ -28,7 +28,7 @@ from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
-from lm_eval.tasks import TaskManager, _yaml_loader
+from lm_eval.tasks import TaskManager, _factory, _yaml_loader
 
 from zero_tp.data.documents import document_kind
 from zero_tp.errors import UserError, first_line, one_line, shown
@@ -91,20 +91,27 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def task_files_as_data() -> Iterator[None]:
-    """Have lm-eval load task files that are not its own without running code.
+    """Have lm-eval load task files that are not its own, with all that they include, without running code.
 
     A function or a metric of another package raises a UserError. Templates run in jinja2's sandbox: in lm-eval's own
     environment a template can run any Python.
     """
     environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters |= lm_eval.utils.env.filters
-    import_function, get_metric = _yaml_loader._import_func_in_yml, lm_eval.api.task.get_metric
+    load_yaml, get_metric = _factory.load_yaml, lm_eval.api.task.get_metric
     if_trusted = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
 
-    def import_own_function(name: str, directory: Path) -> Any:
-        if not directory.is_relative_to(LM_EVAL_TASKS):
-            raise UserError(f"a task file in {directory} runs Python (!function {name}); {if_trusted}")
-        return import_function(name, directory)
+    def load_as_data(file: Path, **options: Any) -> Any:
+        def refuse(function: str, _: Path) -> NoReturn:
+            raise UserError(f"{file}: it runs Python (!function {function}); {if_trusted}")
+
+        if file.resolve().is_relative_to(LM_EVAL_TASKS.resolve()):
+            return load_yaml(file, **options)
+        with (
+            mock.patch.object(_yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),
+            mock.patch.object(_yaml_loader, "_import_func_in_yml", refuse),
+        ):
+            return load_yaml(file, **options)
 
     def get_own_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in metric_registry:
@@ -113,8 +120,7 @@ def task_files_as_data() -> Iterator[None]:
 
     with (
         mock.patch.object(lm_eval.utils, "env", environment),
-        mock.patch.object(_yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),
-        mock.patch.object(_yaml_loader, "_import_func_in_yml", import_own_function),
+        mock.patch.object(_factory, "load_yaml", load_as_data),
         mock.patch.object(lm_eval.api.task, "get_metric", get_own_metric),
     ):
         yield

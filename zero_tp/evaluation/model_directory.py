@@ -177,9 +177,9 @@ class ModelDirectory:
             return self._load_native(dtype, device)
         from zero_tp.huggingface import ZeroTPForCausalLM
 
-        dtype = "float32" if dtype == "auto" else dtype
+        chosen = "float32" if dtype == "auto" else dtype
         return ZeroTPForCausalLM.from_pretrained(
-            self.files.path, topology, dtype=dtype, device=device, allow_pickle=self.files.allow_pickle
+            self.files.path, topology, dtype=chosen, device=device, allow_pickle=self.files.allow_pickle
         )
 
     def _load_checkpoint(

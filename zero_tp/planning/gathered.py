@@ -48,7 +48,7 @@ def most_gathered(
 
 
 class Coordinator:
-    """What is gathered over one forward and backward.
+    """The parameters that are gathered over one forward and backward.
 
     Attributes:
         order: the module that runs at each step: all of them, and all of them in reverse.

@@ -94,11 +94,13 @@ def _draw(axes: Any, points: Sequence[Point], names: Sequence[str], peak: Point)
         axes.axvline(start, color="#888888", linewidth=0.8)
     axes.set_xticks([start + 0.5 for start in range(len(PHASES))], PHASES)
     axes.tick_params(axis="x", length=0)
-    values = []
-    for point in points:
+
+    def shown(point: Point) -> tuple[float, float, str]:
         parts = ", ".join(f"{TITLES[name]} {point.bytes[name] / GIB:.3g}" for name in names)
-        values.append((point.position, point.total / GIB, f"{point.total / GIB:.4g} GiB: {parts}"))
-    show_values(axes, values)
+        return point.position, point.total / GIB, f"{point.total / GIB:.4g} GiB: {parts}"
+
+    show_values(axes, [shown(point) for point in points])
+    show_values(axes, [shown(peak)])
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

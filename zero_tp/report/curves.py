@@ -74,11 +74,13 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     units = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
     ends = [run.last_step * unit for run, unit in zip(runs, units, strict=True)]
     starts = [run.first_step * unit for run, unit in zip(runs, units, strict=True)]
-    logarithmic = max(ends) > 5 * min(ends)
+    logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
         values = _draw(axes, runs, units, labels)
-        scale(axes, "y", min(values), max(values), logarithmic=title in LOGARITHMIC)
+        powers = title in LOGARITHMIC and max(values) > 0  # what is not positive is left out
+        least = min(value for value in values if value > 0 or not powers)
+        scale(axes, "y", least, max(values), logarithmic=powers)
         scale(axes, "x", min(starts), max(ends), logarithmic=logarithmic)
         axes.set_xlim(
             0.9 * min(starts) if logarithmic else -0.02 * max(ends), (1.1 if logarithmic else 1.02) * max(ends)
@@ -106,20 +108,22 @@ def _look(number: int) -> dict[str, Any]:
 def _draw(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
     """Draw one run with a colour for each series, or several with a colour for each run; return all finite values."""
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
-    several, drawn = len(runs) > 1, list[float]()
+    several, drawn, named = len(runs) > 1, list[float](), set[str]()
     for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
         for turn, (name, label) in enumerate(labels.items()):
             if finite := run.finite(name):
                 factor = 100 if name in PERCENT else 1
-                look = _look(number if several else turn) | {"label": label if not number else None}
+                look = _look(number if several else turn) | {"label": None if name in named else label}
+                named.add(name)
                 if several and turn:
                     look["linestyle"] = "-."
-                _draw_series(axes, run, name, unit, factor, look, pale=len(runs) <= MOST_PALE)
+                curve = _draw_series(axes, run, name, unit, factor, look, pale=len(runs) <= MOST_PALE)
                 drawn += [factor * value for value in finite.values()]
                 what = ", ".join(part for part in (run.name if several else "", label) if part)
                 texts = [
-                    (unit * step, factor * value, f"{what}: {factor * value:.6g} at step {step:,}".removeprefix(": "))
-                    for step, value in finite.items()
+                    (unit * step, place, _text(what, step, factor * value, place))
+                    for (step, value), place in zip(run.series[name].items(), curve, strict=True)
+                    if math.isfinite(value)
                 ]
                 show_values(axes, texts)
     if len(labels) > 1 or "mfu" in labels:
@@ -127,8 +131,20 @@ def _draw(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]
     return drawn
 
 
-def _draw_series(axes: Any, run: Run, name: str, unit: float, factor: int, look: dict[str, Any], *, pale: bool) -> None:
-    """Draw evaluations as points that are joined, and noisy series as their average above pale values."""
+def _text(what: str, step: int, value: float, curve: float) -> str:
+    """Describe a value; `curve` is what is drawn there, which may be an average."""
+    average = "" if value == curve else f", on average {curve:.6g}"
+    return f"{what}: {value:.6g} at step {step:,}{average}".removeprefix(": ")
+
+
+def _draw_series(
+    axes: Any, run: Run, name: str, unit: float, factor: int, look: dict[str, Any], *, pale: bool
+) -> list[float]:
+    """Draw evaluations as points that are joined, noisy series as their average above pale values.
+
+    Returns:
+        The curve's value at each logged step.
+    """
     places = [unit * step for step in run.series[name]]
     values = [factor * value for value in run.series[name].values()]
     if _is_evaluation(name):
@@ -136,9 +152,11 @@ def _draw_series(axes: Any, run: Run, name: str, unit: float, factor: int, look:
     elif name not in NOT_NOISY and len(values) > SPAN:
         if pale:
             axes.plot(places, values, alpha=0.3, linewidth=0.8, **look | {"label": None})
-        axes.plot(places, smoothed(values), linewidth=1.5, **look)
+        values = smoothed(values)
+        axes.plot(places, values, linewidth=1.5, **look)
     else:
         axes.plot(places, values, linewidth=1.2, **look)
+    return values
 
 
 def smoothed(values: list[float]) -> list[float]:
