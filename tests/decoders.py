@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "layers": draw(st.integers(1, 3), label="layers"),
         "vocab_size": draw(st.integers(11, 70), label="vocabulary"),
     }
+    if model_type == "olmoe":  # see head_dim below
+        sizes["hidden"] = heads * max(4, sizes["hidden"] // heads)
     fields["vocab_size"] = sizes["vocab_size"]
     if kind == "gpt2":
         fields |= {"n_embd": sizes["hidden"], "n_layer": sizes["layers"], "n_head": heads, "n_inner": sizes["mlp"]}
@@ -63,6 +66,8 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     fields["rope_parameters"] = {"rope_type": rope, "rope_theta": 100.0, **ROPE[rope]}
     flags = ("attention_bias", "mlp_bias", "use_parallel_residual", "use_bias")
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
+    if "num_experts_per_tok" in declared:
+        fields |= _expert_fields(draw, model_type, declared, sizes["layers"])
     if "num_key_value_heads" in declared:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
         fields["num_key_value_heads"] = draw(st.sampled_from(divisors), label="KV heads")
@@ -85,13 +90,61 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     return fields
 
 
+def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int) -> dict[str, Any]:
+    """Those of a mixture of experts; at least one layer has it."""
+    count = draw(st.integers(1, 9), label="experts")
+    name = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    chosen = draw(st.integers(1, count), label="experts a token")
+    fields: dict[str, Any] = {name: count, "num_experts_per_tok": chosen, "router_aux_loss_coef": 0.3}
+    flags = ("norm_topk_prob", "qkv_bias", "output_router_logits")
+    fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
+    if "clip_qkv" in declared:
+        fields["clip_qkv"] = draw(st.sampled_from([None, 0.7]), label="clip")
+    for size in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        if size in declared:
+            fields[size] = 4 * draw(st.integers(1, 8), label=size)
+    if "decoder_sparse_step" in declared:
+        fields["decoder_sparse_step"] = draw(st.integers(1, layers), label="sparse step")
+        dense = st.sets(st.integers(0, layers - 1).filter(lambda number: number + 1 != fields["decoder_sparse_step"]))
+        fields["mlp_only_layers"] = sorted(draw(dense, label="dense layers"))
+    return fields
+
+
+def without_router_logits(model_type: str) -> dict[str, Any]:
+    """A field for generation: with a static cache transformers' classes with experts fail if they return these."""
+    return {"output_router_logits": False} if "output_router_logits" in vars(AutoConfig.for_model(model_type)) else {}
+
+
+MARGIN = 2e-6
+"""Of the choice of experts, see `margin`: measured, rounding decided below 2e-7."""
+
+
+def margin(logits: torch.Tensor, chosen: int) -> float:
+    """The least distance of a token's last chosen expert from the next one, relative to the largest logit."""
+    if chosen == logits.shape[-1]:
+        return math.inf
+    values = logits.detach().float().topk(chosen + 1, -1).values
+    return float((values[:, -2] - values[:, -1]).min() / values.abs().max())
+
+
 def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
-    """Hugging Face's model, random everywhere."""
+    """Hugging Face's model, random everywhere. Of the next seeds the first in which rounding chooses no expert of
+    what `tokens_for` draws then."""
     named = dict(fields)
     config = AutoConfig.for_model(named.pop("model_type"), **named)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
-    return perturbed(model)
+    while True:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+        perturbed(model)
+        if not hasattr(config, "num_experts_per_tok"):
+            return model
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            routers = model(tokens_for(fields), output_router_logits=True).router_logits
+        torch.set_rng_state(state)
+        if min(margin(logits, config.num_experts_per_tok) for logits in routers) > MARGIN:
+            return model
+        seed += 1
 
 
 def tokens_for(fields: dict[str, Any]) -> torch.Tensor:

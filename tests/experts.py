@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from tests.decoders import decoder
-from zero_tp.architectures import ARCHITECTURES, mixtral
 
-TABLES = {"mixtral": mixtral.TABLE}
 ROUTINGS = ("random", "ties", "one expert", "unused expert")
 LENGTH = 16
 
 
-@contextmanager
-def tables() -> Iterator[None]:
-    """Tables that no command reaches yet."""
-    with patch.dict(ARCHITECTURES, TABLES):
-        yield
+OF_QWEN = {"num_experts": 7, "moe_intermediate_size": 20, "intermediate_size": 28, "head_dim": 8}
+OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 7, "head_dim": 8},
+    "qwen2_moe": {**OF_QWEN, "shared_expert_intermediate_size": 12, "mlp_only_layers": [1]},
+    "qwen3_moe": {**OF_QWEN, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 7, "clip_qkv": 1.5, "pad_token_id": None},
+}
+"""What the config of each model_type with experts has besides."""
 
 
-def fields(**changes: Any) -> dict[str, Any]:
-    """A config of a small Mixtral; E divides by nothing else here."""
+def fields(model_type: str = "mixtral", **changes: Any) -> dict[str, Any]:
+    """A small config; E divides by nothing else here."""
     return {
-        "model_type": "mixtral",
+        "model_type": model_type,
         "vocab_size": 61,
         "hidden_size": 24,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
         "intermediate_size": 20,
         "max_position_embeddings": 32,
-        "num_local_experts": 7,
         "num_experts_per_tok": 2,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.7,
         "bos_token_id": 0,
         "eos_token_id": 0,
+        **OWN[model_type],
         **changes,
     }
 
@@ -51,6 +48,8 @@ def reference_model(config: dict[str, Any], seed: int, routing: str = "random", 
     model = decoder(config, seed, attention)
     with torch.no_grad():
         for layer in model.model.layers:
+            if not hasattr(layer.mlp, "gate"):  # dense
+                continue
             gate = layer.mlp.gate.weight
             if routing == "ties":  # all probabilities are equal
                 gate.zero_()

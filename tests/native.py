@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from tests.compare import check_close
 from zero_tp import architectures as tables
-from zero_tp.architectures import architecture_of, native_class_of, weights_of
+from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.layout import Layout
@@ -25,12 +25,16 @@ from zero_tp.weights.export import live_entries
 
 def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's tensors, or what belongs to each, under our names."""
-    return {weight.ours: weight.to_ours(theirs) for weight in weights_of(config)}
+    weights = weights_of(config)
+    stored = as_stored(weights, theirs)
+    return {weight.ours: weight.to_ours(stored) for weight in weights}
 
 
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our whole parameters, or what belongs to each, under Hugging Face's names."""
-    return tables.to_theirs(weights_of(config), ours.__getitem__)
+    """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
+    weights = weights_of(config)
+    held = {weight.held: ours[weight.ours] for weight in weights if weight.held is not None}
+    return held | tables.to_theirs([weight for weight in weights if weight.held is None], ours.__getitem__)
 
 
 def native_model(config: PretrainedConfig, **options: Any) -> Any:
@@ -69,7 +73,8 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 def check_gradients(model: ParallelModel, reference: Any) -> None:
     """Every gradient of a model of one process is that of its twin, and no weight of either is without one."""
     theirs = gradients(reference)
-    assert {name for weight in weights_of(model.config) for name in weight.names} == theirs.keys()
+    weights = weights_of(model.config)
+    assert {name for weight in weights for name in weight.names} == as_stored(weights, theirs).keys()
     check_close(gradients(model), to_ours(model.config, theirs))
 
 
@@ -100,5 +105,4 @@ def parallel_model(reference: Any, topology: Topology, attention: str | None = N
     """This rank's part of a Hugging Face model, by default with its attention."""
     config = copy.deepcopy(reference.config)
     config._attn_implementation = attention or config._attn_implementation
-    config._experts_implementation = None  # what the reference chose for itself is no choice of ours
     return our_class(config)(config, topology, source=Native(reference), **options)

@@ -45,6 +45,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 4, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 4, "head_dim": 32, "use_sliding_window": False},
     "gpt_neox": {},
+    "mixtral": {"num_key_value_heads": 4, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        **{"shared_expert_intermediate_size": 256, "mlp_only_layers": [1], "output_router_logits": True},
+    },
+    "qwen3_moe": {
+        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+        **{"decoder_sparse_step": 2, "head_dim": 32},
+    },
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 4, "output_router_logits": True, "clip_qkv": 3.0},
     "bert": {"hidden_act": "gelu"},
     "megatron-bert": {},
 }
@@ -100,6 +110,12 @@ CONFIGS += [
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", "gradient_accumulation_steps=2"],
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", 'bf16={"enabled":false}'],
 ]
+CONFIGS += [
+    family("mixtral", "zero_optimization.stage=1"),
+    family("qwen2_moe", "zero_optimization.stage=2", "zero_tp.recompute=selective"),
+    family("qwen3_moe", "zero_optimization.stage=1", "zero_tp.recompute=full"),
+    family("olmoe", "zero_optimization.stage=3", "zero_tp.attention=eager"),
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
@@ -108,7 +124,7 @@ NAMES = [
 
 # The second tier has every fourth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2
 # and windows.
-TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 29, 34, 35, 37)}
+TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 4), 29, 34, 35, 37, 41, 43)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
 

@@ -34,7 +34,7 @@ FLOOR = 0.1
 FEW_FACTOR = 4.5
 # Equally plain runs: Hugging Face's own ways to compute the same function, which round differently.
 EAGER: tuple[dict[str, str], ...] = ({}, {"attn_implementation": "eager"})
-KERNELS = dict.fromkeys((*FAMILIES, EXPERTS), EAGER) | {
+KERNELS = dict.fromkeys((*FAMILIES, *EXPERTS), EAGER) | {
     "gpt2": (*EAGER, *({**kernels, "activation_function": "gelu_pytorch_tanh"} for kernels in EAGER)),
     **dict.fromkeys(
         ("parallel residual", *ENCODERS), (*EAGER, *({**kernels, "hidden_act": "gelu_python"} for kernels in EAGER))
@@ -72,7 +72,7 @@ def of_fp32(
     Args:
         micro_batches: of a step, on all ranks; only experts' loss depends on them.
     """
-    parts = micro_batches if family == EXPERTS else 1
+    parts = micro_batches if family in EXPERTS else 1
     expected = plain(seed, family, micro_batches=parts, more_steps=more_steps, losses_of=losses_of)
     far = balance_differences(found, expected)
     for step in range(STEPS):
@@ -94,7 +94,7 @@ def first_decided(seed: int, family: str, micro_batches: int) -> int:
 
     A choice that rounding decides is no fault of a parallel run: measured, 1.7e-7 gave another one, in 1 of 12 models.
     """
-    while family == EXPERTS and plain(seed, family, micro_batches=micro_batches).margin < MARGIN:
+    while family in EXPERTS and plain(seed, family, micro_batches=micro_batches).margin < MARGIN:
         seed += 1
     return seed
 
@@ -127,7 +127,7 @@ def of_bf16(
         shards: of each sequence. In each shard of a micro-batch the gradients are rounded to bf16.
         summed_in: the dtype in which those are added.
     """
-    least, parts = (micro_batches, micro_batches) if family == EXPERTS else (1, micro_batches * shards)
+    least, parts = (micro_batches, micro_batches) if family in EXPERTS else (1, micro_batches * shards)
     truth = plain(seed, family, start=BF16, micro_batches=least)
     runs = [
         plain(seed, family, start=BF16, dtype=BF16, micro_batches=count, summed_in=summed_in, **kernels)

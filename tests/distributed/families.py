@@ -13,9 +13,6 @@ import torch
 
 SEQUENCE = 24
 
-EXPERTS = "experts"
-"""A family that meets every pair of settings itself. Its loss depends on how rows are split into micro-batches."""
-
 Pick = Callable[[int, int], int]
 
 
@@ -89,25 +86,50 @@ def _encoder(model_type: str, pick: Pick) -> dict[str, Any]:
     return {"model_type": model_type, **_decoder(pick), **dropouts, "pad_token_id": 1}
 
 
-def _experts(pick: Pick) -> dict[str, Any]:
+def _experts(model_type: str, pick: Pick) -> dict[str, Any]:
     """Each token has 2 of 5 experts, and their loss is a large part of the whole."""
     return {
         **_grouped(pick),
-        "model_type": "mixtral",
+        "model_type": model_type,
         # transformers' product of groups takes rows of multiples of 16 bytes.
         "hidden_size": 24 * pick(1, 4),
         "intermediate_size": 24 * pick(2, 7),
-        "num_local_experts": 5,
+        "num_local_experts" if model_type == "mixtral" else "num_experts": 5,
         "num_experts_per_tok": 2,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
     }
 
 
+def _shared_experts(pick: Pick) -> dict[str, Any]:
+    """One expert of a layer computes every token, and one of 3 layers is dense."""
+    sizes = {"moe_intermediate_size": 24 * pick(1, 4), "shared_expert_intermediate_size": 12 * pick(1, 4)}
+    return {**_experts("qwen2_moe", pick), **sizes, "mlp_only_layers": [1]}
+
+
+def _normed_experts(pick: Pick) -> dict[str, Any]:
+    sizes = {"moe_intermediate_size": 24 * pick(1, 4), "head_dim": 2 * pick(4, 8)}  # see _fewer_kv_heads
+    return {**_experts("qwen3_moe", pick), **sizes, "norm_topk_prob": True}
+
+
+def _whole_norms(pick: Pick) -> dict[str, Any]:
+    """The norm of all keys spans ranks that share KV heads, and some queries, keys and values are clipped."""
+    sizes = {**_experts("olmoe", pick), "hidden_size": 48 * pick(1, 2), "num_key_value_heads": 3, "clip_qkv": 2.0}
+    del sizes["head_dim"]
+    return sizes
+
+
 ENCODERS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "encoder, norms after the sums": partial(_encoder, "bert"),
     "encoder, norms before": partial(_encoder, "megatron-bert"),
 }
+EXPERTS: dict[str, Callable[[Pick], dict[str, Any]]] = {
+    "experts": partial(_experts, "mixtral"),
+    "shared experts": _shared_experts,
+    "experts, norm of each head": _normed_experts,
+    "experts, norm of all heads": _whole_norms,
+}
+"""They meet every pair of settings in turn. Their loss depends on how rows are split into micro-batches."""
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "grouped queries": _grouped,
@@ -124,4 +146,4 @@ def model_sizes(seed: int, family: str = "gpt2") -> dict[str, Any]:
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
 
-    return {**FAMILIES, EXPERTS: _experts}[family](pick)
+    return {**FAMILIES, **EXPERTS}[family](pick)

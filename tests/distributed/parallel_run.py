@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.compare import grid, norm
 from tests.distributed.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
-from tests.experts import tables
 from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from zero_tp.zero.engine import Veto
 
 
-@tables()
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
     """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has tensors.
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from tests.compare import norm
+from tests.decoders import margin
 from tests.distributed.families import SEQUENCE, model_sizes
 from tests.encoders import rows_for
-from tests.experts import tables
 from tests.native import native_model, our_class, to_theirs
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.topology import Topology
@@ -102,7 +102,6 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
 
 
 @cache
-@tables()
 def plain(
     seed: int,
     family: str = "gpt2",
@@ -202,12 +201,6 @@ def masked_losses(rows: dict[str, Tensor], micro_batches: int, model: Any) -> It
         words, orders = output.prediction_logits.float(), output.seq_relationship_logits.float()
         of_words = F.cross_entropy(words.flatten(0, 1), labels.flatten(), reduction="sum") / count
         yield of_words + F.cross_entropy(orders, order) / micro_batches
-
-
-def margin(logits: Tensor, chosen: int) -> float:
-    """The least distance of a token's last chosen expert from the next one, relative to the largest logit."""
-    values = logits.detach().float().topk(chosen + 1, -1).values
-    return float((values[:, -2] - values[:, -1]).min() / values.abs().max())
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

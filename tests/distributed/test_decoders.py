@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from tests.compare import check_close, grid, whole_gradients
-from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_for
+from tests.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields, tokens_for, without_router_logits
 from tests.distributed.families import ENCODERS, FAMILIES, model_sizes
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
@@ -78,8 +78,9 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
     parts = layers * (2 + 2 * biases_of_keys(fields)) * replicated
     positions = model_type == "gpt2"
     assert counts[0]["gradients, SP True"] == counts[0]["gradients, SP False"] >= 6 * layers + 2
-    assert counts[0]["hooks, SP False"] == parts + partial_norms(fields, sequence=False)
-    assert counts[0]["hooks, SP True"] == parts + positions + partial_norms(fields, sequence=True)
+    for sequence in (False, True):
+        others = partial_norms(fields, world, sequence=sequence) + partial_choices(fields, sequence=sequence)
+        assert counts[0][f"hooks, SP {sequence}"] == parts + sequence * positions + others
 
 
 @EACH_WORLD
@@ -95,16 +96,26 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str, attention
     assert counts[0]["hooks, SP False"] == (3 * (4 + 2) if family == "fewer KV heads than TP" else 0)
 
 
-def partial_norms(fields: dict[str, Any], *, sequence: bool) -> int:
-    """Parameters of norms of which a rank sees a part of the rows: its own heads, or its sequence shard."""
+def partial_choices(fields: dict[str, Any], *, sequence: bool) -> int:
+    """Routers, of which a rank sees its part of the outputs, and the gates of shared experts on a sequence shard."""
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
-    of_heads = 2 * spec.layers * spec.query_key_norm
+    return len(spec.expert_layers) * (1 + (sequence and fields["model_type"] == "qwen2_moe"))
+
+
+def partial_norms(fields: dict[str, Any], world: int, *, sequence: bool) -> int:
+    """Parameters of norms of which a rank sees a part of the rows: its own heads, or its sequence shard. Of the norm
+    of all keys together it sees a part where ranks share KV heads."""
+    config = AutoConfig.for_model(**fields)
+    spec = architecture_of(config).spec(config)
+    of_heads = 2 * spec.layers * (spec.query_key_norm == "heads")
+    of_heads += spec.layers * (spec.query_key_norm == "whole" and spec.kv_heads % world > 0)
     return of_heads + sequence * (2 * spec.layers + 1) * (2 if spec.norm == "layer_norm" else 1)
 
 
 def biases_of_keys(fields: dict[str, Any]) -> bool:
-    return fields["model_type"] == "qwen2" or bool(fields.get("attention_bias") or fields.get("use_bias"))
+    flags = ("attention_bias", "use_bias", "qkv_bias")
+    return fields["model_type"] == "qwen2" or any(fields.get(name) for name in flags)
 
 
 def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int) -> list[float]:
@@ -188,7 +199,7 @@ def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[i
 @given(data=st.data())
 def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
     """Greedy and sampled, on all ranks what transformers gives: they sample with the first rank's random numbers."""
-    fields = data.draw(decoder_fields(model_type))
+    fields = data.draw(decoder_fields(model_type)) | without_router_logits(model_type)
     tokens = st.integers(1, fields["vocab_size"] - 1)
     length = data.draw(st.integers(1, 9), label="prompt")
     prompt = data.draw(st.lists(st.lists(tokens, min_size=length, max_size=length), min_size=2, max_size=2))

@@ -6,47 +6,53 @@ import pytest
 import torch
 
 from tests.compare import check_close, grid, whole_gradients
-from tests.experts import ROUTINGS, fields, inputs, reference_model, tables
+from tests.experts import OWN, ROUTINGS, fields, inputs, reference_model
 from tests.native import gradients, parallel_model, to_ours
 from tests.pools import Pools
 from zero_tp.parallel.layout import audit
 
 
-def same_as_native(world: int, sequence: bool, routing: str) -> int:
-    reference = reference_model(fields(), 1, routing)
+def same_as_native(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, int]:
+    reference = reference_model(fields(model_type), 1, routing)
     batch = inputs(61, padded=True)
     expected = reference(**batch)
     expected.loss.backward()
-    with tables():
-        model = parallel_model(reference, grid(world, sequence)).train()
-        audit(model, model.topology)
-        found = model(**batch, return_logits=True)
-        assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
-        assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
-        found.loss.backward()
-        assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
-        ours = whole_gradients(model)
-        check_close(ours, to_ours(model.config, gradients(reference)))
-    return sum(name.endswith("router.weight") for name in model.gradient_hooks.fired)
+    model = parallel_model(reference, grid(world, sequence)).train()
+    audit(model, model.topology)
+    found = model(**batch, return_logits=True)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    found.loss.backward()
+    assert all(fired == 1 for fired in model.gradient_hooks.fired.values())
+    ours = whole_gradients(model)
+    check_close(ours, to_ours(model.config, gradients(reference)))
+    routers = sum(name.endswith("router.weight") for name in model.gradient_hooks.fired)
+    return routers, sum(name.endswith("shared.gate") for name in model.gradient_hooks.fired)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
-def test_both_losses_and_every_gradient(ranks: Pools, world: int, sequence: bool, routing: str) -> None:
-    """The router of each of 3 layers has a partial gradient, and a hook sums it."""
-    assert ranks(world).run(same_as_native, world, sequence, routing) == [3] * world
+@pytest.mark.parametrize("model_type", OWN)
+def test_both_losses_and_every_gradient(
+    ranks: Pools, model_type: str, world: int, sequence: bool, routing: str
+) -> None:
+    """The router of each layer with experts has a partial gradient, and a hook sums it; under SP the shared expert's
+    gate too."""
+    layers = 2 if model_type == "qwen2_moe" else 3
+    shared = layers if sequence and model_type == "qwen2_moe" else 0
+    found = ranks(world).run(same_as_native, model_type, world, sequence, routing)
+    assert found == [(layers, shared)] * world
 
 
 def chosen_on_ranks(world: int, sequence: bool, routing: str) -> list[torch.Tensor]:
     """Every router's choice, [n, k]."""
     reference = reference_model(fields(), 1, routing)
     chosen: list[torch.Tensor] = []
-    with tables():
-        model = parallel_model(reference, grid(world, sequence)).train()
-        for layer in model.transformer.layers:
-            layer.mlp.router.register_forward_hook(lambda *call: chosen.append(call[2][1]))
-        model(**inputs(61, padded=True))
+    model = parallel_model(reference, grid(world, sequence)).train()
+    for layer in model.transformer.layers:
+        layer.mlp.router.register_forward_hook(lambda *call: chosen.append(call[2][1]))
+    model(**inputs(61, padded=True))
     return chosen
 
 
@@ -73,16 +79,15 @@ def train_guarded(guarded: bool) -> str:
     }
     config = AutoConfig.for_model(**fields())
     batch = inputs(61, padded=False)["input_ids"]
-    with tables():
-        engine = TrainingEngine(config, grid(2, False), settings, seed=1)
-        engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=1)
-        if engine.topology.tensor_rank == 1:
-            weight = engine.model.get_parameter("transformer.layers.1.mlp.router.weight").data
-            weight.copy_(weight.flip(0))
-        try:
-            engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=2 if guarded else None)
-        except UserError as error:
-            return str(error)
+    engine = TrainingEngine(config, grid(2, False), settings, seed=1)
+    engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=1)
+    if engine.topology.tensor_rank == 1:
+        weight = engine.model.get_parameter("transformer.layers.1.mlp.router.weight").data
+        weight.copy_(weight.flip(0))
+    try:
+        engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=2 if guarded else None)
+    except UserError as error:
+        return str(error)
     return ""
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.compare import check_close
-from tests.decoders import BATCH, MODEL_TYPES, decoder, decoder_fields, tokens_for
+from tests.decoders import BATCH, MODEL_TYPES, decoder, decoder_fields, tokens_for, without_router_logits
 from tests.native import check_gradients, check_widths, parallel_model
 from tests.tiers import in_tiers
 from zero_tp.huggingface import ZeroTPForCausalLM
@@ -79,7 +79,7 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
 def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> None:
     """Greedy, sampled and with beams; padded on the left or not; past sliding windows and past the positions that
     scaling reckons with, where there are no learned ones."""
-    fields = data.draw(decoder_fields(model_type))
+    fields = data.draw(decoder_fields(model_type)) | without_router_logits(model_type)
     reference = decoder(fields, data.draw(st.integers(0, 2**31), label="seed"))
     model = parallel_model(reference, Topology(world=1)).eval()
     prompt = torch.randint(1, fields["vocab_size"], (BATCH, data.draw(st.integers(1, 9), label="prompt")))
@@ -105,9 +105,16 @@ def test_a_model_drawn_from_a_seed_is_as_wide_as_transformers_draws_it(model_typ
     config = AutoConfig.for_model(model_type, vocab_size=200, bos_token_id=0, eos_token_id=0)
     for name, value in {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}.items():
         setattr(config, name, value)
-    for name in ("intermediate_size", "num_key_value_heads", "head_dim"):
+    small = {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64, "num_experts_per_tok": 2}
+    small |= {
+        "num_experts": 5,
+        "num_local_experts": 5,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    }
+    for name, value in small.items():
         if hasattr(config, name):
-            setattr(config, name, {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}[name])
+            setattr(config, name, value)
     if hasattr(config, "layer_types"):
         config.layer_types = ["full_attention"] * 2
     config.pad_token_id = None

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.compare import check_close
-from tests.experts import LENGTH, ROUTINGS, fields, inputs, reference_model, tables
+from tests.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.native import check_gradients, parallel_model
-from zero_tp.architectures import ARCHITECTURES, mixtral
+from zero_tp.architectures import ARCHITECTURES
 from zero_tp.errors import ConfigError
 from zero_tp.topology import Topology
 
@@ -21,60 +21,69 @@ def chosen_counts(logits: Iterable[torch.Tensor], per_token: int) -> torch.Tenso
     return torch.stack([layer.topk(per_token).indices.flatten().bincount(minlength=7) for layer in logits])
 
 
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((model_type, {}) for model_type in OWN),
+    *(("mixtral", changes) for changes in ({"num_experts_per_tok": 1}, {"num_experts_per_tok": 7})),
+    ("mixtral", {"sliding_window": 5}),
+    ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "norm_topk_prob": False}),
+    ("olmoe", {"attention_bias": True, "num_key_value_heads": 4, "clip_qkv": None, "norm_topk_prob": True}),
+]
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("changes", [{}, {"num_experts_per_tok": 1}, {"num_experts_per_tok": 7}, {"sliding_window": 5}])
-def test_logits_both_losses_and_every_gradient(routing: str, padded: bool, changes: dict[str, Any]) -> None:
-    reference = reference_model(fields(**changes), 1, routing)
+@pytest.mark.parametrize(("model_type", "changes"), CASES)
+def test_logits_both_losses_and_every_gradient(
+    model_type: str, routing: str, padded: bool, changes: dict[str, Any]
+) -> None:
+    reference = reference_model(fields(model_type, **changes), 1, routing)
     batch = inputs(61, padded=padded)
-    with tables():
-        model = parallel_model(reference, Topology(world=1)).train()
-        expected, found = reference(**batch), model(**batch, return_logits=True)
-        # Padding that sees no token through a window has no defined output.
-        seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        check_close({"logits": found.logits[seen]}, {"logits": expected.logits.detach()[seen]})
-        assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
-        assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
-        counts = chosen_counts(expected.router_logits, reference.config.num_experts_per_tok)
-        if routing == "one expert":
-            assert (counts[:, 3] == 3 * LENGTH).all()
-        elif routing == "unused expert" and reference.config.num_experts_per_tok < 7:
-            assert (counts[:, 3] == 0).all()
-        elif routing == "ties":
-            assert all((logits == 0).all() for logits in expected.router_logits)
-        expected.loss.backward()
-        found.loss.backward()
-        check_gradients(model, reference)
+    model = parallel_model(reference, Topology(world=1)).train()
+    expected, found = reference(**batch), model(**batch, return_logits=True)
+    # Padding that sees no token through a window has no defined output.
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    check_close({"logits": found.logits[seen]}, {"logits": expected.logits.detach()[seen]})
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    counts = chosen_counts(expected.router_logits, reference.config.num_experts_per_tok)
+    if routing == "one expert":
+        assert (counts[:, 3] == 3 * LENGTH).all()
+    elif routing == "unused expert" and reference.config.num_experts_per_tok < 7:
+        assert (counts[:, 3] == 0).all()
+    elif routing == "ties":
+        assert all((logits == 0).all() for logits in expected.router_logits)
+    expected.loss.backward()
+    found.loss.backward()
+    check_gradients(model, reference)
 
 
 def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
     reference = reference_model(fields(output_router_logits=False), 1)
     batch = inputs(61, padded=False)
-    with tables():
-        model = parallel_model(reference, Topology(world=1)).train()
-        found = model(**batch)
-        assert found.aux_loss is None and model.figures == ()
-        assert found.loss.item() == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
-
-
-def test_no_command_reaches_the_table() -> None:
-    assert "mixtral" not in ARCHITECTURES
+    model = parallel_model(reference, Topology(world=1)).train()
+    found = model(**batch)
+    assert found.aux_loss is None and model.figures == ()
+    assert found.loss.item() == pytest.approx(reference(**batch).loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("model_type", "changes", "message"),
     [
-        ({"num_experts_per_tok": 8}, "num_experts_per_tok: 8 experts a token, of 7"),
-        ({"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is refused"),
+        ("mixtral", {"num_experts_per_tok": 8}, "num_experts_per_tok: 8 experts a token, of 7"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is refused"),
+        ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers: no layer has experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step: no layer has experts"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0 is not positive"),
+        ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads: null: transformers computes nothing"),
+        ("olmoe", {"clip_qkv": -1.0}, "clip_qkv: -1.0 is not positive"),
     ],
 )
-def test_refusals(changes: dict[str, Any], message: str) -> None:
-    from transformers import MixtralConfig
+def test_refusals(model_type: str, changes: dict[str, Any], message: str) -> None:
+    from transformers import AutoConfig
 
-    named = fields(**changes)
-    named.pop("model_type")
     with pytest.raises(ConfigError, match=message):
-        mixtral.TABLE.spec(MixtralConfig(**named))
+        ARCHITECTURES[model_type].spec(AutoConfig.for_model(**fields(model_type, **changes)))
 
 
 def test_a_model_in_bf16_counts_as_transformers_does() -> None:
@@ -82,6 +91,6 @@ def test_a_model_in_bf16_counts_as_transformers_does() -> None:
     # torch's grouped product takes rows of 16 bytes.
     reference = reference_model(fields(intermediate_size=24), 1).to(torch.bfloat16)
     batch = inputs(61, padded=True)
-    with tables(), torch.no_grad():
+    with torch.no_grad():
         model = parallel_model(reference, Topology(world=1), dtype=torch.bfloat16)
         assert model(**batch).aux_loss.item() == pytest.approx(reference(**batch).aux_loss.item(), rel=1e-2)

@@ -117,9 +117,9 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 96])
 def test_few_layers_stand_for_many(layers: int) -> None:
-    alike = [Kind(None, False)] * layers
+    alike = [Kind(None, "mlp", False)] * layers
     assert len(shortened(alike)) == min(layers, 3)
-    alternating = [Kind(32 if number % 2 else None, number < 5) for number in range(layers)]
+    alternating = [Kind(32 if number % 2 else None, "mlp", number < 5) for number in range(layers)]
     assert set(contexts(shortened(alternating))) == set(contexts(alternating))
     assert len(shortened(alternating)) <= min(layers, 13)
 

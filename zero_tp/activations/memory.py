@@ -1,4 +1,4 @@
-"""Apply a run's activation-memory settings to its model: what is recomputed, and where checkpoints are stored."""
+"""Apply a run's activation-memory settings to its model: recomputation, and the store of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RERUN_MODULES = {"layer": "", "attention_core": "attention.core"}
 
 
 class ActivationMemory:
-    """Wrap the forward of a model's modules, so that backward recomputes what the policy chooses.
+    """Wrap the forward of the modules that the policy chooses; backward recomputes them.
 
     Args:
         policy: `zero_tp.recompute`.
@@ -65,7 +65,9 @@ class ActivationMemory:
             module = layer.get_submodule(RERUN_MODULES[name])
             self._wrap(module, recomputed(module.forward, self._streams, self._store))
             return
-        for producer, consumer in layer.recomputed_norms if name == "norm" else (("mlp.activation", "mlp.down"),):
+        mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
+        activations = [(f"{mlp}.activation", f"{mlp}.down") for mlp in mlps]
+        for producer, consumer in layer.recomputed_norms if name == "norm" else activations:
             first, second = layer.get_submodule(producer), layer.get_submodule(consumer)
             output = RecomputedOutput(first, second)
             self._wrap(first, output.produce)

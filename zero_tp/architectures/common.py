@@ -7,6 +7,7 @@ Hugging Face's files. Fields are read by the general names, which every config c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,11 +75,14 @@ def fields(
     )
 
 
-def spec(config: PretrainedConfig, *, partly: bool = False, **differences: Any) -> TransformerSpec:
+def spec(
+    config: PretrainedConfig, *, partly: bool = False, mlp: str | tuple[str, ...] = "gated", **differences: Any
+) -> TransformerSpec:
     """Return the spec of a config.
 
     Args:
         partly: the architecture may turn a part of each head.
+        mlp: of every layer, or of each.
         differences: arguments of TransformerSpec that are not as in Llama.
 
     Raises:
@@ -99,7 +103,7 @@ def spec(config: PretrainedConfig, *, partly: bool = False, **differences: Any) 
         "positions": config.max_position_embeddings,
         "norm": "rms_norm",
         "norm_epsilon": getattr(config, "rms_norm_eps", None),
-        "mlp": "gated",
+        "mlps": (mlp,) * layers if isinstance(mlp, str) else mlp,
         "activation": ACTIVATIONS.get(getattr(config, "hidden_act", "")),
         "qkv_bias": False,
         "output_bias": False,
@@ -115,8 +119,11 @@ def spec(config: PretrainedConfig, *, partly: bool = False, **differences: Any) 
     return TransformerSpec(**{**usual, **differences})
 
 
-def experts(config: PretrainedConfig, count: int, *, normalised: bool) -> Experts:
+def experts(config: PretrainedConfig, count: int, size: int, *, normalised: bool, shared: int = 0) -> Experts:
     """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers.
+
+    Args:
+        count, size, normalised, shared: see Experts.
 
     Raises:
         ConfigError: a token has more experts than there are.
@@ -125,7 +132,22 @@ def experts(config: PretrainedConfig, count: int, *, normalised: bool) -> Expert
     if chosen > count:
         key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
         raise ConfigError(key, f"{chosen} experts a token, of {count} in a layer", remedy)
-    return Experts(count, chosen, normalised, config.router_aux_loss_coef if config.output_router_logits else None)
+    loss_weight = config.router_aux_loss_coef if config.output_router_logits else None
+    return Experts(count, chosen, size, normalised, loss_weight, shared)
+
+
+def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return each layer's MLP, from `mlp_only_layers` and `decoder_sparse_step`.
+
+    Raises:
+        ConfigError: no layer has experts.
+    """
+    step, dense, layers = config.decoder_sparse_step, config.mlp_only_layers, range(config.num_hidden_layers)
+    mlps = tuple("gated" if n in dense or (n + 1) % step else "experts" for n in layers)
+    if "experts" not in mlps:
+        name = "decoder_sparse_step" if step > len(layers) else "mlp_only_layers"
+        raise ConfigError(f"{MODEL_KEY}.{name}", "no layer has experts", "take the model_type without experts")
+    return mlps
 
 
 def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
@@ -141,6 +163,8 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
+    if kv_heads is None:
+        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", "null: transformers computes nothing", f"give {heads}")
     if heads % kv_heads:
         sums = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
         raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", sums, "give a divisor of num_attention_heads")
@@ -161,7 +185,7 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     types, key = list(config.layer_types), f"{MODEL_KEY}.layer_types"
     if len(types) != config.num_hidden_layers:
         raise ConfigError(key, f"{len(types)} entries for {config.num_hidden_layers} layers", "give one for each")
-    if SLIDING in types and config.sliding_window is None:
+    if SLIDING in types and not config.sliding_window:  # 0 is none too
         raise ConfigError(key, f"{SLIDING} needs sliding_window, and use_sliding_window: true")
     return tuple(config.sliding_window if kind == SLIDING else None for kind in types)
 
@@ -201,7 +225,7 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
             yield Weight(f"{OURS}attention.qkv.{ours}", f"{THEIRS}{theirs}.weight")
             if spec.qkv_bias:
                 yield Weight(f"{OURS}attention.qkv.{ours}_bias", f"{THEIRS}{theirs}.bias")
-    if spec.query_key_norm:
+    if spec.query_key_norm != "none":
         yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
         yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
     yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
@@ -210,11 +234,23 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
 GATED = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """The linear layers of Llama's MLP: our name, theirs."""
 
-EXPERTS = (
-    Weight(f"{OURS}mlp.gate_up.weight", f"{THEIRS}mlp.experts.gate_up_proj"),
-    Weight(f"{OURS}mlp.down.weight", f"{THEIRS}mlp.experts.down_proj"),
-)
-"""The weights of all experts of a layer, as transformers' classes hold them."""
+
+def expert_weights(
+    spec: TransformerSpec, block: str = "mlp", linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Iterator[Weight]:
+    """Yield the weights of routers and experts: files have one tensor an expert, transformers' classes stack them.
+
+    Args:
+        block: the files' name of the MLP. linears: their names of gate, up and down.
+    """
+    assert spec.experts is not None
+    count, layers = spec.experts.count, spec.expert_layers
+    router = f"{OURS}mlp.router.weight"
+    yield Weight(router, f"{THEIRS}{block}.gate.weight", held=f"{THEIRS}mlp.gate.weight", layers=layers)
+    for ours, names in (("gate_up", linears[:2]), ("down", linears[2:])):
+        each = tuple(f"{THEIRS}{block}.experts.{number}.{name}.weight" for number in range(count) for name in names)
+        held = f"{THEIRS}mlp.experts.{ours}_proj"
+        yield Weight(f"{OURS}mlp.{ours}.weight", each, experts=count, held=held, layers=layers)
 
 
 def weights(
@@ -224,14 +260,15 @@ def weights(
 
     Args:
         attention: those of `self_attn`, where they are not as in Llama.
-        mlp: its linear layers, our name → theirs.
+        mlp: the linear layers of the MLPs that are no experts, our name → theirs.
     """
     bias = spec.norm == "layer_norm"
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
     listed += attention_weights(spec) if attention is None else attention
     listed += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
     for ours, theirs in mlp.items():
-        listed += layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
+        linear = layer_weights(f"mlp.{ours}", *(f"mlp.{name}" for name in theirs), bias=spec.mlp_bias)
+        listed += [replace(weight, layers=spec.dense_layers) for weight in linear]
     return (*listed, *both_names("transformer.final_norm", "model.norm", bias=bias), HEAD)
 
 

@@ -73,7 +73,8 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
     with _named_as_written(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config)
-        rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size)
+        experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size  # one parameter
+        rows = max(spec.vocabulary, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
         if rows * spec.hidden > LARGEST_MATRIX:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
             raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
@@ -83,7 +84,7 @@ def written_config(model: dict[str, Any]) -> PretrainedConfig:
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
     """Refuse sizes for which Hugging Face's class, or a table of ours, would fill memory before anything is checked."""
     for name, value in fields.items():
-        layers = name in ("num_hidden_layers", aliases.get("num_hidden_layers"))
+        layers = name in ("num_hidden_layers", aliases.get("num_hidden_layers"), "num_experts", "num_local_experts")
         most = MOST_LAYERS if layers else LARGEST_SIZE
         if isinstance(value, int) and abs(value) > most:
             reason = "each is built by itself" if layers else "sizes and token ids are counted in 32 bits"

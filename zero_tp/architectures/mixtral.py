@@ -23,13 +23,14 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     return common.spec(
         config,
         mlp="experts",
-        experts=common.experts(config, config.num_local_experts, normalised=True),
+        experts=common.experts(config, config.num_local_experts, config.intermediate_size, normalised=True),
         windows=(config.sliding_window,) * config.num_hidden_layers,
     )
 
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
-    return common.weights(spec, mlp={"router": ("gate",)}) + common.EXPERTS
+    experts = common.expert_weights(spec, "block_sparse_moe", ("w1", "w3", "w2"))
+    return (*common.weights(spec), *experts)
 
 
-TABLE = common.architecture(FIELDS, spec, "MixtralForCausalLM", weights)
+ARCHITECTURE = common.architecture(FIELDS, spec, "MixtralForCausalLM", weights)

@@ -39,18 +39,21 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Experts:
-    """These describe the mixture of experts that is each layer's MLP.
+    """These describe the mixtures of experts that are layers' MLPs.
 
     Attributes:
-        count: experts of a layer. per_token: how many of them compute a token.
+        count: experts of a layer. per_token: how many of them compute a token. size: width of each.
         normalised: the weights of a token's experts add up to 1.
         loss_weight: coefficient of the load-balancing loss; None: it is not part of the loss.
+        shared: width of the expert that computes every token; 0: there is none.
     """
 
     count: int
     per_token: int
+    size: int
     normalised: bool
     loss_weight: float | None
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,13 @@ class TransformerSpec:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
             of keys and values serves a/k heads (arXiv 2305.13245).
         positions: longest sequence that the model is made for; learned positions end there.
-        norm, layer, position, mlp: names in the tables NORMS, LAYERS, POSITIONS, MLPS.
-        experts: with the MLP "experts"; `mlp_size` is the width of one.
+        norm, layer, position: names in the tables NORMS, LAYERS, POSITIONS. mlps: of each layer, a name in MLPS.
+        experts: of the MLPs "experts"; `mlp_size` is the width of the others.
         rotary: with the position "rotary".
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
-        query_key_norm: a norm over each head's d features of queries and keys.
+        query_key_norm: a norm of queries and keys, over each head's d features or over those of all heads.
+        clip: queries, keys and values are limited to [-clip, clip].
         windows: of each layer, how many tokens a token sees, itself among them; None: all that it may see.
         causal: a token sees those before it alone, and the model has a language-model head; else it sees all of its
             row, and the model has the heads that masked pretraining needs (models/head.py).
@@ -89,7 +93,7 @@ class TransformerSpec:
     norm: str
     norm_epsilon: float
     position: str
-    mlp: str
+    mlps: tuple[str, ...]
     activation: Callable[[Tensor], Tensor]
     qkv_bias: bool
     output_bias: bool
@@ -102,7 +106,8 @@ class TransformerSpec:
     rotary: Rotary | None = None
     experts: Experts | None = None
     layer: str = "sequential"
-    query_key_norm: bool = False
+    query_key_norm: Literal["none", "heads", "whole"] = "none"
+    clip: float | None = None
     padding_token: int | None = None
     attention: Literal["sdpa", "eager"] = "sdpa"
     causal: bool = True
@@ -113,7 +118,31 @@ class TransformerSpec:
     @property
     def mlp_matrices(self) -> int:
         """Return the number of matrices of one MLP: up and down, and a gate's."""
-        return 3 if self.mlp in ("gated", "experts") else 2
+        return 2 if "mlp" in self.mlps else 3
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers whose MLP is a mixture of experts."""
+        return tuple(number for number, mlp in enumerate(self.mlps) if mlp == "experts")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return tuple(number for number in range(self.layers) if number not in self.expert_layers)
+
+    @property
+    def active_width(self) -> float:
+        """Return the width of all MLPs that compute a token in a layer, a mean over layers."""
+        experts, dense = self.experts, len(self.dense_layers) * self.mlp_size
+        chosen = 0 if experts is None else experts.per_token * experts.size + experts.shared
+        return (dense + len(self.expert_layers) * chosen) / self.layers
+
+    @property
+    def idle_parameters(self) -> int:
+        """Return the parameters of experts that do not compute a given token."""
+        if self.experts is None:
+            return 0
+        idle = (self.experts.count - self.experts.per_token) * self.experts.size
+        return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
 
     def check(self, tensor: int) -> None:
         """Check that TP can split the model. KV heads need not divide: see `models/projection.py`.
@@ -121,7 +150,10 @@ class TransformerSpec:
         Raises:
             ConfigError: a size that TP has to split does not divide.
         """
-        for name, size in (("heads", self.heads), ("MLP width", self.mlp_size)):
+        sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
+        if self.experts is not None:
+            sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
+        for name, size in sizes.items():
             if size % tensor:
                 sums = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
                 raise ConfigError("zero_tp.parallel.tensor", sums, f"use a tensor degree that divides {size}")

@@ -34,6 +34,9 @@ class Weight:
         transposed: Hugging Face stores [in, out] (Conv1D).
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
         rows: (start, stop, total): ours are rows [start, stop) of theirs, which has `total`, of other weights too.
+        experts: ours stacks so many matrices, [experts, out, in]; theirs are one after another, each expert's together.
+        held: the class holds our very parameter by this name, and files have `theirs`.
+        layers: numbers of the layers that have it; None: all.
     """
 
     ours: str
@@ -41,6 +44,9 @@ class Weight:
     transposed: bool = False
     heads: int | None = None
     rows: tuple[int, int, int] | None = None
+    experts: int | None = None
+    held: str | None = None
+    layers: tuple[int, ...] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,7 +54,20 @@ class Weight:
 
     def of_layer(self, number: int) -> Weight:
         theirs = tuple(name.format(layer=number) for name in self.names)
-        return replace(self, ours=self.ours.format(layer=number), theirs=theirs)
+        held = self.held and self.held.format(layer=number)
+        return replace(self, ours=self.ours.format(layer=number), theirs=theirs, held=held)
+
+    def as_rows(self, whole: Tensor) -> Tensor:
+        """Return our parameter as the rows of all its matrices, a view. [E, o, i] → [E·o, i]"""
+        return whole.flatten(0, 1) if self.experts else whole
+
+    def each_matrix(self) -> list[Weight]:
+        """Return a weight for each expert's matrix; without experts, this one."""
+        if not self.experts:
+            return [self]
+        parts = len(self.names) // self.experts
+        starts = range(0, len(self.names), parts)
+        return [replace(self, theirs=self.names[start : start + parts], experts=None) for start in starts]
 
     def runs(self, rows: int) -> Iterator[RowRange]:
         """Yield where the rows of our parameter, `rows` in all, lie in theirs; in our order."""
@@ -67,6 +86,7 @@ class Weight:
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of their tensors, from that of our whole parameter."""
+        whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
         part = (rows, *whole[1:])
         return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
@@ -76,7 +96,8 @@ class Weight:
         theirs = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
         rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in theirs.values())
         parts = [theirs[run.theirs][run.start : run.start + run.length] for run in self.runs(rows)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
 
 
 def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -89,7 +110,7 @@ def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     transposed: dict[str, bool] = {}
     for weight in weights:
-        whole = read(weight.ours)
+        whole = weight.as_rows(read(weight.ours))
         for run in weight.runs(whole.shape[0]):
             pieces.setdefault(run.theirs, []).append((run.start, whole[run.ours : run.ours + run.length]))
             transposed[run.theirs] = weight.transposed
@@ -99,6 +120,16 @@ def to_theirs(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[
         joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
         tensors[name] = joined.t() if transposed[name] else joined
     return tensors
+
+
+def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a class's tensors by the names that files have, views of those that the class holds otherwise."""
+    stored = dict(tensors)
+    for weight in weights:
+        if weight.held in stored:
+            held = stored.pop(weight.held)
+            stored |= to_theirs([weight], {weight.ours: held}.__getitem__)
+    return stored
 
 
 @dataclass(frozen=True)
@@ -155,5 +186,5 @@ class Architecture:
             if "{layer}" not in weight.ours:
                 yield weight
                 continue
-            for layer in range(spec.layers):
+            for layer in range(spec.layers) if weight.layers is None else weight.layers:
                 yield weight.of_layer(layer)

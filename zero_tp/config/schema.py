@@ -215,7 +215,8 @@ BLOCK_OF = {"comet_ml": "comet", "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def _as_arguments(value: Any) -> Any:
-    return {name: {} for name in value} if isinstance(value, list) else value
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return {name: {} for name in value} if is_list else value
 
 
 def _are_trackers(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -232,6 +233,10 @@ Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments),
 
 class Logging(Block):
     interval: Positive = Field(default=1, description="Steps a log line.")
+    experts: bool = Field(
+        default=False,
+        description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
+    )
     trackers: Trackers = Field(
         default_factory=dict,
         description="accelerate's trackers that get what metrics.jsonl gets: "

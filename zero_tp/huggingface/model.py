@@ -35,6 +35,13 @@ class HuggingFaceModel(PretrainedWeights):
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the layers' constructors have filled their parameters, the same for every TP size."""
 
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Accept the config's choice of transformers' code for experts, which computes none here."""
+        if requested_experts is not None:
+            return requested_experts
+        chosen: str = super().get_correct_experts_implementation(requested_experts)
+        return chosen
+
     @property
     def accepts_loss_kwargs(self) -> bool:
         """Tell Trainer whether a step's loss is one sum over `num_items_in_batch`; else it takes means of means."""

@@ -16,9 +16,9 @@ from zero_tp import devices
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models import flash
 from zero_tp.models.context import AttentionMask, ForwardContext, Packed, Pieces
-from zero_tp.models.norm import NORMS
+from zero_tp.models.norm import NORMS, SplitRMSNorm
 from zero_tp.models.position import rotate
-from zero_tp.models.projection import projection
+from zero_tp.models.projection import heads_of_ranks, projection
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
@@ -183,7 +183,7 @@ class Attention(ElementwiseModule):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int):
         super().__init__()
-        self.number, self.window = number, spec.windows[number]
+        self.number, self.window, self.clip = number, spec.windows[number], spec.clip
         self.qkv = projection(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(
@@ -195,7 +195,11 @@ class Attention(ElementwiseModule):
         )
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
-        if spec.query_key_norm:
+        if spec.query_key_norm == "whole":
+            for name, heads in (("query_norm", spec.heads), ("key_norm", spec.kv_heads)):
+                owned = heads_of_ranks(spec.heads, heads, make.topology.tensor)
+                setattr(self, name, SplitRMSNorm(make.child(name), owned, spec.head_size, spec.norm_epsilon))
+        elif spec.query_key_norm == "heads":
             norm, own_heads = NORMS[spec.norm], make.topology.tensor > 1
             self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, part=own_heads)
             self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, part=own_heads)
@@ -203,6 +207,8 @@ class Attention(ElementwiseModule):
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         query, key, value = self.qkv(tensor, sequence=context.sequence)
         query, key = self.query_norm(query), self.key_norm(key)
+        if self.clip is not None:
+            query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
         if context.rotation is not None:
             query, key = (rotate(tensor, context.rotation, self.elementwise) for tensor in (query, key))
         if context.cache is not None:

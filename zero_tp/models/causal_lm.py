@@ -124,7 +124,7 @@ class CausalLM(ParallelModel):
         weight, balance = self._loss_weight, None
         if weight is not None and targets is not None and reduction == "mean":
             assert self.spec.experts is not None
-            balance = RouterBalance(self.spec.experts, attention_mask, self.topology.tensor)
+            balance = RouterBalance(self.spec.experts, attention_mask, self.topology.tensor, input_ids.device)
         hidden, sequence = self.hidden_states(
             input_ids, attention_mask, position_ids, document_ids, past_key_values, balance=balance
         )

@@ -13,17 +13,22 @@ if TYPE_CHECKING:
 
 
 class ForwardFlops(NamedTuple):
-    """A forward has these FLOPs: of one layer's weights, of one layer's attention core, of the head."""
+    """A forward has these FLOPs: of one layer's weights (a mean), of one layer's attention core, of the head."""
 
     layer: float
     core: float
     logits: float
 
 
-def layer_products(spec: TransformerSpec) -> int:
-    """Return the multiply-adds of one layer's weights a token: the elements of its matrices."""
+def layer_products(spec: TransformerSpec) -> float:
+    """Return the multiply-adds of one layer's weights a token: the elements of its matrices, a mean over layers.
+
+    Of experts, those that compute the token, the router and the shared expert's gate.
+    """
     attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
-    return attention + spec.mlp_matrices * spec.hidden * spec.mlp_size
+    choices = 0 if spec.experts is None else spec.experts.count + (spec.experts.shared > 0)
+    routers = spec.hidden * choices * len(spec.expert_layers) / spec.layers
+    return attention + routers + spec.mlp_matrices * spec.hidden * spec.active_width
 
 
 def head_products(spec: TransformerSpec) -> int:

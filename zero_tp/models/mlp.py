@@ -82,14 +82,18 @@ class GatedMLP(nn.Module):
     """(activation(x Wᵍ) · x Wᵘ) Wᵈ, gate and up in one weight (arXiv 2002.05202, equation 6).
 
     [s, b, h] → [s, b, h], sequence shards under SP.
+
+    Args:
+        size: its width; by default `mlp_size`.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int | None = None):
         super().__init__()
-        init, end, parts = Normal(spec.init_std), Normal(spec.residual_std), (spec.mlp_size, spec.mlp_size)
-        self.gate_up = ColumnParallelLinear(make.child("gate_up"), spec.hidden, parts, bias=spec.mlp_bias, init=init)
+        init, end, size = Normal(spec.init_std), Normal(spec.residual_std), size or spec.mlp_size
+        columns = make.child("gate_up")
+        self.gate_up = ColumnParallelLinear(columns, spec.hidden, (size, size), bias=spec.mlp_bias, init=init)
         self.activation = GatedActivation(spec.activation)
-        self.down = RowParallelLinear(make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=end)
+        self.down = RowParallelLinear(make.child("down"), size, spec.hidden, bias=spec.mlp_bias, init=end)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         wide = self.gate_up(tensor, sequence=context.sequence)

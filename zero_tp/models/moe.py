@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.context import ForwardContext
-from zero_tp.models.mlp import GatedActivation
+from zero_tp.models.mlp import GatedActivation, GatedMLP
 from zero_tp.models.router_balance import RouterBalance
 from zero_tp.parallel.collectives import (
     Group,
@@ -62,16 +62,31 @@ class Router(nn.Module):
         return weights, chosen
 
 
-class Experts(nn.Module):
-    """Σ over a token's k experts of weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ. [s, b, h] → [s, b, h], shards under SP.
+class SharedExpert(GatedMLP):
+    """A gated MLP for every token, times σ(x wᵀ). [s, b, h] → [s, b, h], shards under SP.
 
-    No token is dropped, however many choose the same expert.
+    Its communication is that of a dense MLP, besides that of the other experts.
+    """
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int):
+        super().__init__(make, spec, size)
+        layout = Replicated("partial" if make.topology.sequence else "identical")
+        self.gate = make.make("gate", (1, spec.hidden), layout, Normal(spec.init_std))
+
+    def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
+        return F.linear(tensor, self.gate).sigmoid() * super().forward(tensor, context=context)
+
+
+class Experts(nn.Module):
+    """Σ over a token's k experts of weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ, and the shared expert's output.
+
+    [s, b, h] → [s, b, h], shards under SP. No token is dropped, however many choose the same expert.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
         assert spec.experts is not None
-        count, size = spec.experts.count, spec.mlp_size
+        count, size, shared = spec.experts.count, spec.experts.size, spec.experts.shared
         init, end = Normal(spec.init_std), Normal(spec.residual_std)
         self.topology = make.topology
         self.router = Router(make.child("router"), spec)
@@ -79,8 +94,14 @@ class Experts(nn.Module):
         self.gate_up = GroupedColumns(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
         self.activation = GatedActivation(spec.activation)
         self.down = GroupedRows(make.child("down"), count, size, spec.hidden, rows, end)
+        self.shared = SharedExpert(make.child("shared"), spec, shared) if shared else None
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
+        mixed = self._mixed(tensor, context)
+        return mixed if self.shared is None else mixed + self.shared(tensor, context=context)
+
+    def _mixed(self, tensor: Tensor, context: ForwardContext) -> Tensor:
+        """Return the weighted sum of each token's own experts."""
         group, sequence = self.topology.tensor_group, context.sequence
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)

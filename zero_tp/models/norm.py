@@ -6,16 +6,18 @@ too, and backward sums them over TP: one all-reduce for both, while it computes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero_tp.parallel.collectives import Group, all_reduce
 from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.gradients import GradientSum
-from zero_tp.parallel.layout import Replicated
-from zero_tp.parallel.parameter import Constant, ParameterMaker
+from zero_tp.parallel.layout import Replicated, Sharded
+from zero_tp.parallel.parameter import ConstantInit, ParameterMaker
 
 
 class Norm(ElementwiseModule):
@@ -30,7 +32,7 @@ class Norm(ElementwiseModule):
         self.epsilon = epsilon
         self.layout = Replicated("partial" if part else "identical")
         self.gradient_sum = GradientSum(make.topology.tensor_group) if part else None
-        self.weight = make.make("weight", (size,), self.layout, Constant(1.0))
+        self.weight = make.make("weight", (size,), self.layout, ConstantInit(1.0))
 
 
 class _LayerNormOfPart(torch.autograd.Function):
@@ -62,7 +64,7 @@ class LayerNorm(Norm):
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
         super().__init__(make, size, epsilon, part=part)
-        self.bias = make.make("bias", (size,), self.layout, Constant(0.0))
+        self.bias = make.make("bias", (size,), self.layout, ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:
@@ -130,6 +132,98 @@ class RMSNorm(Norm):
     def forward(self, tensor: Tensor) -> Tensor:
         output: Tensor = _RMSNorm.apply(tensor, self.weight, self.epsilon, self.gradient_sum, self.elementwise)
         return output
+
+
+def _squares(rows: Tensor, share: Tensor | None) -> Tensor:
+    """Return each row's sum of squares, fp32 [n, 1]."""
+    squares = rows.float().square()
+    return (squares if share is None else squares * share).sum(-1, keepdim=True)
+
+
+def _scaled(rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    return weight * (rows.float() * scale).to(rows.dtype)
+
+
+def _along(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Return the product of each row's gradient and its normed features, fp32 [n, 1]."""
+    return ((gradient * weight).float() * (rows.float() * scale)).sum(-1, keepdim=True)
+
+
+def _of_split(
+    gradient: Tensor, rows: Tensor, scale: Tensor, along: Tensor, weight: Tensor, share: Tensor | None
+) -> Tensor:
+    """Return the gradient of the rows [n, w]; shared features get their part of what all features share."""
+    normed = rows.float() * scale
+    whole = normed * along if share is None else normed * along * share
+    return (((gradient * weight).float() - whole) * scale).to(rows.dtype)
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    """Compute x / √(Σ x² / N + ε), of N features that are split over TP, times the weight.
+
+    Forward all-reduces each row's sum of squares, backward its product of gradient and normed features: [n, 1] in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        share: Tensor | None,
+        size: int,
+        epsilon: float,
+        group: Group,
+        ops: ElementwiseOps,
+    ) -> Tensor:
+        squares = all_reduce(ops.rows(_squares, (rows,), share), group)
+        scale = torch.rsqrt(squares / size + epsilon)
+        ctx.save_for_backward(rows, weight, scale, share)
+        ctx.size, ctx.group, ctx.ops = size, group, ops
+        normed: Tensor = ops.rows(_scaled, (rows, scale), weight)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, scale, share = ctx.saved_tensors
+        operands = (gradient, rows, scale)
+        along = all_reduce(ctx.ops.rows(_along, operands, weight), ctx.group) / ctx.size
+        of_rows = ctx.ops.rows(_of_split, (*operands, along), weight, share)
+        of_weight = ctx.ops.total(_of_weight, operands).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight, None, None, None, None, None
+
+
+class SplitRMSNorm(ElementwiseModule):
+    """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] → the same.
+
+    Ranks may share heads (see `GroupedProjection`); each then counts as its part of such a head, and the weight's
+    gradient is partial.
+
+    Args:
+        owned: heads of each TP rank.
+        size: features of a head, d.
+    """
+
+    def __init__(self, make: ParameterMaker, owned: Sequence[range], size: int, epsilon: float):
+        super().__init__()
+        own, count = owned[make.topology.tensor_rank], max(heads.stop for heads in owned)
+        holders = [sum(head in heads for heads in owned) for head in range(count)]
+        self.size, self.whole, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
+        shared = max(holders) > 1
+        self.holders = holders[own.start : own.stop] if shared else None
+        self.features = slice(own.start * size, own.stop * size) if shared else slice(None)
+        layout = Replicated("partial") if shared else Sharded(0, (self.whole,))
+        self.weight = make.make("weight", (self.whole,), layout, ConstantInit(1.0))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        share = None
+        if self.holders is not None:  # a tensor from the host would synchronise with the device
+            parts = [self.weight.new_full((self.size,), 1 / each, dtype=torch.float32) for each in self.holders]
+            share = torch.cat(parts)
+        joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
+        normed: Tensor = _SplitRMSNorm.apply(
+            _rows(joined), self.weight[self.features], share, self.whole, self.epsilon, self.group, self.elementwise
+        )
+        return normed.view(*joined.shape[:2], -1, self.size).permute(1, 2, 0, 3)
 
 
 NORMS: dict[str, type[Norm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}

@@ -11,10 +11,16 @@ from torch import Tensor, nn
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.parallel.linear import ColumnParallelLinear, column_parallel_linear
-from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [b, a/t, s, d]; keys and values [b, the KV heads that these need, s, d]."""
+
+
+def heads_of_ranks(heads: int, kv_heads: int, tensor: int) -> list[range]:
+    """Return which of the KV heads each TP rank's queries need; ranks share some if `tensor` does not divide them."""
+    local, group_size = heads // tensor, heads // kv_heads
+    return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
 
 
 class FusedProjection(ColumnParallelLinear):
@@ -54,7 +60,7 @@ class GroupedProjection(nn.Module):
         kv_layout = Sharded(0, (kv_width,)) if split else replicated
 
         def bias(name: str, size: int, layout: Layout) -> nn.Parameter | None:
-            return make.make(name, (size,), layout, Constant(0.0)) if spec.qkv_bias else None
+            return make.make(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
 
         init = Normal(spec.init_std)
         self.query = make.make("query", (width, spec.hidden), Sharded(0, (width,)), init)

@@ -57,19 +57,19 @@ class RouterBalance:
         experts: of the spec.
         mask: [b, s], 1 for a token and 0 for padding, which is not counted; None without padding.
         tensor_size: t; every TP rank has the whole gradient of the loss, and t of them are summed.
+        device: where the routers compute.
 
     Attributes:
         counted: the mask by rows as routers have them, fp32 [s·b, 1].
         gradient: of a counted token's probabilities, fp32 [E]; set by the loss's backward.
     """
 
-    def __init__(self, experts: Experts, mask: Tensor | None, tensor_size: int):
+    def __init__(self, experts: Experts, mask: Tensor | None, tensor_size: int, device: torch.device):
         self.experts, self.tensor_size = experts, tensor_size
         self.counted = None if mask is None else mask.t().float().reshape(-1, 1)
         self.gradient: Tensor | None = None
-        self._choices: list[Tensor] = []
-        self._sums: list[Tensor] = []
-        self._rows: list[Tensor | float] = []
+        self._choices, self._sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
+        self._rows: Tensor | float = 0.0
         self._complete = False
 
     def observe(self, logits: Tensor, probabilities: Tensor) -> Tensor:
@@ -82,10 +82,9 @@ class RouterBalance:
             own = own.float()
             if self.counted is not None:
                 ones, own, rows = ones * self.counted, own * self.counted, self.counted.sum()
-            zeros = torch.zeros(self.experts.count, dtype=torch.float32, device=own.device)
-            self._choices.append(zeros.scatter_add(0, chosen.flatten(), ones.flatten()))
-            self._sums.append(own.sum(0))
-            self._rows.append(rows)
+            self._choices.scatter_add_(0, chosen.flatten(), ones.flatten())
+            self._sums += own.sum(0)
+            self._rows = self._rows + rows
         marked: Tensor = _Probabilities.apply(probabilities, self)
         return marked
 
@@ -97,14 +96,9 @@ class RouterBalance:
 
     def value(self) -> Tensor:
         """Return the loss."""
-        rows = sum(self._rows)
-        return self.experts.count * (self._total(self._choices) / rows * (self._total(self._sums) / rows)).sum()
+        return self.experts.count * (self._choices / self._rows * (self._sums / self._rows)).sum()
 
     def backward(self, of_loss: Tensor) -> None:
         """Set the gradient from that of the loss."""
-        rows = sum(self._rows)
-        self.gradient = of_loss * self.experts.count * (self._total(self._choices) / rows / rows) / self.tensor_size
-
-    @staticmethod
-    def _total(layers: list[Tensor]) -> Tensor:
-        return torch.stack(layers).sum(0)
+        share = self._choices / self._rows / self._rows
+        self.gradient = of_loss * self.experts.count * share / self.tensor_size

@@ -83,7 +83,7 @@ class TransformerLayer(nn.Module):
         self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon, part=part)
         self.attention = Attention(make.child("attention"), spec, streams, number)
         self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, part=part)
-        self.mlp = MLPS[spec.mlp](make.child("mlp"), spec)
+        self.mlp = MLPS[spec.mlps[number]](make.child("mlp"), spec)
         self.dropout = dropout
 
 

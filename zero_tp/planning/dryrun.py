@@ -4,8 +4,8 @@ Fake tensors have shapes but no memory, and collectives of the fake groups retur
 from its allocation to its end, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
 planning/zero.py, because DeepSpeed's engine does not run on fake tensors.
 
-Layers with the same window and recomputation, between neighbours that have the same, take the same bytes. So a model of
-few layers runs, and all L layers are their sum.
+Layers with the same window, MLP and recomputation, between neighbours that have the same, take the same bytes. So a
+model of few layers runs, and all L layers are their sum.
 
 What is planned for a CPU runs on fake "cpu" tensors, not on the meta device, which decomposes attention and counts its
 scores. What is planned for an accelerator runs on tensors of a simulated one (planning/accelerator.py).
@@ -79,7 +79,8 @@ def without_numbers(
         recomputed = workload.policy.recomputed_layers(spec.layers)
         if workload.policy.keep_micro_batches:  # a micro-batch that keeps all its activations has the peak
             recomputed = range(0)
-        every = [Kind(window, number in recomputed) for number, window in enumerate(spec.windows)]
+        kinds = enumerate(zip(spec.windows, spec.mlps, strict=True))
+        every = [Kind(window, mlp, number in recomputed) for number, (window, mlp) in kinds]
         reach = LEAVING if workload.to_host else 1
         measured = every if whole else shortened(every, reach)
         numbers = {context: number for number, context in enumerate(contexts(measured, reach))}
@@ -87,7 +88,7 @@ def without_numbers(
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # fake position numbers have no maximum
             rotary = replace(rotary, by_length=False)
-        windows = tuple(kind.window for kind in measured)
+        windows, mlps = tuple(kind.window for kind in measured), tuple(kind.mlp for kind in measured)
         model_class: type[ParallelModel] = PlannedCausalLM if spec.causal else MaskedLM
         model = model_class(
             config,
@@ -95,7 +96,7 @@ def without_numbers(
             source=Unfilled(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
-            spec=replace(spec, layers=len(measured), windows=windows, rotary=rotary),
+            spec=replace(spec, layers=len(measured), windows=windows, mlps=mlps, rotary=rotary),
         )
         model.train()
         set_training_elementwise(model, DifferingPieces())
@@ -175,18 +176,20 @@ def topology_of(tensor: int, sequence: bool) -> Topology:
 
 
 class Kind(NamedTuple):
-    """A kind tells the layers of a model apart: by the window of their attention, and whether they recompute."""
+    """A kind tells the layers of a model apart: by the window of their attention, their MLP, and whether they
+    recompute."""
 
     window: int | None
+    mlp: str
     recomputes: bool
 
 
 def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
-    """Return what the bytes of each layer depend on.
+    """Return the facts on which the bytes of each layer depend.
 
-    That is its kind, between those of its neighbours; whether it is the first with its window, in backward the last to
-    let go of that window's mask; and, if it recomputes, how many other layers do before and after it, up to `reach`:
-    checkpoints that go to host memory are gone that many layers later, and come back one ahead.
+    They are its kind, between those of its neighbours, and whether it is the first layer with its window: in backward
+    that layer is the last to free the window's mask. If it recomputes, the number of layers before and after it that
+    recompute counts too, up to `reach`: checkpoints in host memory leave that many layers later, and return one ahead.
     """
     neighbours: list[Kind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]

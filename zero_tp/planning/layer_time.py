@@ -84,8 +84,8 @@ class Rates:
     def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.
 
-        A ring over nodes enters and leaves each of them once, however many of its ranks are there, and has as many of
-        the node's links as fall to one ring: neighbours at a stride are as many rings side by side.
+        A ring over nodes enters and leaves each of them once, however many of its ranks are there. Neighbours at a
+        stride form that many rings side by side, which share the node's links.
 
         Args:
             size: bytes of the whole tensor.
@@ -144,7 +144,10 @@ Bytes = tuple[float, float]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One layer of one micro-batch on one rank."""
+    """One layer of one micro-batch on one rank, a mean over layers.
+
+    Experts are estimated as one MLP as wide as those that compute a token, and the copies of tokens sorted for them.
+    """
 
     spec: TransformerSpec
     workload: Workload
@@ -186,12 +189,12 @@ class LayerWork:
         """Return (inputs, outputs) of the column-parallel products."""
         spec, t = self.spec, self.workload.tensor
         pairs = max(1.0, spec.kv_heads / t)
-        mlp = (spec.mlp_matrices - 1) * spec.mlp_size / t
+        mlp = (spec.mlp_matrices - 1) * spec.active_width / t
         return [(spec.hidden, (spec.heads / t + 2 * pairs) * spec.head_size), (spec.hidden, mlp)]
 
     def _rows(self) -> list[tuple[float, float]]:
         spec, t = self.spec, self.workload.tensor
-        return [(spec.heads * spec.head_size / t, spec.hidden), (spec.mlp_size / t, spec.hidden)]
+        return [(spec.heads * spec.head_size / t, spec.hidden), (spec.active_width / t, spec.hidden)]
 
     @property
     def _tokens(self) -> int:
@@ -241,6 +244,9 @@ class LayerWork:
         moved = heads + (heads + 2 * pairs if eager else 0.0)
         # Forward copies the mask into the product's result and reads it there, besides softmax and dropout.
         scores = layer.scores if eager else 0.0
+        sorted_copies = 0.0  # of tokens on their way to experts, and of what comes back
+        if spec.experts is not None:
+            sorted_copies = self._tokens * spec.hidden * spec.experts.per_token * len(spec.expert_layers) / spec.layers
         mask = 2 * e + 1 if spec.dropouts.attention else 0
         return {
             "norms": (4 * e * stream, 10 * e * stream),
@@ -250,6 +256,7 @@ class LayerWork:
             "column biases": (0.0, e * biased_columns),  # the product adds them
             "activation": (e * layer.wide * spec.mlp_matrices, e * layer.wide * (2 * spec.mlp_matrices - 1)),
             "heads": (moved + turned, moved + turned),
+            "experts": (4 * e * sorted_copies, 4 * e * sorted_copies),
             "core": (scores * (4 * e + mask), scores * (3 * e + mask)),
         }
 

@@ -33,8 +33,12 @@ def heading(plan: Plan) -> list[str]:
     model, parameters = config.hf_config(), plan.model.whole
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
     sequence = ", SP" if block.parallel.sequence else ""
+    active, experts = "", plan.model.spec.experts
+    if experts is not None:
+        active = f" ({plan.model.active:,} active: {experts.per_token} of {experts.count} experts)"
     return [
-        f"{model.model_type}, {parameters:,} parameters, {plan.model.parameters.total:,} a TP rank",
+        f"{model.model_type}, {parameters:,} parameters{active}, {plan.model.parameters.total:,} a TP rank",
+        *(["assumed: every expert of a layer gets as many tokens as any other"] if experts is not None else []),
         f"{plan.ranks} × {plan.device.name} = {sizes}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
         f"recompute {block.recompute_policy.mode}, {block.attention}",
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro {config.micro_batch} × "

@@ -5,9 +5,16 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from zero_tp.errors import UserError
-from zero_tp.process.watch import Watch
+from zero_tp.models.moe import Router
+from zero_tp.parallel.collectives import all_reduce
+from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.checkpointing import CheckpointCallback
 from zero_tp.training.guards import check_replicas
@@ -22,8 +29,9 @@ SKIPS_IN_A_ROW = 10
 
 def run_callbacks(state: TrainState, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
-    watchdog = [] if state.watch is None else [Watchdog(state.watch)]
+    watchdog = [] if state.watch is None else [WatchdogCallback(state.watch)]
     log = [StepLogger(), MetricsFile(), Validation()]
+    log += [ExpertShares()] if state.config.zero_tp.logging.experts else []
     return [*watchdog, *log, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
 
 
@@ -46,10 +54,50 @@ class Validation(Callback):
         state.log({"step": state.step, **{f"validation_{name}": value for name, value in values.items()}})
 
 
-class Watchdog(Callback):
-    """Enter each phase in the rank's `Watch`, which ends the rank when a phase hangs."""
+class ExpertShares(Callback):
+    """Log the share of tokens that chose each expert, of every layer in each logged step.
 
-    def __init__(self, watch: Watch) -> None:
+    It counts in forwards of DeepSpeed's engine, and not what backward runs again. One all-reduce over DP of the counts.
+    """
+
+    def on_start(self, state: TrainState) -> None:
+        model, engine = state.engine.model, state.engine.engine
+        experts = model.spec.experts
+        assert experts is not None
+        self._layers, self._counting, self._tokens = model.spec.expert_layers, False, 0
+        shape = (len(self._layers), experts.count)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=state.engine.device)
+        self._logs = False
+        engine.register_forward_pre_hook(lambda *_: setattr(self, "_counting", self._logs))
+        engine.register_forward_hook(lambda *_: setattr(self, "_counting", False))
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        for row, router in enumerate(routers):
+            router.register_forward_hook(partial(self._count, row))
+
+    def on_step_begin(self, state: TrainState) -> None:
+        self._logs = state.is_due(state.config.zero_tp.logging.interval) or state.is_last_step
+
+    def on_step_end(self, state: TrainState) -> None:
+        if not self._logs:
+            return
+        shares = all_reduce(self._counts, state.topology.data_group) / (self._tokens * state.topology.data)
+        rows = zip(self._layers, shares.tolist(), strict=True)
+        figures = {f"experts/layer_{n}/{e}": share for n, row in rows for e, share in enumerate(row)}
+        state.log({"step": state.step, **figures})
+        self._counts.zero_()
+        self._logs, self._tokens = False, 0
+
+    def _count(self, row: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
+        if self._counting:
+            chosen = output[1].flatten()
+            self._counts[row].scatter_add_(0, chosen, torch.ones_like(chosen))
+            self._tokens += len(output[1]) * (row == 0)
+
+
+class WatchdogCallback(Callback):
+    """Enter each phase in the rank's `Watchdog`, which ends the rank when a phase hangs."""
+
+    def __init__(self, watch: Watchdog) -> None:
         self.watch = watch
 
     def on_start(self, state: TrainState) -> None:

@@ -40,7 +40,7 @@ from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
 from zero_tp.tensors.files import Entry, write_tensors
 from zero_tp.topology import Topology
 from zero_tp.weights.files import INDEX, TOKENIZER_FILES, is_regular
-from zero_tp.weights.load import native_model
+from zero_tp.weights.load import native_model, stored_shapes
 
 MAX_SHARD_SIZE = "5GB"
 CARD = "README.md"
@@ -197,7 +197,7 @@ def write_native(
 def _check_entries(entries: Iterable[Entry], native: nn.Module, config: PretrainedConfig) -> None:
     """Check that these are the tensors of the native class."""
     aliases = aliases_of(config)
-    expected = {name: tuple(like.shape) for name, like in native.state_dict().items() if name not in aliases}
+    expected = {name: shape for name, shape in stored_shapes(native, config).items() if name not in aliases}
     shapes = {entry.name: tuple(entry.shape) for entry in entries}
     for name in expected.keys() | shapes.keys():
         if shapes.get(name) != expected.get(name):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.architectures import aliases_of, weights_of
+from zero_tp.architectures import aliases_of, as_stored, weights_of
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology
@@ -23,8 +23,9 @@ class LiveSource:
     """
 
     def __init__(self, model: Any):
-        self.tensors = {name: gathered(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         self.weights = {weight.ours: weight for weight in weights_of(model.config)}
+        parameters = model.named_parameters(remove_duplicate=False)
+        self.tensors = as_stored(self.weights.values(), {name: gathered(parameter) for name, parameter in parameters})
         self.generation = getattr(model, "generation_config", None)
 
     def fill(
@@ -58,10 +59,11 @@ def load_native(
         (missing, unexpected): names of the model's that are not there, and of those that it has not.
     """
     names, missing = set(aliases_of(config)), list[str]()
+    tensors = as_stored(weights_of(config), tensors)
     for weight in weights_of(config):
         names |= set(weight.names)
         missing += [name for name in weight.names if name not in tensors and name not in missing]
-        parameter = parameters[weight.ours]
+        parameter = weight.as_rows(parameters[weight.ours])
         for run in weight.runs(parameter.shape[0]):
             if run.theirs in tensors:
                 theirs = tensors[run.theirs].t() if weight.transposed else tensors[run.theirs]

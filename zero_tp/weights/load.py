@@ -23,6 +23,7 @@ from zero_tp.architectures import (
     Weight,
     aliases_of,
     architecture_of,
+    as_stored,
     native_class_of,
     weights_of,
 )
@@ -52,6 +53,11 @@ def native_model(config: PretrainedConfig) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
+def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a native model's tensors, by the names that files of its weights have."""
+    return {name: tuple(like.shape) for name, like in as_stored(weights_of(config), native.state_dict()).items()}
+
+
 class PretrainedSource:
     """A `WeightSource` that reads this rank's slices of a Hugging Face directory as parameters are made.
 
@@ -75,7 +81,7 @@ class PretrainedSource:
         _check_layers(directory, config, self.tensors)
         self.weights = {weight.ours: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
-        expected = {name: tuple(tensor.shape) for name, tensor in native_model(config).state_dict().items()}
+        expected = stored_shapes(native_model(config), config)
         self.stored = _names(self.tensors, expected.keys(), architecture_of(config), directory)
         aliases = aliases_of(config)
         # Old files hold an alias beside its source.
@@ -100,9 +106,12 @@ class PretrainedSource:
         if weight.names[0] not in self.stored:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
+        dim = layout.dim - 1 if weight.experts else layout.dim  # of one expert's matrix
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
             if start < stop:  # equal on a rank with nothing but padding
-                rows.copy_(self._read(weight, layout.dim, start, stop, whole[0]))
+                matrices = rows if weight.experts else [rows]
+                for matrix, own in zip(weight.each_matrix(), matrices, strict=True):
+                    own.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
                 if not is_finite(rows):
                     raise not_finite(self.directory, ", ".join(weight.names), rows)
 

@@ -6,10 +6,13 @@ from tests.tools.mutants.mutant import Mutant
 
 TRANSFORMER = "zero_tp/models/transformer.py::"
 PROJECTION = "zero_tp/models/projection.py::"
+MOE = "zero_tp/models/moe.py::"
 
 GRADIENTS = "tests/distributed/test_model.py::test_loss_logits_and_every_gradient"
 MASKS = "tests/distributed/test_random.py::test_masks_over_a_grid"
 FEWER_HEADS = "tests/distributed/test_decoders.py::test_each_family[fewer KV heads than TP-sdpa-4]"
+
+EXPERTS = "tests/distributed/test_experts.py::test_both_losses_and_every_gradient[{}-random]"
 
 MUTANTS: dict[str, Mutant] = {
     "norm-gradients-not-summed": Mutant(
@@ -60,6 +63,55 @@ MUTANTS: dict[str, Mutant] = {
         'Replicated("partial")',
         'Replicated("identical")',
         (FEWER_HEADS,),
+    ),
+    "keys-normed-by-own-heads": Mutant(
+        "The norm of all heads takes the mean over the rank's own.",
+        "zero_tp/models/norm.py::_SplitRMSNorm.forward",
+        "all_reduce(ops.rows(_squares, (rows,), share), group)",
+        "ops.rows(_squares, (rows,), share)",
+        (EXPERTS.format("olmoe-2-False"),),
+    ),
+    "shared-heads-counted-twice": Mutant(
+        "The norm of all heads counts a KV head once for each rank that has it.",
+        "zero_tp/models/norm.py::SplitRMSNorm.forward",
+        "1 / each",
+        "1.0",
+        (EXPERTS.format("olmoe-4-False"),),
+    ),
+    "router-gradients-not-summed": Mutant(
+        "A router keeps the gradient of the rank's columns of the experts.",
+        MOE + "Router.__init__",
+        '"partial" if make.topology.tensor > 1 else "identical"',
+        '"identical"',
+        (EXPERTS.format("mixtral-2-False"),),
+    ),
+    "shared-gates-not-summed": Mutant(
+        "Under SP the gate of a shared expert keeps the gradient of the rank's own tokens.",
+        MOE + "SharedExpert.__init__",
+        '"partial" if make.topology.sequence else "identical"',
+        '"identical"',
+        (EXPERTS.format("qwen2_moe-2-True"),),
+    ),
+    "balance-counted-on-every-rank": Mutant(
+        "The load-balancing loss counts once for each TP rank in the router's gradient.",
+        "zero_tp/models/router_balance.py::RouterBalance.backward",
+        "share / self.tensor_size",
+        "share",
+        (EXPERTS.format("mixtral-2-False"),),
+    ),
+    "choices-not-normalised": Mutant(
+        "The weights of a token's experts do not add up to 1.",
+        MOE + "Router.forward",
+        "weights / weights.sum(-1, keepdim=True)",
+        "weights",
+        (EXPERTS.format("mixtral-2-False"),),
+    ),
+    "groups-end-one-early": Mutant(
+        "The last row of each expert is computed by the next one.",
+        "zero_tp/parallel/grouped.py::Routing.of",
+        "sizes.cumsum(0, dtype=torch.int32)",
+        "(sizes.cumsum(0, dtype=torch.int32) - (torch.arange(count) < count - 1).int()).clamp(min=0)",
+        (EXPERTS.format("mixtral-2-False"),),
     ),
     "kv-heads-of-other-queries": Mutant(
         "With fewer KV heads than TP every rank uses the first ones.",

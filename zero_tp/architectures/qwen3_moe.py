@@ -1,0 +1,36 @@
+"""qwen3_moe is Hugging Face's Qwen3MoeForCausalLM: Qwen3's attention, and experts."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from zero_tp.architectures import common, qwen2_moe
+from zero_tp.architectures.spec import TransformerSpec
+from zero_tp.architectures.table import Weight
+
+FIELDS = common.fields(
+    sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_local_experts", *qwen2_moe.SIZES),
+    read=(*qwen2_moe.READ, "attention_bias", "use_sliding_window"),
+    undeclared={"head_dim": int, "num_local_experts": int},  # the latter is what the class calls num_experts inside
+)
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return the spec, with each layer's MLP, one window for all, and the norms of Q and K."""
+    bias, count, size = config.attention_bias, config.num_experts, config.moe_intermediate_size
+    return common.spec(
+        config,
+        mlp=common.sparse_mlps(config),
+        experts=common.experts(config, count, size, normalised=config.norm_topk_prob),
+        qkv_bias=bias,
+        output_bias=bias,
+        query_key_norm="heads",
+        windows=(config.sliding_window,) * config.num_hidden_layers,
+    )
+
+
+def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
+    return (*common.weights(spec), *common.expert_weights(spec))
+
+
+ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3MoeForCausalLM", weights)
