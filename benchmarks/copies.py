@@ -1,12 +1,18 @@
-"""What finds planted near-copies, beside brute-force Jaccard: rensa, which preparing uses, and datasketch."""
+"""How well planted near-copies are found, against brute-force Jaccard similarities.
+
+rensa is the library of `zero-tp prepare`, datatrove that of launch/prepare_cluster.py, datasketch another one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import random
+import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dated import ROOT  # type: ignore[import-not-found]  # beside this script
@@ -70,6 +76,33 @@ def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[i
     return removed, {"sketch": sketched - begun, "index": time.process_time() - sketched}
 
 
+def by_datatrove(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
+    """Run the MinHash stages of launch/prepare_cluster.py; all documents of a cluster but the earliest are duplicates.
+
+    datatrove itself keeps another document of the cluster, as many as here.
+    """
+    sys.path.insert(0, str(ROOT / "launch"))
+    import numpy as np
+    from datatrove.data import Document
+    from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupSignature
+    from prepare_cluster import BUCKETS, Words, minhash_config  # type: ignore[import-not-found]
+
+    config, documents = minhash_config(), (Document(text, str(number)) for number, text in enumerate(texts))
+    with tempfile.TemporaryDirectory() as name:
+        signatures, buckets, removed = (f"{name}/{stage}" for stage in ("signatures", "buckets", "removed"))
+        start = time.process_time()
+        MinhashDedupSignature(signatures, config, Words()).run(documents, 0, 1)
+        sketched = time.process_time()
+        for rank in range(BUCKETS):
+            MinhashDedupBuckets(signatures, buckets, config=config).run(None, rank, BUCKETS)
+        MinhashDedupCluster(buckets, removed, config=config, save_cluster_id=True).run(None, 0, 1)
+        indexed = time.process_time()
+        numbers, clusters = np.fromfile(Path(removed) / "000000.clusters", "<u4").reshape(-1, 2).T
+    _, earliest = np.unique(clusters, return_index=True)  # numbers are sorted
+    duplicates = set(numbers.tolist()) - set(numbers[earliest].tolist())
+    return duplicates, {"sketch": sketched - start, "index": indexed - sketched}
+
+
 def duplicates(options: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
@@ -81,6 +114,7 @@ def duplicates(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"documents": len(texts), "true duplicates at 0.7": len(wanted)}
     libraries: dict[str, Callable[..., tuple[set[int], dict[str, float]]]] = {
         "rensa": by_rensa,
+        "datatrove": by_datatrove,
         "datasketch": by_datasketch,
     }
     for name, find in libraries.items():

@@ -7,6 +7,8 @@
 Copy it to add other steps of datatrove, in `stages`. Tasks split the inputs by file. A repeated start skips completed
 tasks: their folder, OUTPUT.work/DIGEST, is named by all that decides what they do. docs/data.md says how the
 deduplication differs from that of `zero-tp prepare`.
+
+Slurm's jobs load pickled steps and do not run this file: its functions import the names that they use themselves.
 """
 
 from __future__ import annotations
@@ -21,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp import cli
-from zero_tp.data.corpus import merge
 from zero_tp.data.documents import HUB
 from zero_tp.data.settings import check_validation
-from zero_tp.data.similarity import SHINGLE, words
+from zero_tp.data.similarity import SHINGLE
 from zero_tp.data.work import DocumentEncoder
 from zero_tp.errors import UserError
 
@@ -83,6 +84,8 @@ class Words(WordTokenizer):
     """
 
     def word_tokenize(self, text: str) -> list[str]:
+        from zero_tp.data.similarity import words
+
         return words(text)
 
     def sent_tokenize(self, text: str) -> list[str]:
@@ -146,8 +149,10 @@ def executor(
 
 def merge_parts(parts: Path, output: Path, validation: float, *_: Any) -> None:
     """Write the output. datatrove adds (data, rank, number of tasks) to the arguments."""
-    made = merge(parts, output, validation, overwrite=True)
-    print(f"{'up to date:' if made.reused else 'wrote'} {output}: {made.report['documents']['kept']:,} documents")
+    from zero_tp.data.corpus import merge
+
+    merged = merge(parts, output, validation, overwrite=True)
+    print(f"{'up to date:' if merged.reused else 'wrote'} {output}: {merged.report['documents']['kept']:,} documents")
 
 
 def digest(value: Any) -> str:

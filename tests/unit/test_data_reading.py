@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.tiers import THOROUGH
 from zero_tp.data import indexed
-from zero_tp.data.indexed import DTYPES, IndexedCorpus, IndexedWriter
+from zero_tp.data.index_format import DTYPES, pack_header
+from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.permutation import Permutation
 from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import PackedSamples
@@ -81,7 +82,7 @@ def test_reading_ahead_gives_what_reading_gives() -> None:
 def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sparse file of 2·10¹² bytes: opening it looks at 64 blocks of the index; the first and the last window."""
     sequences, size = 1_000_000, 1_000_000
-    header = indexed._HEADER.pack(indexed.MAGIC, 1, 8, sequences, sequences + 1)
+    header = pack_header(DTYPES[8], sequences, sequences + 1)
     with open(tmp_path / "c.idx", "wb") as file:
         file.write(header)
         file.write(np.full(sequences, size, "<i4").tobytes())

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.data.content import REPORT
-from zero_tp.data.indexed import IndexedWriter, token_dtype
+from zero_tp.data.index_format import token_dtype
+from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.records import where
 from zero_tp.data.settings import describe_files, library_versions
 from zero_tp.data.show import SPLITS

@@ -1,7 +1,7 @@
 """Readers of records, one for each kind of input: JSON lines, JSON, text, CSV, Parquet, Arrow, data sets of the hub.
 
-`FORMATS` names them by the ending of a file. A reader takes a source and its decompressed bytes, and yields `Record`s.
-Readers of tables set `Source.key` before their first record; `choose_json_key` sets it from the first block of JSON
+`FORMATS` names them by the ending of a file. A reader takes an input and its decompressed bytes, and yields `Record`s.
+Readers of tables set `Input.key` before their first record; `choose_json_key` sets it from the first block of JSON
 objects.
 """
 
@@ -14,22 +14,20 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from zero_tp.data.records import (
     EVERY_STRING,
     MOST_LINE,
     TEXT_KEYS,
     TITLE,
+    Input,
     Problem,
     Record,
     choose_key,
     object_of,
 )
 from zero_tp.errors import UserError, first_line, json_kind, one_line
-
-if TYPE_CHECKING:
-    from zero_tp.data.sources import Source
 
 _ROWS = 256  # of a table that are in memory
 
@@ -68,12 +66,12 @@ def _is_blank(record: Record) -> bool:
     return isinstance(record.content, bytes) and not record.content.strip()
 
 
-def _json_lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
+def _json_lines(source: Input, file: IO[bytes]) -> Iterator[Record]:
     """Yield the lines that are not blank."""
     return (record for record in _lines(file) if not _is_blank(record))
 
 
-def choose_json_key(source: Source, records: Sequence[Record]) -> None:
+def choose_json_key(source: Input, records: Sequence[Record]) -> None:
     """Choose the field of the text from the objects of the first block.
 
     Raises:
@@ -90,7 +88,7 @@ def choose_json_key(source: Source, records: Sequence[Record]) -> None:
     source.key = usual if is_known else choose_key(fields, source.text_key, source.name)
 
 
-def _json(source: Source, file: IO[bytes]) -> Iterator[Record]:
+def _json(source: Input, file: IO[bytes]) -> Iterator[Record]:
     """Yield the records of a .json file: an array of objects, JSON lines, or one object, which is a document."""
     stream = io.BufferedReader(file, 2**17)  # type: ignore[type-var]
     head = stream.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -109,7 +107,7 @@ def _json(source: Source, file: IO[bytes]) -> Iterator[Record]:
         yield Record(place + 1, content)
 
 
-def _json_array(source: Source, stream: io.BufferedReader[Any]) -> Iterator[Record]:
+def _json_array(source: Input, stream: io.BufferedReader[Any]) -> Iterator[Record]:
     ijson = needed("ijson", f"{source.name}: an array of JSON")
     if stream.peek(3).startswith(codecs.BOM_UTF8):
         stream.read(3)
@@ -122,7 +120,7 @@ def _json_array(source: Source, stream: io.BufferedReader[Any]) -> Iterator[Reco
         yield Record(number + 1, Problem("unreadable", f"not valid JSON ({first_line(error)}): the rest of it is lost"))
 
 
-def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
+def _text(source: Input, file: IO[bytes]) -> Iterator[Record]:
     """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank lines."""
     if source.documents == "file":
         text = file.read(MOST_LINE + 1)
@@ -160,7 +158,7 @@ def _paragraphs(file: IO[bytes]) -> Iterator[Record]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _choose_columns(source: Source, fields: Mapping[str, bool]) -> list[str]:
+def _choose_columns(source: Input, fields: Mapping[str, bool]) -> list[str]:
     """Choose the field of the text of a table, and return the columns to read."""
     source.key = choose_key(fields, source.text_key, source.name)
     if source.key == EVERY_STRING:
@@ -168,7 +166,7 @@ def _choose_columns(source: Source, fields: Mapping[str, bool]) -> list[str]:
     return [source.key, *([TITLE] if fields.get(TITLE) and source.key != TITLE else [])]
 
 
-def _csv(source: Source, file: IO[bytes]) -> Iterator[Record]:
+def _csv(source: Input, file: IO[bytes]) -> Iterator[Record]:
     """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside quotes."""
     too_long: list[Record] = []
 
@@ -211,7 +209,7 @@ def _csv(source: Source, file: IO[bytes]) -> Iterator[Record]:
             yield Record(place, {name: row[column] for name, column in columns.items()})
 
 
-def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
+def _arrow(source: Input, file: IO[bytes]) -> Iterator[Record]:
     """Yield the rows of a Parquet file, or of one in Arrow's stream or file format, in batches of rows."""
     pyarrow = needed("pyarrow", f"{source.name}: a .{source.kind} file")
     row = 0
@@ -237,13 +235,13 @@ def _is_text(kind: Any, types: ModuleType) -> bool:
     return bool(plain or (types.is_dictionary(kind) and types.is_string(kind.value_type)))
 
 
-def _parquet_batches(source: Source, file: IO[bytes]) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+def _parquet_batches(source: Input, file: IO[bytes]) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
     """Return the schema, and a function of column names that yields batches of rows."""
     table = needed("pyarrow.parquet", source.name).ParquetFile(file)
     return table.schema_arrow, lambda fields: table.iter_batches(batch_size=_ROWS, columns=fields)
 
 
-def _ipc_batches(source: Source, file: IO[bytes]) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+def _ipc_batches(source: Input, file: IO[bytes]) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
     ipc = needed("pyarrow", source.name).ipc
     is_file = file.read(6) == b"ARROW1"
     file.seek(0)
@@ -268,7 +266,7 @@ def _column_bytes(column: Any, pyarrow: ModuleType) -> list[bytes | None]:
     return texts
 
 
-def read_hub(source: Source) -> Iterator[Record]:
+def read_hub(source: Input) -> Iterator[Record]:
     """Yield the rows of a data set of the Hugging Face hub, streamed.
 
     Raises:
@@ -309,7 +307,7 @@ class Format(NamedTuple):
         is_columnar: it is compressed inside, and read at random.
     """
 
-    read: Callable[[Source, IO[bytes]], Iterable[Record]]
+    read: Callable[[Input, IO[bytes]], Iterable[Record]]
     is_columnar: bool = False
 
 

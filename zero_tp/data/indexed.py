@@ -1,24 +1,9 @@
-"""Read and write corpora in the `.bin`/`.idx` format of Megatron-LM and Megatron-DeepSpeed (`MMIDIDX`, version 1).
-
-`PREFIX.bin` holds nothing but token ids, document after document. `PREFIX.idx`, all little-endian:
-
-    9 bytes   b"MMIDIDX\\0\\0"
-    uint64    1, the version
-    uint8     code of the token type (`DTYPES`)
-    uint64    S, the number of sequences
-    uint64    D + 1, the number of document boundaries
-    int32[S]      tokens in each sequence
-    int64[S]      byte at which each sequence starts in PREFIX.bin
-    int64[D+1]    sequence at which each document starts; the last entry is S
-
-A document is one sequence unless a preprocessor split it into sentences.
-"""
+"""Read and write corpora: PREFIX.bin holds token ids, document by document. PREFIX.idx is in index_format.py."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -39,30 +24,13 @@ from zero_tp.data.content import (
     remember,
     stamp_after_tick,
 )
+from zero_tp.data.index_format import HEADER, idx_path, pack_header, read_header, token_dtype
 from zero_tp.errors import UserError
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-# Megatron's codes 6 and 7 are floating-point types and never token ids.
-DTYPES: dict[int, np.dtype] = {
-    code: np.dtype(name).newbyteorder("<")
-    for code, name in {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}.items()
-}
 _HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
 _PART = 2**24  # bytes that are hashed while the ids in them are compared
 _INDEX_BLOCK = 2**18  # entries
 _SPREAD = 64  # blocks of an index that are checked when it is opened; all are before a run trains on it
-_UINT16_VOCABULARY = 65_500  # Megatron's own threshold
-
-
-def token_dtype(vocabulary_size: int) -> np.dtype:
-    """Return the stored type: uint16 below a vocabulary of 65,500 tokens, else int32, as Megatron chooses."""
-    return DTYPES[8] if vocabulary_size < _UINT16_VOCABULARY else DTYPES[4]
-
-
-def idx_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.idx")
 
 
 class IndexedCorpus:
@@ -88,11 +56,11 @@ class IndexedCorpus:
             raise UserError(f"{error.filename or index}: can't be read ({error.strerror or error})") from error
 
     def _open(self, index: Path, data: Path) -> None:
-        self.dtype, sequences, boundaries = _read_header(index)
-        expected, size = _HEADER.size + 12 * sequences + 8 * boundaries, index.stat().st_size
+        self.dtype, sequences, boundaries = read_header(index)
+        expected, size = HEADER.size + 12 * sequences + 8 * boundaries, index.stat().st_size
         if size not in (expected, expected + sequences):  # Megatron may append one byte a sequence (its modes)
             raise UserError(f"{index}: {expected:,} bytes expected for {sequences:,} sequences, found {size:,}")
-        entries = np.memmap(index, mode="r", dtype=np.uint8)[_HEADER.size :]
+        entries = np.memmap(index, mode="r", dtype=np.uint8)[HEADER.size :]
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
@@ -281,22 +249,6 @@ def _blocks(count: int, most: int | None = None) -> Iterator[slice]:
         yield slice(block * _INDEX_BLOCK, min((block + 1) * _INDEX_BLOCK, count))
 
 
-def _read_header(index: Path) -> tuple[np.dtype, int, int]:
-    with open(index, "rb") as file:
-        header = file.read(_HEADER.size)
-    if not header.startswith(MAGIC):
-        raise UserError(f"{index}: not a Megatron index: it begins with {header[:9]!r}, not {MAGIC!r}")
-    if len(header) < _HEADER.size:
-        raise UserError(f"{index}: {_HEADER.size} bytes of header expected, found {len(header)}")
-    _, version, code, sequences, boundaries = _HEADER.unpack(header)
-    if version != VERSION:
-        raise UserError(f"{index}: format version {version}, only version {VERSION} is known")
-    if code not in DTYPES:
-        known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
-        raise UserError(f"{index}: token type {code} is not an integer type; known: {known}")
-    return DTYPES[code], sequences, boundaries
-
-
 class IndexedWriter:
     """Writes a corpus, document by document: `.bin` as it goes, `.idx` at the end.
 
@@ -357,8 +309,7 @@ class IndexedWriter:
         starts = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1], out=starts[1:])
         with open(idx_path(self.prefix), "wb") as file:
-            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-            file.write(_HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents)))
+            file.write(pack_header(self.dtype, len(sizes), len(self._documents)))
             file.write(sizes.tobytes())
             file.write((starts * self.dtype.itemsize).tobytes())
             file.write(np.array(self._documents, dtype="<i8").tobytes())

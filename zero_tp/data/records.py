@@ -24,6 +24,27 @@ MOST_PROBLEMS = 10
 Content = bytes | dict[str, Any]
 
 
+@dataclass
+class Input:
+    """An input as its reader sees it.
+
+    Attributes:
+        name: as messages name it.
+        kind: of `formats.FORMATS`, or "hub".
+        text_key: field of the text; None: it is found.
+        documents: what a document of plain text is: the whole "file", a "line", or what a "blank-line" ends.
+        dataset: repository, configuration and split of a data set of the hub.
+        key: the field that the text is read from, once it is chosen; None for plain text.
+    """
+
+    name: str
+    kind: str
+    text_key: str | None = None
+    documents: str = "file"
+    dataset: tuple[str, str | None, str] = ("", None, "")
+    key: str | None = None
+
+
 class Problem(NamedTuple):
     """Why a record is no document: one of a few reasons, which are counted, and the details."""
 

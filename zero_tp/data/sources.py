@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 import zstandard
 
 from zero_tp.data.formats import FORMATS, choose_json_key, read_hub
-from zero_tp.data.records import Block, Problem, Record
+from zero_tp.data.records import Block, Input, Problem, Record
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
@@ -33,27 +33,15 @@ _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
 
 
 @dataclass
-class Source:
-    """An input: a file, standard input, or a data set of the hub.
+class Source(Input):
+    """A file, standard input, or a data set of the hub.
 
     Attributes:
-        name: as messages name it.
-        kind: of `FORMATS`, or "hub".
-        text_key: field of the text; None: it is found.
-        documents: what a document of plain text is: the whole "file", a "line", or what a "blank-line" ends.
-        dataset: repository, configuration and split of a data set of the hub.
         path: of the file; None: there is none.
-        key: the field that the text is read from, once it is chosen; None for plain text.
         sha256: of the bytes as stored, after all blocks were read.
     """
 
-    name: str
-    kind: str
-    text_key: str | None = None
-    documents: str = "file"
-    dataset: tuple[str, str | None, str] = ("", None, "")
     path: Path | None = None
-    key: str | None = None
     sha256: str = ""
     _stream: Watched | None = field(default=None, repr=False)
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import zstandard
 
 from zero_tp.data.formats import needed
-from zero_tp.data.indexed import token_dtype
+from zero_tp.data.index_format import token_dtype
 from zero_tp.data.records import Block, Document, Problem, RecordCounts, where
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.errors import UserError
