@@ -95,8 +95,8 @@ MUTANTS: dict[str, Mutant] = {
     "balance-counted-on-every-rank": Mutant(
         "The load-balancing loss counts once for each TP rank in the router's gradient.",
         "zero_tp/models/router_balance.py::RouterBalance.backward",
-        "share / self.tensor_size",
-        "share",
+        "of_loss * self.experts.count * share / self.tensor_size",
+        "of_loss * self.experts.count * share",
         (EXPERTS.format("mixtral-2-False"),),
     ),
     "choices-not-normalised": Mutant(
