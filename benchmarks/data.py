@@ -210,7 +210,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         for block in blocks:
             texts = timed("JSON", lambda: [document.text for _, document in block.documents()])  # noqa: B023
             made = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
-            timed("ids", lambda: [encoder._ended(each.ids) for each in made])  # noqa: B023
+            timed("ids", lambda: [encoder._ids(each) for each in made])  # noqa: B023
             timed("tokenizers' batch encoder", made.clear)  # it frees some strings a token
             timed("compressing", lambda: packed([text.encode() for text in texts]))  # noqa: B023
         whole = clock()

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.dated import ROOT, write_result
 
 WORLDS = (8, 64, 512, 4096)
-START = ("config", "corpora, model config", "groups", "agreement", "engine", "machines", "saver")
+START = ("config", "corpora, model config", "groups", "agreement", "engine", "saver")
 """The parts of a start from nothing. They have no collective's time, and one on a file system's has no network's."""
 RESUMED = (*START, "resume: config", "resume: what there is", "resume: states")
 MOVED = (*START, "resume: config", "resume, moved: what there is", "resume, moved: states")

@@ -34,9 +34,9 @@ from zero_tp.checkpoint.run import saved_start
 from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
-from zero_tp.parallel.agreement import most_machines, require_same_on_all_ranks
+from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import RankStatus, Watch
+from zero_tp.process.watch import RankStatus, Watchdog
 from zero_tp.tensors.files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
@@ -100,8 +100,6 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             engine = TrainingEngine(
                 prepared.model_config, topology, config.deepspeed_config(), seed=config.zero_tp.training.seed
             )
-        with clocks.part("machines"):
-            most_machines(topology)
         with clocks.part("saver"):
             saver = run_saver(
                 engine.zero, config, run, corpora=prepared.corpora, validation=prepared.validation_corpora
@@ -177,7 +175,7 @@ def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
     for rank in range(world.ranks):
         status = RankStatus(1, "step", 7, "backward", host=f"node{rank // 8}", frame="wait (x.py:1)", waiting=True)
         told.set(str(rank), json.dumps(asdict(status)))
-    watch = Watch()
+    watch = Watchdog()
     watch._rank, watch._world, watch._store = world.rank, world.ranks, told
     with clocks.part("watch: all positions"):
         assert len(watch._read(range(world.ranks))) == world.ranks

@@ -193,11 +193,26 @@ def load_splits(options: argparse.Namespace, tokenizer: Any) -> tuple[Split, Spl
     return splits[0], splits[1], labels
 
 
+def open_padding_tokenizer(model: Path) -> Any:
+    """Return the model's tokenizer, which pads with its end of text where it has no token for padding.
+
+    Raises:
+        UserError: it has neither.
+    """
+    tokenizer = open_tokenizer(model)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            remedy = 'name one of its tokens as "pad_token" in tokenizer_config.json'
+            raise UserError(f"--model {model}: its tokenizer has neither a padding token nor an end of text; {remedy}")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def train_variant(options: argparse.Namespace) -> None:
     """Train one variant as one rank. Rank 0 writes the metrics."""
     import transformers
 
-    task, tokenizer, (variant, result) = TASKS[options.task], open_tokenizer(options.model), options.variant
+    task, tokenizer, (variant, result) = TASKS[options.task], open_padding_tokenizer(options.model), options.variant
     train, validation, labels = load_splits(options, tokenizer)
     transformers.set_seed(options.seed)
     without_shared_memory_collectives()
@@ -304,13 +319,10 @@ def main(words: Sequence[str]) -> None:
     from zero_tp.weights.load import open_any_config
 
     with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
-        config, tokenizer, name = open_any_config(model), open_tokenizer(model), options.task
+        config, tokenizer, name = open_any_config(model), open_padding_tokenizer(model), options.task
         open_weights(model)  # refuses pickles and damaged files
         if type(config) not in getattr(transformers, TASKS[name].auto_class)._model_mapping:
             raise UserError(f"--task {name}: transformers has no {config.model_type} for it; use another model")
-        if tokenizer.pad_token_id is None:
-            no_padding = 'no padding token; name one of its tokens as "pad_token" in tokenizer_config.json'
-            raise UserError(f"--model {options.model}: its tokenizer has {no_padding}")
         if options.length > (positions := getattr(config, "max_position_embeddings", options.length)):
             raise UserError(f"--length: {options.length} tokens, but the model has {positions} positions; shorten it")
         load_splits(options, tokenizer)  # so that bad input is reported once and not by every rank

@@ -125,6 +125,7 @@ ELSEWHERE: dict[str, str] = {
     "zero_tp.data.document_attention": "tests/distributed/test_documents_run.py",
     "zero_tp.parallel.fused_products": "tests/distributed/test_fused_products.py",
     "zero_tp.recompute": "tests/distributed/test_recompute.py",
+    "zero_tp.training.tokens": "tests/unit/test_config.py",
     "zero_tp.recompute.layers": "tests/distributed/test_recompute.py",
     **{f"zero_tp.objective.{key}": "tests/unit/test_masked_run.py" for key in ("mask_probability", "max_ngram")},
     "zero_tp.objective.sentence_order": "tests/unit/test_masked_run.py",

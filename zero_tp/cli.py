@@ -48,9 +48,9 @@ def check_writable(directory: Path) -> None:
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    The status is 2, after one line `error: …` on stderr, for a `UserError`, a system's error that names a file and a
-    full disk; 130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of standard output has gone (`… | head`). Every
-    other exception is a fault of ours and keeps its traceback.
+    A `UserError`, a full disk or a system's error that names a file gives one line `error: …` on stderr and status 2.
+    The status is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output has gone (`… | head`).
+    Every other exception is a fault of ours and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
     escape_unencodable_output()

@@ -12,6 +12,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 BAD_INPUT = 2
 _LONGEST = 1_500  # characters of an error's line
@@ -53,6 +54,10 @@ class UserError(ValueError):
 
     Commands print it without a traceback and exit with status 2.
     """
+
+    def __reduce__(self) -> Any:
+        """Pickle the line, for other ranks."""
+        return UserError, (str(self),)
 
 
 class ConfigError(UserError):

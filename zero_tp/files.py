@@ -123,7 +123,7 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove what has this name, if anything: a file, a link (not what it points to), or a directory with all below it.
+    """Remove a file, a link (not its target) or a directory with all below it, if there is one of this name.
 
     Raises:
         OSError: it cannot be removed.
@@ -135,7 +135,7 @@ def remove(path: Path) -> None:
 
 
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:
-    """Clear what a killed process left of `output`; one that still runs keeps it. See `partial_directory`."""
+    """Clear the parts of `output` that a killed process left; one that runs keeps them. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
         if hidden_sibling(output, "partial").is_dir() or hidden_sibling(output, "replaced").is_dir():
             with partial_directory(output, own):
@@ -146,7 +146,7 @@ def put_in_place(written: Path, output: Path, stale: Callable[[str], bool] = lam
     """Give a `partial_directory` the name of its output. Other files that a person keeps in the output stay there.
 
     Args:
-        stale: tells from a file's name whether it belongs to the old output; files that are written anew do.
+        stale: tells from a file's name whether it belongs to the old output; files that are written again do.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written.
@@ -184,7 +184,7 @@ def _finish_replacing(output: Path, own: Collection[str]) -> None:
 
 
 def hidden_sibling(output: Path, ending: str) -> Path:
-    """Return the path beside `output` of what is kept for it while it isn't whole: `.NAME.ending`."""
+    """Return the hidden path `.NAME.ending` in the directory of `output`."""
     name = output.absolute().name
     if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
@@ -197,10 +197,10 @@ def sync(directory: Path, *, below: bool = True) -> None:
     Raises:
         OSError: the disk is full or gone.
     """
-    for each in (directory.resolve(), *(directory.rglob("*") if below else ())):
-        if each.is_symlink() or not (each.is_file() or each.is_dir()):  # a name in its directory, and nothing more
+    for path in (directory.resolve(), *(directory.rglob("*") if below else ())):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a name in its directory, and nothing more
             continue
-        descriptor = os.open(each, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)
         finally:

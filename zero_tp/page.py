@@ -19,18 +19,24 @@ PALETTE = {
     **{"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"},
     **{"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"},
 }
+SHOWN_VALUES = 60
+"""Of one curve."""
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; }
+:root { color-scheme: light dark; --text: #222; --page: #fff; --shade: #f5f5f5; --good: #176117; --bad: #a11; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #ddd; --page: #191b1e; --shade: #26292d; --good: #7c7; --bad: #f88; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 62rem;
+  margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-pre { background: #f5f5f5; padding: .8rem 1rem; overflow-x: auto; font-size: 13px; }
-code { white-space: pre; background: #f5f5f5; }
-figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; }
+pre { background: var(--shade); padding: .8rem 1rem; white-space: pre-wrap; font-size: 13px; }
+code { white-space: pre; background: var(--shade); }
+figure { margin: 1.2rem 0; } figure svg { width: 100%; height: auto; fill: currentColor; }
+.values circle { fill: transparent; } .values circle:hover { fill: currentColor; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13px; } td, th { padding: .25rem .7rem; text-align: right; }
-td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: #f5f5f5; }
-.keys td, .keys th { text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-.good { color: #176117; } .bad { color: #a11; }
+td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { background: var(--shade); }
+.keys td, .keys th { text-align: left; vertical-align: top; overflow-wrap: break-word; }
+.good { color: var(--good); } .bad { color: var(--bad); }
 """
 
 
@@ -91,11 +97,19 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> l
 
 
 def svg(figure: Any) -> str:
-    """Return the figure as an element of the page."""
+    """Return the figure as an element of the page: black is the page's text colour, and values show on hovering."""
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
+    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
-    return f"<figure>{text[text.index('<svg') :]}</figure>"
+    width, height = 72 * figure.get_size_inches()  # the picture's units are points, from its top
+    circles = []
+    for axes, x, y, label in figure.values:
+        left, bottom = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
+        if 0 <= left <= 1 and 0 <= bottom <= 1:
+            place = f'cx="{width * left:.1f}" cy="{height * (1 - bottom):.1f}"'
+            circles.append(f'<circle {place} r="4"><title>{html.escape(label)}</title></circle>')
+    drawn = text[text.index("<svg") : text.rindex("</svg>")].replace("#000000", "currentColor")
+    return f'<figure>{drawn}<g class="values">{"".join(circles)}</g></svg></figure>'
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -108,7 +122,39 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
-    return Figure(figsize=(width, height), layout="constrained")
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    figure.values = []
+    return figure
+
+
+def show_values(axes: Any, values: Sequence[tuple[float, float, str]]) -> None:
+    """Have a page show texts where a pointer hovers over (x, y) of the axes; of many at most `SHOWN_VALUES`."""
+    step = -(-len(values) // SHOWN_VALUES)
+    axes.figure.values += [(axes, *value) for value in values[:: -max(1, step)]]
+
+
+def plain_number(value: float, _: int | None = None) -> str:
+    """Return a tick's number: 0.0003, 1.5k, 20M. Usable as matplotlib's formatter."""
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"
+
+
+def scale(axes: Any, direction: str, least: float, most: float, *, logarithmic: bool) -> None:
+    """Scale an axis, "x" or "y", for values from `least` to `most`, with a handful of ticks in plain numbers."""
+    from matplotlib import ticker
+
+    logarithmic = logarithmic and least > 0
+    axis = getattr(axes, f"{direction}axis")
+    if logarithmic:
+        getattr(axes, f"set_{direction}scale")("log")
+        axis.set_minor_locator(ticker.NullLocator())
+    # Between 8 and 9 there is no round power.
+    powers = logarithmic and most > 10 * least
+    subs = (1, 2, 5) if most < 1000 * least else (1,)
+    axis.set_major_locator(ticker.LogLocator(subs=subs) if powers else ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(ticker.FuncFormatter(plain_number))
 
 
 def style_axes(axes: Any, title: str) -> Any:

@@ -1,4 +1,4 @@
-"""Find what is shipped beside the library's code: configs, the corpus, and the scripts that launchers start."""
+"""Find the shipped files that are not code: configs, the corpus, and the scripts that launchers start."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def shipped(name: str) -> Path:
 
 
 def config_names() -> list[str]:
-    """Return the names of the configs that are shipped."""
-    return sorted(path.stem for path in shipped(CONFIGS).glob("*.json"))
+    """Return the names of the configs that are shipped; those of papers start with `papers/`."""
+    folder = shipped(CONFIGS)
+    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.json"))
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the file of this path; if there is none, the shipped config of this name."""
+    """Return the file of this path; if there is none, the shipped config of this name, with `papers/` or without."""
     file = Path(name)
-    if not file.exists() and str(name) in config_names():
-        return shipped(CONFIGS) / f"{name}.json"
-    return file
+    named = [known for known in config_names() if str(name) in (known, Path(known).name)]
+    return shipped(CONFIGS) / f"{named[0]}.json" if named and not file.exists() else file

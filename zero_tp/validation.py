@@ -1,11 +1,12 @@
-"""Validate one JSON block by one pydantic model, our own, DeepSpeed's or another's, with every error as one line."""
+"""Validate one JSON block by one pydantic model, our own, DeepSpeed's or another's, each error as one line."""
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -38,36 +39,93 @@ class Block(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-def validate(model: type[Model], raw: Any, path: str) -> Model:
+class ConfigErrors(ConfigError):
+    """Several errors of one file. Its line is the first one's.
+
+    Attributes:
+        errors: the first of each key.
+    """
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__(errors[0].key, errors[0].problem, errors[0].remedy)
+        self.errors = list({error.key: error for error in reversed(errors)}.values())[::-1]
+
+
+class Problems:
+    """Collect the errors of checks that don't need each other: `with problems:` around each, then `raise_all`."""
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, ConfigErrors):
+            self.errors += error.errors
+        elif isinstance(error, ConfigError):
+            self.errors.append(error)
+        return isinstance(error, ConfigError)
+
+    def raise_all(self) -> None:
+        """Raise a ConfigErrors if there is an error."""
+        if self.errors:
+            raise ConfigErrors(self.errors)
+
+
+def validate(model: type[Model], raw: Any, path: str, known: Iterable[ConfigError] = ()) -> Model:
     """Return `raw`, the JSON value at `path`, as an instance of `model`.
 
     Numbers may be written 5e8 for an integer, as DeepSpeed's documentation does; strings are not numbers, and
     true is not 1.
 
+    Args:
+        known: errors of keys, which come before what is found here.
+
     Raises:
-        ConfigError: not an object, an unknown key (with the nearest valid one), a missing key, a wrong type or value.
+        ConfigErrors: not an object, or each unknown key (with the nearest valid one), missing key, wrong type or value.
     """
-    check_keys(model, raw, path)
-    try:
-        parsed = model(**raw)
-    except ValidationError as error:
-        raise _one_line(error, raw, path) from None
-    _refuse_coercion(parsed, raw, path)
-    return parsed
-
-
-def check_keys(model: type[BaseModel], raw: Any, path: str) -> None:
-    """Raise ConfigError for the first key of `raw` that names no field of `model` or of the models within."""
     if not isinstance(raw, dict):
-        raise ConfigError(path, f"expected an object, got {shown(raw)}", 'write {"key": value, ...}')
+        raise ConfigErrors([_not_an_object(raw, path)])
+    errors = [*known, *_wrong_names(model, raw, path)]
+    try:
+        parsed = model(**_without({error.key for error in errors}, raw, path))
+    except ValidationError as error:
+        errors += (_in_one_line(detail, raw, path) for detail in error.errors(include_url=False))
+    else:
+        errors += _coerced(parsed, raw, path)
+        if not errors:
+            return parsed
+    # Of a union's members, the one that went furthest is the one meant.
+    within = [error for error in errors if not any(other.key.startswith(f"{error.key}.") for other in errors)]
+    raise ConfigErrors(within) from None
+
+
+def _wrong_names(model: type[BaseModel], raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
+    """Yield an error for each key of `raw` that names no field of `model` or of the models within."""
     fields = fields_by_name(model)
     for key, value in raw.items():
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            raise ConfigError(where, "unknown key", did_you_mean(key, nested_names(model)))
-        inner = model_in(fields[key].annotation)
-        if inner is not None and (isinstance(value, dict) or fields[key].annotation is inner):
-            check_keys(inner, value, where)
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)  # before a name in another block
+            yield ConfigError(where, "unknown key", did_you_mean(key, near or nested_names(model)))
+        elif (inner := model_in(fields[key].annotation)) is not None and isinstance(value, dict):
+            yield from _wrong_names(inner, value, where)
+        elif inner is not None and inner is fields[key].annotation:
+            yield _not_an_object(value, where)
+
+
+def _not_an_object(value: Any, path: str) -> ConfigError:
+    return ConfigError(path, f"expected an object, got {shown(value)}", 'write {"key": value, ...}')
+
+
+def _without(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return `raw`, the value at `path`, without these dotted keys: a validator of DeepSpeed's may fail at one."""
+    return {
+        key: _without(keys, value, where) if isinstance(value, dict) else value
+        for key, value in raw.items()
+        if (where := f"{path}.{key}" if path else key) not in keys
+    }
 
 
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -106,12 +164,10 @@ def model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
-    """Return the first of the deepest errors: of a union's members, the one that went furthest is the one meant."""
-    found = [(_resolve(detail["loc"], detail["type"], raw, path), detail) for detail in error.errors(include_url=False)]
-    (parts, value), first = max(found, key=lambda one: len(one[0][0]))
-    key = ".".join(parts)
-    kind, context = first["type"], first.get("ctx", {})
+def _in_one_line(detail: Any, raw: Any, path: str) -> ConfigError:
+    """Return one of pydantic's errors in our words."""
+    parts, value = _resolve(detail["loc"], detail["type"], raw, path)
+    key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
     if kind == "missing":
         return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
     if kind in ("literal_error", "enum"):
@@ -122,7 +178,7 @@ def _one_line(error: ValidationError, raw: Any, path: str) -> ConfigError:
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = re.sub(r", not \w+$", "", message.replace("Input should", "must").removeprefix(f"{key} "))
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
 
@@ -140,30 +196,30 @@ def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple
     return parts, value
 
 
-def _refuse_coercion(parsed: BaseModel, raw: dict[str, Any], path: str) -> None:
-    """Refuse what pydantic takes although the field does not ask for it: "8" for 8, and true for 1."""
-    fields = type(parsed).model_fields
-    for name, field in fields.items():
+def _coerced(parsed: BaseModel, raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
+    """Yield an error for what pydantic takes although the field does not ask for it: "8" for 8, and true for 1."""
+    for name, field in type(parsed).model_fields.items():
         for key in {name, field.alias or name} & raw.keys():
             where, written = f"{path}.{key}" if path else str(key), raw[key]
             value = getattr(parsed, name, None)
             if isinstance(value, BaseModel) and isinstance(written, dict):
-                _refuse_coercion(value, written, where)
+                yield from _coerced(value, written, where)
             else:
-                _compare(written, value, where)
+                yield from _compare(written, value, where)
 
 
-def _compare(written: Any, value: Any, where: str) -> None:
+def _compare(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
     if isinstance(written, list) and isinstance(value, (list, tuple)):
         if len(value) < len(written):  # DeepSpeed's leaf_module drops them
-            raise ConfigError(where, f"{shown(written)}: an entry is there twice", "write each once")
+            yield ConfigError(where, f"{shown(written)}: an entry is there twice", "write each once")
+            return
         for index, (inner_written, inner_value) in enumerate(zip(written, value, strict=True)):
-            _compare(inner_written, inner_value, f"{where}.{index}")
+            yield from _compare(inner_written, inner_value, f"{where}.{index}")
     elif isinstance(written, dict) and isinstance(value, dict):
         for key in written.keys() & value.keys():
-            _compare(written[key], value[key], f"{where}.{key}")
+            yield from _compare(written[key], value[key], f"{where}.{key}")
     elif isinstance(value, (bool, int, float)) and (
         isinstance(written, str) or isinstance(value, bool) != isinstance(written, bool)
     ):
         expected = EXPECTED["bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"]
-        raise ConfigError(where, f"expected {expected}, got {shown(written)}", f"write {expected}")
+        yield ConfigError(where, f"expected {expected}, got {shown(written)}", f"write {expected}")

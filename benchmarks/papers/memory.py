@@ -100,7 +100,7 @@ def over_time(*, measured: bool) -> Reproduction:
 
     def draw() -> dict[str, Any]:
         return {
-            f"{name}_{step.replace(' ', '_')}": over_time_picture(f"{title}, {step}", points)
+            f"{name}_{step.replace(' ', '_')}": over_time_picture({f"{title}, {step}": (points, None)})
             for name, (title, steps) in shown.items()
             for step, points in steps.items()
         }

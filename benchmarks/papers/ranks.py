@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 
 from zero_tp.errors import UserError
 from zero_tp.process.environment import free_port
-from zero_tp.process.quiet import hushed
+from zero_tp.process.quiet import suppress_output
 from zero_tp.zero.ops import without_shared_memory_collectives
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def _rank(
 
     dist.init_process_group("gloo")
     without_shared_memory_collectives()
-    with hushed():
+    with suppress_output():
         deepspeed.init_distributed("gloo", verbose=False)
     try:
         writers[rank].send(function(*arguments))

@@ -16,7 +16,7 @@ from benchmarks.papers.step_memory import followed, points
 from zero_tp.config import RunConfig
 from zero_tp.planning.memory import CATEGORIES, Point, RankMemory, rank_memory
 from zero_tp.planning.tracking import Allocations
-from zero_tp.process.quiet import hushed
+from zero_tp.process.quiet import suppress_output
 
 Steps = dict[str, Sequence[Point]]
 """The points of a new run's first step, and of a later one."""
@@ -65,7 +65,7 @@ def first_step(memory: RankMemory) -> list[Point]:
 
 
 def _two_steps(config: RunConfig) -> list[Followed]:
-    with hushed():
+    with suppress_output():
         engine, batches = engine_of(config), drawn(config)
     found = []
     for _ in range(2):
@@ -86,7 +86,7 @@ def step_seconds(config: RunConfig) -> float:
 
     Collective.
     """
-    with hushed():
+    with suppress_output():
         engine, batches = engine_of(config), drawn(config)
     found = []
     for _ in range(WARM_UP + TIMED):

@@ -183,7 +183,7 @@ def most_on(device: Device, devices: int) -> dict[int, float]:
         moments = dry_run(config.hf_config(), workload)
         given = ZeroSettings.of(config.deepspeed_config(), devices, cpu=False)
         for stage, line in lines.items():
-            memory = RankMemory(ZeroMemory(model.parameters, given.at_stage(stage)), moments)
+            memory = RankMemory(ZeroMemory(model.parameters, given.with_stage(stage)), moments)
             line.append((Estimate(device, model, workload, memory).needed, model.whole))
     return {
         stage: parameters + (device.memory_gib * GIB - bytes_) * (more - parameters) / (more_bytes - bytes_)

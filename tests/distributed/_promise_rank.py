@@ -7,18 +7,19 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from zero_tp.errors import UserError
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 
 CASE = sys.argv[sys.argv.index("--case") + 1]
 LIMITS = {"hang": 2.0}
 HEARTBEAT = {"silence": 3.0}
 
-environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
+environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watchdog()
 
 
 def main() -> int:
@@ -26,6 +27,11 @@ def main() -> int:
     if CASE == "wrong input":
         raise UserError("zero_tp.training.steps is -1: it must be at least 1")
     environment.export()
+    if CASE == "writer" and rank == 0:
+        from zero_tp.checkpoint.run import run_directory
+
+        with run_directory(Path("run")):
+            raise AssertionError("the test holds it")
     environment.store.join()
     if CASE == "wrong input on one rank" and rank == 1:
         raise UserError("local rank 1 has no device")
@@ -47,13 +53,15 @@ def main() -> int:
                 break
             if step == 10 and rank == 1:
                 fail_or_hang()
+            if step == 10 and CASE == "exception during a long step":
+                time.sleep(300)
             time.sleep(0.01)
     watch.leave()
     return 0
 
 
 def fail_or_hang() -> None:
-    if CASE == "exception" or (CASE == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+    if CASE.startswith("exception") or (CASE == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
         raise ArithmeticError("the loss is not finite\nat step 10")
     while CASE == "hang" or CASE == "stuck":
         time.sleep(0.1)

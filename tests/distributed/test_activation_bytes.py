@@ -24,9 +24,9 @@ from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.formulas import (
     Layer,
     eager_core,
-    kept,
-    kept_full,
-    kept_selective,
+    saved,
+    saved_full,
+    saved_selective,
     sdpa_fused_core,
 )
 from zero_tp.planning.tracking import Allocation
@@ -89,14 +89,14 @@ def rows(layer: Layer, core: str) -> dict[str, tuple[dict[str, Any], dict[str, A
     """Policy, activation_checkpointing block, and the bytes that the formulas give, by name."""
     keeps = CORES[core][2]
     found: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-        "none": ({"mode": "none"}, {}, kept(layer, keeps)),
-        "full": (FULL, {}, kept_full(layer)),
+        "none": ({"mode": "none"}, {}, saved(layer, keeps)),
+        "full": (FULL, {}, saved_full(layer)),
     }
     for modules in SELECTIVE:
         policy = {"mode": "selective", "modules": modules}
-        found[f"selective {modules}"] = (policy, {}, kept_selective(layer, keeps, modules))
+        found[f"selective {modules}"] = (policy, {}, saved_selective(layer, keeps, modules))
     if layer.t > 1 and not layer.sequence:
-        found["full, P_a"] = (FULL, {"partition_activations": True}, kept_full(layer, partitioned=True))
+        found["full, P_a"] = (FULL, {"partition_activations": True}, saved_full(layer, partitioned=True))
     return found
 
 

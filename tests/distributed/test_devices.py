@@ -35,7 +35,7 @@ def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -
     comm.cdb = None
     shown = {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}", "LOCAL_RANK": str(rank)}
     os.environ.update(shown | {name: value.format(rank=rank) for name, value in launcher.items()})
-    environment = RankEnvironment(rank=rank, world=2, node=0, local_rank=rank, local_world=2)
+    environment = RankEnvironment(rank=rank, world=2, local_rank=rank, local_world=2)
     environment.export()
     config = RunConfig.load(path, world_size=2)
     properties = SimpleNamespace(uuid=f"GPU-{rank}")

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 from tests.launched import ROOT, script
 from tests.tiny_models import speeches, tiny_gpt2
 from zero_tp.data.documents import read_documents
-from zero_tp.data.tokenizer_training import EOS, train_wordpiece
+from zero_tp.data.tokenizer_training import train_wordpiece
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 
@@ -80,10 +80,8 @@ def test_a_mistake_is_one_line(workplace: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_decoder_with_a_padding_token_is_fine_tuned(workplace: Path) -> None:
-    model = tiny_gpt2(workplace / "decoder", speeches(1, 20_000))
-    settings = model / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "pad_token": EOS}))
+def test_a_decoder_is_fine_tuned_and_pads_with_its_end_of_text(workplace: Path) -> None:
+    tiny_gpt2(workplace / "decoder", speeches(1, 20_000))
     done = script(
         "launch/finetune.py", workplace, "--model", "decoder", "--task", "classification", "--train", "train.jsonl",
         "--validation", "validation.jsonl", "--epochs", "1", "--lr", "3e-3", "--length", "32", "--ranks", "1",

@@ -125,7 +125,7 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     checked = script("launch/pretrain.py", tmp_path, "--check", str(path), "--world-size", "4")
     assert checked.returncode == 0, checked.stderr
-    assert "vocabulary 509 from model" in checked.stdout
+    assert "weights    of model\n" in checked.stdout
 
     done = pretrain(2, tmp_path, "--deepspeed_config", "run.json")
     assert done.returncode == 0, done.stdout + done.stderr

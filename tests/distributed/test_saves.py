@@ -50,7 +50,7 @@ def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
 def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
     """(steps that are saved, the error of the second save), after another launch has taken the run over."""
     from zero_tp.checkpoint import directory
-    from zero_tp.checkpoint.run import RunOwner, TakenOver
+    from zero_tp.checkpoint.run import OwnerChanged, RunOwner
     from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)
@@ -74,7 +74,7 @@ def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
             patch.setattr(directory, "begin", begin_and_lose)
         saver.save(2)
         saver.wait()
-    with pytest.raises(TakenOver) as error:
+    with pytest.raises(OwnerChanged) as error:
         saver.outcome()
     return len(complete_steps(Path(run))), str(error.value)
 

@@ -10,6 +10,7 @@ import pickle
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from tests import config_page
 from tests.mistakes import MISTAKES, RIGHT, Mistake
 from zero_tp.checkpoint.manifest import fixed_of
-from zero_tp.config import ConfigError, RunConfig, check_accelerator, describe
+from zero_tp.commands.check import describe
+from zero_tp.config import ConfigError, RunConfig, check_accelerator
 from zero_tp.config.config_file import ConfigFile
 from zero_tp.config.resolve import SavedStart, resolve_batch
 from zero_tp.config.schema import RecomputePolicy
@@ -326,10 +328,18 @@ def test_the_hugging_face_config_drops_default_ids_outside_the_vocabulary(tmp_pa
 
 
 def test_the_accelerator_decides_on_fp16() -> None:
-    check_accelerator({"fp16": {"enabled": True}}, lambda dtype: True)
-    check_accelerator({}, lambda dtype: False)
-    with pytest.raises(ConfigError, match=r"^fp16.enabled: .* use bf16$"):
-        check_accelerator({"fp16": {"enabled": True}}, lambda dtype: dtype == "bf16")
+    def accelerator(*supported: str) -> SimpleNamespace:
+        known = {f"is_{dtype}_supported": lambda dtype=dtype: dtype in supported for dtype in ("fp16", "bf16")}
+        return SimpleNamespace(device_name=lambda: "cpu", **known)
+
+    check_accelerator("fp16", accelerator("fp16", "bf16"))
+    check_accelerator("fp32", accelerator())
+    with pytest.raises(
+        ConfigError, match=r"^fp16.enabled: .*\(cpu\) does not support fp16; use bf16, or a machine that"
+    ):
+        check_accelerator("fp16", accelerator("bf16"))
+    with pytest.raises(ConfigError, match=r"^bf16.enabled: .* use fp32, or a machine that supports it$"):
+        check_accelerator("bf16", accelerator())
 
 
 def test_an_object_for_recompute_says_which_layers() -> None:
@@ -397,7 +407,7 @@ def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, oth
     change(config, other, other_value)
     with tempfile.TemporaryDirectory() as directory, contextlib.suppress(ConfigError):
         loaded = RunConfig.load(written(Path(directory), config), world_size=4)
-        describe(loaded)
+        describe(loaded, Path(directory))
         again = RunConfig.load(written(Path(directory), loaded.resolved()), world_size=4)
         assert again.resolved() == loaded.resolved()
 
@@ -406,14 +416,6 @@ def test_an_entry_that_is_there_twice_is_named(tmp_path: Path) -> None:
     leaf = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block", "Block"]}}}
     with pytest.raises(ConfigError, match=r"^zero_optimization\.leaf_module\.classes: .* is there twice; "):
         RunConfig.load(written(tmp_path, RIGHT | leaf), world_size=4)
-
-
-def test_the_description_shows_the_sums(tmp_path: Path) -> None:
-    text = describe(RunConfig.load(written(tmp_path), world_size=4))
-    assert "4 = tensor 2 × data 2, sequence parallel" in text
-    assert "16 samples = micro 4 × accumulation 2 × data 2" in text
-    assert "204,800 tokens" in text
-    assert "--world-size N" in describe(RunConfig.load(written(tmp_path)))
 
 
 def test_the_documentation_is_current() -> None:

@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from tests.mistakes import RIGHT, Mistake
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, PYTHON_WORDS
 from tests.tools.fuzz.configs import BASE, LLAMA, ODD, at, places
-from zero_tp.config import ConfigError, RunConfig, describe
+from zero_tp.commands.check import describe
+from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
 from zero_tp.config.optimizer import REFUSED_OPTIMIZERS, choose_implementation
 from zero_tp.config.refusals import check_deepspeed, refusals
@@ -248,7 +249,7 @@ def test_what_has_no_effect_is_said(changes: dict[str, Any], key: str | None, tm
     config = RunConfig.load(path)
     said = [line.partition(": ")[0] for line in config.without_effect()]
     assert said == ([key] if key else [])
-    assert [line.split()[2] for line in describe(config).splitlines() if line.startswith("no effect")] == [
+    assert [line.split()[2] for line in describe(config, tmp_path).splitlines() if line.startswith("no effect")] == [
         f"{each}:" for each in said
     ]
 
@@ -274,7 +275,7 @@ def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("huggingface_hub._snapshot_download.HfApi.repo_info", never)
     path = tmp_path / "run.json"
     path.write_text(json.dumps(Mistake({"zero_tp.tokenizer": "data/tokenizer"}, "", ()).config()))
-    notes = [line for line in describe(RunConfig.load(path)).splitlines() if "tokenizer" in line]
+    notes = [line for line in describe(RunConfig.load(path), tmp_path).splitlines() if "tokenizer" in line]
     assert notes == ["not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"]
     with pytest.raises(ConfigError, match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)"):
         RunConfig.load(path).pinned()

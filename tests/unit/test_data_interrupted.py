@@ -127,7 +127,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
 
     def full(self: Spool, source: int, number: int, *rest: Any) -> None:
         if (source, number) == (1, 3):
-            self._files["texts"].write(b"half of it")
+            self._files["texts.bin"].write(b"half of it")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(self, source, number, *rest)
 
@@ -157,7 +157,7 @@ def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: 
         raise KeyboardInterrupt
 
     def kept() -> int:
-        return Spool(hidden_sibling(out, "progress")).read
+        return Spool(hidden_sibling(out, "progress")).counts.read
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Preparation, "write", interrupted)

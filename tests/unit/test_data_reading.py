@@ -50,7 +50,7 @@ def test_many_samples_are_each_sample(tmp_path: Path, seed: int) -> None:
     }
     samples = PackedSamples(dict(prefixes), 7, 5, separate=True)
     numbers = chance.integers(0, 10**6, 300)
-    corpora, windows = samples.sources(numbers)
+    corpora, _, windows = samples.sources(numbers)
     wanted = [samples.source(k) for k in numbers.tolist()]
     assert corpora.tolist() == [each.corpus for each in wanted] and windows.tolist() == [each.window for each in wanted]
     for batch, first in zip(samples.rank_batches(10, 12, 3, 2, 1, 2), (123, 129), strict=True):

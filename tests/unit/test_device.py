@@ -15,7 +15,7 @@ from zero_tp.process.job_store import allow_connections
 
 
 def rank(local_rank: int | None, world: int = 4) -> RankEnvironment:
-    return RankEnvironment(rank=3, world=world, node=1, local_rank=local_rank, local_world=2)
+    return RankEnvironment(rank=3, world=world, local_rank=local_rank, local_world=2)
 
 
 @pytest.mark.parametrize(

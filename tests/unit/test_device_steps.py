@@ -152,7 +152,7 @@ def planted(kind: str) -> Iterator[None]:
         elif kind == "host":
             dist.all_reduce(torch.empty(4), group=group)
         elif kind == "dtypes":
-            collectives._all_gather(tensor.new_empty(8, dtype=torch.float32), tensor.new_empty(4), group=group)
+            dist.all_gather_single(tensor.new_empty(8, dtype=torch.float32), tensor.new_empty(4), group=group)
         return gather(tensor, group, **options)
 
     def turned(rotary: Any, positions: Tensor, *others: Any) -> Any:

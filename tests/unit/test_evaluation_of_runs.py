@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from tests.checkpoints import write_checkpoint
 from tests.tiny_models import tiny_gpt2
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
+from zero_tp.commands import sample
 from zero_tp.errors import UserError
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.report import table
@@ -82,9 +87,55 @@ def test_a_run_of_an_encoder_is_refused(
     tokenizer: Path, data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "run", AutoConfig.from_pretrained(str(tokenizer)), tokenizer=tokenizer)
-    monkeypatch.setattr("zero_tp.evaluation.model_directory.config_of", lambda manifest: BertConfig())
-    with pytest.raises(UserError, match=r"bert is an encoder.*; tasks score causal models"):
+    monkeypatch.setattr("zero_tp.checkpoint.convert.config_of", lambda manifest: BertConfig())
+    with pytest.raises(UserError, match=r"bert is an encoder.* nor is scored by tasks of causal models"):
         evaluate(tmp_path / "run", list(data), data, SETTINGS)
+
+
+def test_paths_and_texts_are_checked_before_torch_is_imported(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrong.jsonl").write_text('{"other": 1}\n')
+    code = (
+        "import sys; from pathlib import Path; from zero_tp.errors import UserError;"
+        "from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data\n"
+        "for model, names, data in (('none', ['lambada'], []), (sys.argv[1], ['lambada'], ['lambada=wrong.jsonl']),"
+        "(sys.argv[1], ['multiple_choice'], ['multiple_choice=wrong.jsonl']),"
+        "(sys.argv[1], ['copa'], ['copa=none'])):\n"
+        "    try: evaluate(Path(model), names, parse_data(data, names), EvaluationSettings())\n"
+        "    except UserError as error: print(error)\n"
+        "assert not {'torch', 'transformers', 'lm_eval'} & sys.modules.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tokenizer)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third, fourth = done.stdout.splitlines()
+    assert first == "--model none: no such directory" and fourth == "none: no such file"
+    assert "wrong.jsonl:1: no key 'text'" in second and "no field query" in third
+
+
+def test_a_limit_is_for_the_tasks_that_have_examples(tokenizer: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    text = tmp_path / "wiki.txt"
+    text.write_text("some words of a text \n" * 30)
+    found = evaluate(
+        tokenizer,
+        ["lambada", "wikitext103"],
+        {"lambada": data["lambada"], "wikitext103": text},
+        replace(SETTINGS, limit=1),
+    )["tasks"]
+    assert found["lambada"]["examples"] == 1 and found["wikitext103"]["original_tokens"] > 100
+    with pytest.raises(UserError, match="--limit 1: wikitext103 is one text; leave the limit out"):
+        evaluate(tokenizer, ["wikitext103"], {"wikitext103": text}, replace(SETTINGS, limit=1))
+
+
+def test_an_encoder_continues_no_prompt(tokenizer: Path, tmp_path: Path) -> None:
+    encoder = tmp_path / "encoder"
+    shutil.copytree(tokenizer, encoder)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertConfig(**sizes).save_pretrained(str(encoder))  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser()
+    sample.add_arguments(parser)
+    with pytest.raises(UserError, match=r"^[^\n]*bert is an encoder, whose tokens see those after them[^\n]*$"):
+        sample.main(parser.parse_args(["--model", str(encoder), "--prompt", "some words"]))
 
 
 def test_a_report_is_shown_as_tables(tokenizer: Path, data: dict[str, Path]) -> None:

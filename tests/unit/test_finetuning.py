@@ -261,7 +261,9 @@ def test_a_model_that_cannot_be_fine_tuned_is_one_line(tmp_path: Path, monkeypat
         with pytest.raises(UserError, match=message):
             finetune.main([*words, *more])
 
-    refuses(r"its tokenizer has no padding token.* name one of its tokens as \"pad_token\"")
+    assert finetune.open_padding_tokenizer(model).pad_token == EOS
+    changed(model / "tokenizer_config.json", eos_token=None)
+    refuses(r"its tokenizer has neither a padding token nor an end of text; name one of its tokens as \"pad_token\"")
     config, weights = model / "config.json", model / "model.safetensors"
     changed(model / "tokenizer_config.json", pad_token=EOS)
     whole = weights.read_bytes()

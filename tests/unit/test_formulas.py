@@ -23,11 +23,11 @@ from zero_tp.devices import peak_flops
 from zero_tp.models.flops import utilisation
 from zero_tp.planning.formulas import (
     Layer,
-    kept,
-    kept_full,
-    kept_outside_layers,
-    kept_selective,
     model_states,
+    saved,
+    saved_full,
+    saved_outside_layers,
+    saved_selective,
     sdpa_fused_core,
     tensor_volume,
     zero_volume,
@@ -43,14 +43,14 @@ def test_the_rows_of_table_2(seed: int) -> None:
     h = a * draw.randint(1, 64)
     alone, split, sequence = Layer(s, b, h, a), Layer(s, b, h, a, t), Layer(s, b, h, a, t, True)
     rows = {
-        "no parallelism": (kept(alone), s * b * h * (34 + 5 * a * s / h)),
-        "TP": (kept(split), s * b * h * (10 + 24 / t + 5 * a * s / (h * t))),
-        "TP + SP": (kept(sequence), s * b * h * (34 / t + 5 * a * s / (h * t))),
-        "TP + selective": (kept_selective(split), s * b * h * (10 + 24 / t)),
-        "TP + SP + selective": (kept_selective(sequence), s * b * h * 34 / t),
-        "full": (kept_full(split), 2 * s * b * h),
-        "full, split over TP": (kept_full(split, partitioned=True), 2 * s * b * h / t),
-        "full, SP": (kept_full(sequence), 2 * s * b * h / t),
+        "no parallelism": (saved(alone), s * b * h * (34 + 5 * a * s / h)),
+        "TP": (saved(split), s * b * h * (10 + 24 / t + 5 * a * s / (h * t))),
+        "TP + SP": (saved(sequence), s * b * h * (34 / t + 5 * a * s / (h * t))),
+        "TP + selective": (saved_selective(split), s * b * h * (10 + 24 / t)),
+        "TP + SP + selective": (saved_selective(sequence), s * b * h * 34 / t),
+        "full": (saved_full(split), 2 * s * b * h),
+        "full, split over TP": (saved_full(split, partitioned=True), 2 * s * b * h / t),
+        "full, SP": (saved_full(sequence), 2 * s * b * h / t),
     }
     for name, (ours, papers) in rows.items():
         assert ours == pytest.approx(papers), name
@@ -63,8 +63,8 @@ def test_terms_that_selective_recomputation_takes_away(sequence: bool) -> None:
     # Left: inputs of the norms, masks, Q, K, V, the projection's input, the activation's input.
     left = layer.sbh * ((4 + 2) / (4 if sequence else 1) + (6 + 2 + 8) / 4)
     for core in (sdpa_fused_core, sdpa_maths_core):
-        assert kept_selective(layer, core, everything) == pytest.approx(left)
-        assert kept_selective(layer, core) == kept_selective(layer)
+        assert saved_selective(layer, core, everything) == pytest.approx(left)
+        assert saved_selective(layer, core) == saved_selective(layer)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_activations_outside_the_layers_of_the_22b_model() -> None:
     """The formula gives 0.57 % of the layers' activations (the paper's text: under 0.01 %)."""
     a, h, layers = MODEL_22B
     layer = Layer(2048, 4, h, a, 8, True)
-    in_layers = layers * kept(layer)
-    outside = kept_outside_layers(layer, 51200)
+    in_layers = layers * saved(layer)
+    outside = saved_outside_layers(layer, 51200)
     printed = 2048 * 4 * h * layers / 8 * (1 / layers + 4 / layers * (1 + 51200 / h))
     assert outside == pytest.approx(printed)
     assert outside / in_layers == pytest.approx(0.0057, abs=5e-5)

@@ -19,9 +19,10 @@ from tests.lm_eval_tasks import CHOSEN, write_tasks
 from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
-from zero_tp.evaluation.eval_model import EvalModel, Row
+from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import merge_single_tokens
 from zero_tp.evaluation.report import write_samples
+from zero_tp.evaluation.rows import Row
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.parallel.scores import TokenScores
@@ -175,10 +176,10 @@ def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
     expected = r"^.*broken\.yaml can't be read \(.*line 1.*\); correct that file$"
     assert re.search(expected, refusal(["copa_local"], include_path=tmp_path))
     for text, problem in (
-        ("include: broken.yaml", "broken.yaml includes itself"),
-        ("include: none.yaml", "none.yaml can't be read"),
-        ("include: 5", "include is 5, not a string"),
-        ("- copa_local", "broken.yaml is not an object"),
+        ("include: broken.yaml", "broken.yaml can't be read (Include cycle"),
+        ("include: none.yaml", "none.yaml'); correct that file"),
+        ("include: 5", "broken.yaml can't be read"),
+        ("- copa_local", "broken.yaml can't be read (Expected YAML dict"),
     ):
         (tmp_path / "broken.yaml").write_text(text)
         assert problem in refusal(["copa_local"], include_path=tmp_path)
@@ -218,13 +219,11 @@ def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("members", "words"),
     [
         ("copa_local", "all: a group without tasks; write their names as a list"),
-        ("[copa_local, 7]", r".*b\.yaml: a task of the group is 7, not a string"),
-        ("[{group: inner, task: [{task: 7}]}]", r".*b\.yaml: a task of the group is 7, not a string"),
+        ("[7]", r"all: lm-eval can't load it \(Unsupported sub-entry 7 in group 'all'\)"),
     ],
 )
 @pytest.mark.usefixtures("without_lm_evals_tasks")
 def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str, words: str) -> None:
-    (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
     (tmp_path / "b.yaml").write_text(f"group: all\ntask: {members}")
     assert re.match(words, refusal(["all"], include_path=tmp_path))
 
@@ -259,6 +258,37 @@ def test_no_way_to_a_task_runs_its_python(tmp_path: Path, file: str, text: str) 
     (directory / file).write_text(text)
     refusal(["mine"], include_path=directory)
     assert not (tmp_path / "ran").exists()
+
+
+def test_questions_of_ones_own_need_no_task_file(
+    model: Path, tasks: Path, shared_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Their figures are lm-eval's of a task file for the same questions."""
+    file = shared_file("data/copa.jsonl")
+    (task,) = make_tasks(["multiple_choice"], {"multiple_choice": file}, TaskOptions(limit=LIMIT))
+    found = task.run(native_model(model))
+    expected = reference(model, tasks, ["copa_local"], LIMIT)["copa_local"][0]
+    assert found["examples"] == LIMIT
+    for metric in ("acc,none", "acc_norm,none"):
+        assert found["metrics"][metric] == expected[metric]
+    assert re.search("multiple_choice needs JSON lines with query, choices, gold", refusal(["multiple_choice"]))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "one", "choices": ["a", "b"]}\n')
+    assert re.search(
+        "no field query: multiple_choice reads query, choices, gold, the file has question, choices; rename",
+        refusal(["multiple_choice"], {"multiple_choice": other}),
+    )
+    assert re.search(
+        "no examples for --num-fewshot 1", refusal(["multiple_choice"], {"multiple_choice": file}, num_fewshot=1)
+    )
+
+
+@THOROUGH
+def test_a_file_with_other_fields_says_which_are_wanted(shared_file: Callable[[str], Path]) -> None:
+    """As the functions of lm-eval's task read them."""
+    told = refusal(["copa"], {"copa": shared_file("data/copa.jsonl")})
+    assert "copa reads choice1, choice2, label, premise, question, the file has " in told
+    assert "--tasks multiple_choice" in told
 
 
 @THOROUGH
@@ -306,7 +336,7 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
 
     eval_model = native_model(model)
     expected = task().run(eval_model)["metrics"]
-    refuses(r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    refuses(r"mine: a task file in .*tasks runs Python \(!function code\.text\)", doc_to_text="!function code.text")
     refuses("mine: .* is unsafe", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is none of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])

@@ -89,7 +89,7 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     """From the cache, without a network. In the config the name stands with its commit, of the model and of the
     tokenizer; exports take such a name too."""
     script = (
-        "from pathlib import Path; from zero_tp.checkpoint.convert import tokenizer_of;"
+        "from pathlib import Path; from zero_tp.weights.files import tokenizer_of;"
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
         "config = RunConfig.load('config.json'); print(config.zero_tp.tokenizer, *map(str, config.absent()));"

@@ -18,11 +18,14 @@ from tests.launched import ROOT
 from tests.mistakes import MISTAKES, RIGHT
 from zero_tp.config.json_schema import json_schema
 from zero_tp.config.resolve import AUTO
+from zero_tp.config.schedule import SCHEDULES
 
 SUMS_AND_COMBINATIONS = {
+    "scheduler.params.total_num_steps",
     *("train_batch_size", "train_micro_batch_size_per_gpu", "fp16.enabled"),
     *("activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"),
     *("zero_optimization.zero_quantized_weights", "zero_optimization.offload_param", "sequence_parallel_size"),
+    "zero_tp.training.steps",
     *("zero_tp.parallel.tensor", "zero_tp.data.train", "zero_tp.data.sequence_length", "zero_tp.objective"),
     *(f"zero_tp.recompute.{key}" for key in ("layers", "every", "keep_micro_batches")),
 }
@@ -59,7 +62,12 @@ def with_value(path: str, value: Any) -> dict[str, Any]:
 
 def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
     for path in AUTO:
-        assert not problems(with_value(path, "auto")), path
+        name, config = path.rpartition(".")[2], with_value(path, "auto")
+        if path.startswith("scheduler.params."):
+            kind = next(kind for kind, schedule in SCHEDULES.items() if name in schedule.model_fields)
+            needed = {field for field, info in SCHEDULES[kind].model_fields.items() if info.is_required()}
+            config["scheduler"] = {"type": kind, "params": dict.fromkeys(needed, 1) | {name: "auto"}}
+        assert not problems(config), path
     assert problems(with_value("zero_tp.training.steps", "auto"))
 
 
@@ -81,9 +89,31 @@ def test_what_runs_may_say_is_valid(path: str, value: Any) -> None:
 
 
 def test_a_mistake_of_one_key_is_not_valid() -> None:
-    """All but those that are about several keys, the run's sizes, files, or the fields of a model, an optimizer or a
-    scheduler, of which any may stand there."""
+    """All but those that are about several keys, the run's sizes, files, or the values of a model's fields."""
     unseen = {mistake.key for mistake in MISTAKES if not problems(mistake.config())}
-    free = ("zero_tp.model.", "optimizer.", "scheduler.")
-    assert {key for key in unseen if not key.startswith(free)} == SUMS_AND_COMBINATIONS
+    assert {key for key in unseen if not key.startswith("zero_tp.model.")} == SUMS_AND_COMBINATIONS
     assert sum(bool(problems(mistake.config())) for mistake in MISTAKES) > 30
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        ("optimizer.params.weight_decey", 0.1, "$.optimizer.params"),
+        ("optimizer.params.lr", "high", "$.optimizer.params.lr"),
+        ("optimizer.type", "AdmW", "$.optimizer.type"),
+        ("scheduler.type", "WarmupCosinLR", "$.scheduler.type"),
+        ("scheduler.params.warmup_steps", 10, "$.scheduler.params"),
+        ("scheduler.params.warmup_num_steps", -1, "$.scheduler.params.warmup_num_steps"),
+        ("zero_tp.model.n_layers", 2, "$.zero_tp.model"),
+        ("zero_tp.model.attn_implementation", "eager", "$.zero_tp.model"),
+        ("zero_tp.model.model_type", "gpt-2", "$.zero_tp.model.model_type"),
+    ],
+)
+def test_a_mistake_is_reported_at_its_key_alone(path: str, value: Any, place: str) -> None:
+    """What `params` and a model hold depends on their types; an error names the place, and no other type's keys."""
+    assert [problem.partition(": ")[0] for problem in problems(with_value(path, value))] == [place]
+
+
+def test_any_name_of_an_adam_is_valid() -> None:
+    for name in ("adam", "Adam", "ADAMW", "adamW"):
+        assert not problems(with_value("optimizer.type", name))

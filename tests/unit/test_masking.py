@@ -106,11 +106,11 @@ def test_a_tokenizer_that_cannot_mask_is_refused() -> None:
 
 def test_random_numbers_are_splitmix64s(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published outputs of state 1234567."""
-    monkeypatch.setattr(permutation, "_folded", lambda key: 1234567)
+    monkeypatch.setattr(permutation, "_fold_key", lambda key: 1234567)
     published = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431)
     assert list(itertools.islice(uniforms(1), 4)) == [(x >> 11) / 2**53 for x in published]
     monkeypatch.undo()
-    states = [permutation._folded((7, 8)) + i * permutation._GOLDEN for i in range(1, 1001)]
+    states = [permutation._fold_key((7, 8)) + i * permutation._GOLDEN for i in range(1, 1001)]
     assert list(itertools.islice(uniforms(7, 8), 1000)) == [
         (permutation._mix(state & permutation._WORD) >> 11) / 2**53 for state in states
     ]

@@ -164,7 +164,7 @@ def test_a_number_of_positions_is_positive(model: Path, positions: int) -> None:
     opened = open_directory(model)
     opened.config.n_positions = positions
     for asked in (None, 8):
-        with pytest.raises(UserError, match=r"max_position_embeddings is .*: a positive number"):
+        with pytest.raises(UserError, match=r"max_position_embeddings is .*, not positive"):
             opened.sequence_length(asked)
 
 

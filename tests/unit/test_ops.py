@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -51,51 +50,9 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch: pytest.Monke
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    second = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2)
+    second = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
     with pytest.raises(UserError, match="local rank 1 has no cuda device: this machine has 1"):
         connect.connect(second, "cuda")
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "tensor", "stage", "value", "advised"),
-    [
-        ("cuda", (9, 0), 2, 0, None, True),
-        ("cuda", (8, 0), 2, 2, None, True),
-        ("cuda", (9, 0), 2, 1, "8", False),  # the person has chosen
-        ("cuda", (9, 0), 2, 3, None, False),
-        ("cuda", (9, 0), 1, 1, None, False),
-        ("cuda", (10, 0), 2, 1, None, False),
-        ("cpu", (9, 0), 2, 1, None, False),
-    ],
-)
-def test_the_launcher_is_asked_for_the_order_of_launches(
-    device: str,
-    capability: tuple[int, int],
-    tensor: int,
-    stage: int,
-    value: str | None,
-    advised: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name, raising=False)
-    if value is not None:
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    advice = connect.launch_order_advice(tensor, stage, torch.device(device))
-    assert advice.startswith(f"{name} is not set: with {name}=1 in the launcher's environment") == advised
-    assert bool(advice) == advised and os.environ.get(name) == value
-
-
-def test_a_runs_first_lines_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_tp.training import start
-
-    run, engine, found = mock.MagicMock(), mock.MagicMock(device=torch.device("cpu")), mock.MagicMock(step=3)
-    engine.model.num_parameters.return_value, engine.topology.tensor = 1, 4
-    run.config.zero_tp.training.steps, run.config.zero_stage = 3, 2  # nothing is left to do
-    monkeypatch.setattr(start, "launch_order_advice", lambda *sizes: f"advice for {sizes}")
-    lines = list(start._description(run, engine, found, None))
-    assert "advice for (4, 2, device(type='cpu'))" in lines
 
 
 FAULTS = """
@@ -194,6 +151,6 @@ def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: p
     monkeypatch.setattr(connect, "own_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(JobStore, "wait_until_all_ready", lambda *_: None)
-    environment = RankEnvironment(rank=1, world=2, node=0, local_rank=1, local_world=2)
+    environment = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
     with pytest.raises(Joined):
         connect.connect(environment, "cuda", join=join)

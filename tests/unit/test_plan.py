@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from zero_tp.models import flops
 from zero_tp.planning import report
 from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
-from zero_tp.planning.pictures import write_page
+from zero_tp.planning.pictures import over_time, write_page
 from zero_tp.planning.plan import plan
 from zero_tp.planning.search import NEAREST, Search, changed
 from zero_tp.planning.settings import Workload, ZeroSettings
@@ -216,7 +217,7 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
     apply_overrides(raw, [f"zero_optimization={json.dumps(settings)}", "gradient_accumulation_steps=16"])
     weighed, workload = ZeroSettings.of(raw, 8, cpu=False), Workload(1024, 4, policy=RecomputePolicy(mode="full"))
     for stage, owners in [*((stage, False) for stage in range(4)), (1, True), (2, True)]:
-        wanted = weighed.at_stage(stage, accumulation=16, owners=owners)
+        wanted = weighed.with_stage(stage, accumulation=16, owners=owners)
         written = ZeroSettings.of(changed(raw, workload, wanted), 8, cpu=False)
         assert written == wanted
         assert written.to_owners == owners
@@ -275,7 +276,7 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     made = plan(RunConfig.load(GPT2, (), 8), device("h100"))
     search = Search(made.config, made.device)
     shown, _ = search.fastest((), 3)
-    written = write_page(made, tmp_path / "plan.html", report.advice(search, shown, made))
+    written = write_page(made, tmp_path / "plan.html", report.advice(search, shown, made), shown[0])
     text = written[0].read_text()
     assert {path.suffix for path in written[1:]} == {".png"} and len(written) == 2
     assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written[1:])
@@ -283,6 +284,21 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     assert not [link for link in links if not link.startswith("#")], "only references inside the page"
     assert "@import" not in text and "<script" not in text
     assert text.count("<svg") == 1 and all(one.describe() in text for one in shown)
+
+
+def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
+    """Beside another settings' picture, on one scale."""
+    made = plan(RunConfig.load(GPT2, (), 8), device("h100"))
+    full = replace(made, device=made.device.model_copy(update={"memory_gib": made.needed / GIB}))
+    assert full.usable == pytest.approx(made.peak.total) and full.usable < full.device.memory_gib * GIB
+    points = made.memory.points
+    first, second, third = over_time(
+        {"full": (points, full.usable), "present": (points, made.usable), "unknown": (points, None)}
+    ).axes
+    assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [full.usable / GIB]
+    assert not [line for axes in (second, third) for line in axes.lines if line.get_linestyle() == "--"], "far above"
+    assert first.get_ylim() == second.get_ylim() == third.get_ylim()
+    assert second.get_xlabel().endswith(f"fits below {made.usable / GIB:.4g}")
 
 
 def test_the_time_of_the_whole_run() -> None:

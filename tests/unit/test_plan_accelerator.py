@@ -27,10 +27,10 @@ from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import (
     Layer,
     eager_core,
-    kept,
-    kept_full,
-    kept_outside_layers,
-    kept_selective,
+    saved,
+    saved_full,
+    saved_outside_layers,
+    saved_selective,
     sdpa_fused_core,
 )
 from zero_tp.planning.settings import Workload, workload_of
@@ -121,16 +121,16 @@ def test_an_accelerator_keeps_what_the_papers_count(tensor: int, sequence: bool,
     s, b, h, v, count = 128, 2, 192, 1000, 4
     layer = Layer(s, b, h, 8, tensor, sequence)
     policies: list[tuple[dict[str, Any], dict[str, Any], Callable[[Callable[[Layer], float]], float]]] = [
-        ({"mode": "none"}, {}, lambda core: kept(layer, core)),
-        ({"mode": "full"}, {}, lambda core: kept_full(layer)),
-        ({"mode": "selective", "modules": EVERYTHING}, {}, lambda core: kept_selective(layer, core, EVERYTHING)),
+        ({"mode": "none"}, {}, lambda core: saved(layer, core)),
+        ({"mode": "full"}, {}, lambda core: saved_full(layer)),
+        ({"mode": "selective", "modules": EVERYTHING}, {}, lambda core: saved_selective(layer, core, EVERYTHING)),
     ]
     if tensor > 1 and not sequence:
         split = {"partition_activations": True}
-        policies.append(({"mode": "full"}, split, lambda core: kept_full(layer, partitioned=True)))
+        policies.append(({"mode": "full"}, split, lambda core: saved_full(layer, partitioned=True)))
     shards = tensor if sequence else 1
     # The loss of parallel/loss.py keeps the head's gradient in place of the logits, in bf16 that of one block.
-    outside = kept_outside_layers(layer, v) - 4 * s * b * v / tensor + (2 if dtype == "bf16" else 4) * v * h / tensor
+    outside = saved_outside_layers(layer, v) - 4 * s * b * v / tensor + (2 if dtype == "bf16" else 4) * v * h / tensor
     # The final norm's statistics; token and position numbers, and which tokens are of other ranks; two figures.
     outside += 8 * s * b / shards + 8 * s * b + 8 * s + (s * b if tensor > 1 else 0) + 2 * 4
     for attention, core in CORES.items():

@@ -96,7 +96,9 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     beside = "zero_optimization.overlap_comm=true"
     assert seconds(owners, beside, *wider) == wide, "BF16_Optimizer all-reduces after backward"
     from_3 = {"stage": 3, "use_multi_rank_bucket_allreduce": False}
-    assert ZeroSettings.of({"zero_optimization": from_3}, 64, cpu=False).at_stage(1).to_owners, "as a search changes it"
+    assert ZeroSettings.of({"zero_optimization": from_3}, 64, cpu=False).with_stage(1).to_owners, (
+        "as a search changes it"
+    )
     second = ("zero_optimization.stage=2", "gradient_accumulation_steps=1", "train_batch_size=auto", owners)
     assert seconds(*second, *wider)[0] - seconds(*second)[0] == pytest.approx(2 * parameters / ports), "a chain"
     assert seconds(*second, beside)[0] == seconds(*second)[0], "each waits for the device"

@@ -31,12 +31,12 @@ def test_quiet_filters_warnings_and_records_below_error(
 
 
 def test_hushed_output_comes_back_when_the_block_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    from zero_tp.process.quiet import hushed
+    from zero_tp.process.quiet import suppress_output
 
-    with hushed(verbose=False):
+    with suppress_output(verbose=False):
         print("built successfully")
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(RuntimeError), hushed(verbose=False):
+    with pytest.raises(RuntimeError), suppress_output(verbose=False):
         print("compiling")
         raise RuntimeError
     assert capsys.readouterr().err == "compiling\n"

@@ -18,7 +18,8 @@ from PIL import Image
 from tests.launched import run
 from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
-from zero_tp.report.curves import panels, smoothed
+from zero_tp.page import plain_number
+from zero_tp.report.curves import draw_runs, panels, smoothed
 from zero_tp.report.page import write_report
 from zero_tp.report.runs import differing, read_runs
 from zero_tp.training.metrics_file import metrics_line
@@ -146,3 +147,34 @@ def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> Non
     assert again.returncode == 0 and (tmp_path / "out" / "page.html").is_file()
     refused = zero_tp("run", "nowhere")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "nowhere/metrics.jsonl" in refused.stderr
+
+
+def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
+    """One legend of all runs, dashes where colours repeat, a logarithmic axis, and values on hovering."""
+    runs = [make_run(tmp_path / f"run_{number}", steps=6 * (number + 1)) for number in range(9)]
+    figure = draw_runs(read_runs(runs), "step")
+    looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
+    assert len(looks) == len(set(looks)) == 9
+    assert all(axes.get_xscale() == "log" for axes in figure.axes)
+    text = write_report(runs, tmp_path / "nine.html")[0].read_text()
+    assert "<title>run_8, training: 2 at step 4</title>" in text and "<title>run_0: 0.001 at step 6</title>" in text
+    assert "prefers-color-scheme: dark" in text and "#000000" not in text and "currentColor" in text
+    figure = draw_runs(read_runs(runs[:2]), "step")
+    assert all(axes.get_xscale() == "linear" for axes in figure.axes)
+
+
+def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
+    pages = []
+    for factor in (1, 1.25):
+        run = make_run(tmp_path / str(factor))
+        lines = [{"step": step, "mfu": 0.4, "hfu": 0.4 * factor} for step in range(1, 7)]
+        (run / "metrics.jsonl").write_text("".join(metrics_line(line) + "\n" for line in lines))
+        pages.append(write_report([run], tmp_path / f"{factor}.html")[0].read_text())
+    assert ["HFU" in page for page in pages] == [False, True] and all("MFU" in page for page in pages)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (3e-4, "0.0003"), (42.5, "42.5"), (1500, "1.5k"), (2e7, "20M"), (1e9, "1B")]
+)
+def test_ticks_are_plain_numbers(value: float, text: str) -> None:
+    assert plain_number(value) == text

@@ -20,7 +20,8 @@ from tests.run_log import train_state
 from zero_tp.checkpoint.manifest import check_same_run, fixed_of
 from zero_tp.config import RunConfig
 from zero_tp.data import indexed
-from zero_tp.data.indexed import IndexedCorpus, IndexedWriter, bin_path, content_path
+from zero_tp.data.content import bin_path, content_path
+from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.planning.forecast import MemoryForecast
@@ -229,13 +230,13 @@ def test_all_of_a_corpus_is_read_once(tmp_path: Path, seed: int, monkeypatch: py
     prefix = tmp_path / "train"
     prepare(prefix, seed)
     read: list[str] = []
-    hashed = indexed._after_a_tick
+    hashed = indexed.stamp_after_tick
 
     def noting(path: Path) -> dict[str, int]:
         read.append(path.name)
         return hashed(path)
 
-    monkeypatch.setattr(indexed, "_after_a_tick", noting)
+    monkeypatch.setattr(indexed, "stamp_after_tick", noting)
     written = IndexedCorpus(prefix).content
     assert not read, "who wrote it has noted its content"
     content_path(prefix).unlink()

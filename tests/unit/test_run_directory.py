@@ -15,7 +15,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.tiers import in_tiers
 from zero_tp import files
-from zero_tp.checkpoint.convert import tokenizer_of
 from zero_tp.checkpoint.directory import (
     MANIFEST,
     begin,
@@ -24,12 +23,13 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.run import CONFIG, OWNER, TakenOver, run_directory, saved_start
+from zero_tp.checkpoint.run import CONFIG, OWNER, OwnerChanged, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.tensors.files import Entry
 from zero_tp.weights.export import write_native
+from zero_tp.weights.files import tokenizer_of
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]
@@ -76,7 +76,7 @@ def test_on_a_file_system_without_locks_the_last_launch_owns_the_run(
         first.check()
         with run_directory(tmp_path / "run") as second:
             taken = rf"{tmp_path}/run: another launch \(process {os.getpid()} on .*\) has taken the run over"
-            with pytest.raises(TakenOver, match=taken):
+            with pytest.raises(OwnerChanged, match=taken):
                 first.check()
             second.check()
             (tmp_path / "run" / OWNER).unlink()
@@ -278,7 +278,7 @@ def test_ranks_of_a_machine_share_its_cores_when_they_compile(
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    environment = RankEnvironment(rank=0, world=2 * ranks, node=0, local_rank=0, local_world=ranks)
+    environment = RankEnvironment(rank=0, world=2 * ranks, local_rank=0, local_world=ranks)
     environment.export()
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == expected
 

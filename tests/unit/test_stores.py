@@ -29,7 +29,7 @@ from zero_tp.errors import ConfigError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.accelerator import accelerator
 from zero_tp.planning.dryrun import Unfilled, topology_of
-from zero_tp.planning.formulas import Layer, kept_full
+from zero_tp.planning.formulas import Layer, saved_full
 from zero_tp.planning.tracking import Allocations
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +178,7 @@ def check(grid: str, recompute: Any, checkpointing: dict[str, Any]) -> None:
     host, partitioned = bool(checkpointing.get(HOST)), bool(checkpointing.get(P_A)) and tensor > 1 and not sequence
     layer = Layer(S, B, H, HEADS, tensor, sequence)
     layers = list(config.zero_tp.recompute_policy.recomputed_layers(LAYERS))
-    whole, piece = kept_full(layer), kept_full(layer, partitioned=partitioned)
+    whole, piece = saved_full(layer), saved_full(layer, partitioned=partitioned)
     slots = checkpointing.get("number_checkpoints") or len(layers)
     preallocated = slots * piece if checkpointing.get(BUFFER) else 0
     kept = preallocated or len(layers) * piece

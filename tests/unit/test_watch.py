@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from tests.waits import patience, wait_until
-from zero_tp.process.watch import RankStatus, Watch, _dump_flight_recorder, collective_progress, describe_hang
+from zero_tp.process.watch import RankStatus, Watchdog, _dump_flight_recorder, describe_hang
 
 HERE = RankStatus(
     count=90, phase="step", step=17, doing="backward", host="a", seconds=300.0, frame="all_reduce", waiting=True
@@ -21,8 +21,8 @@ HERE = RankStatus(
 ERROR = "error: no progress in step 17 for 5 minutes, by zero_tp.training.timeout_minutes"
 
 
-def hang(statuses: dict[int, RankStatus], world: int, silent: tuple[int, ...] = ()) -> list[str]:
-    return describe_hang(statuses, set(silent), world, HERE, 300).splitlines()
+def hang(statuses: dict[int, RankStatus], world: int) -> list[str]:
+    return describe_hang(statuses, world, HERE, 300).splitlines()
 
 
 def test_the_rank_with_the_fewest_marks_is_waited_for() -> None:
@@ -40,18 +40,11 @@ def test_of_ranks_at_the_same_mark_the_one_that_does_not_wait_is_waited_for() ->
     )
 
 
-def test_silent_ranks_are_waited_for_wherever_each_was_last() -> None:
-    behind, ahead = replace(HERE, count=88, waiting=False), replace(HERE, count=91)
-    *lines, last = hang({0: HERE, 1: HERE, 2: behind, 3: ahead}, 4, (2, 3))
-    assert last == f"{ERROR}: ranks 0 and 1 wait for ranks 2 and 3"
-    assert [line.endswith(", silent since") for line in lines] == [False, False, True, True]
-
-
 class Member:
     """A rank's watch that writes to a store in a save after some steps, and why it ends."""
 
     def __init__(self, store: Any, rank: int, world: int, heartbeat: float | None, **limits: float) -> None:
-        self.watch, self.ends = Watch(), list[str]()
+        self.watch, self.ends = Watchdog(), list[str]()
         self.watch.end = self.ends.append
         self.watch.begin(limits, rank, world, heartbeat)
         for step in range(3):
@@ -139,7 +132,7 @@ def test_a_store_that_does_not_answer_ends_the_rank() -> None:
 
 def test_only_a_phase_without_marks_reaches_its_limit() -> None:
     ended, ends = threading.Event(), list[str]()
-    watch = Watch()
+    watch = Watchdog()
 
     def end(text: str) -> None:
         ends.append(text)
@@ -181,14 +174,3 @@ def test_the_flight_recorder_dumps_where_torch_does(tmp_path: Path, monkeypatch:
     assert (tmp_path / "trace_3").read_bytes() == b"trace"
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "none" / "trace_"))
     assert _dump_flight_recorder(3)[0].endswith("(No such file or directory)")
-
-
-def test_collectives_of_gloo_and_nccl_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each library's recorder has its own collectives."""
-    gloo = '{"pg_status": {"0": {"last_enqueued_collective": 3, "last_completed_collective": 2}}}'
-    nccl = '{"pg_status": {"1": {"last_enqueued_collective": 7, "last_completed_collective": 7}}}'
-    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda _: gloo)
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda _: "{}", raising=False)
-    assert collective_progress(["world"]) == "world 3/2"
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda _: nccl)
-    assert collective_progress(["world", "TP"]) == "world 3/2, TP 7/7"

@@ -1,1 +1,1 @@
-"""Policies and stores decide what backward finds kept and what it computes again."""
+"""Choose the activations that backward recomputes, and store the others."""

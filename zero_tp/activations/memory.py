@@ -1,4 +1,4 @@
-"""Apply a run's activation-memory settings to its model: what is recomputed, and where checkpoints are stored."""
+"""Apply a run's activation-memory settings to its model: recomputation, and the store of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RERUN_MODULES = {"layer": "", "attention_core": "attention.core"}
 
 
 class ActivationMemory:
-    """Wrap the forward of a model's modules, so that backward recomputes what the policy chooses.
+    """Wrap the forward of the modules that the policy chooses; backward recomputes them.
 
     Args:
         policy: `zero_tp.recompute`.

@@ -20,7 +20,7 @@ from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
-from zero_tp.weights.files import TOKENIZER_FILES, has_commit, holds_tokenizer, resolve
+from zero_tp.weights.files import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,6 @@ class Converted:
     parameters: int
     tokenizer: Path | None
     notes: tuple[str, ...] = ()
-
-
-def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
-    """Return the tokenizer's directory: the requested one, else the run's.
-
-    Raises:
-        UserError: the directory does not exist, or holds no tokenizer.
-    """
-    if requested is not None:
-        directory = resolve(requested, "--tokenizer", weights=False).directory
-        if not directory.is_dir():
-            raise UserError(f"--tokenizer: no directory {directory}")
-        if not holds_tokenizer(directory):
-            raise UserError(f"--tokenizer: {directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:2])}")
-        return directory
-    if recorded is None:
-        return None
-    if has_commit(recorded):
-        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
-    if not Path(recorded).is_dir():
-        raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
-    return Path(recorded)
 
 
 def config_of(manifest: Manifest) -> PretrainedConfig:

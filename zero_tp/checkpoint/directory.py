@@ -52,6 +52,9 @@ class Damaged(UserError):
         super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
         self.file, self.problem, self.checkpoint = file, problem, file.parent
 
+    def __reduce__(self) -> Any:
+        return Damaged, (self.file, self.problem)
+
 
 def checkpoints_of(run: Path) -> Path:
     return run / "checkpoints"
@@ -177,7 +180,7 @@ def _read_problem(error: OSError) -> str:
 
 
 def begin(run: Path) -> Path:
-    """Remove what a killed save left; make a new temporary directory for the ranks. One rank calls it.
+    """Remove the files of a killed save; make a new temporary directory for the ranks. One rank calls it.
 
     Its name is new, because another machine may still resolve an old name to the last save's directory for a minute.
     """
@@ -318,13 +321,11 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises:
         UserError: neither a run nor a checkpoint.
+        OSError: it cannot be read.
     """
-    try:
-        if (path / MANIFEST).is_file():
-            return path
-        steps = complete_steps(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give a run or a checkpoint") from error
+    if (path / MANIFEST).is_file():
+        return path
+    steps = complete_steps(path)
     if not steps:
         raise UserError(f"{path}: no complete checkpoint there; give a run directory or RUN/checkpoints/step_N")
     return step_directory(path, steps[-1])

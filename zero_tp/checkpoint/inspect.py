@@ -37,10 +37,10 @@ def inspect(source: Path, *, verify: bool = False) -> dict[str, Any]:
         verify: also read every file from end to end and compare its checksum, under a progress bar.
 
     Returns:
-        What `zero-tp inspect --json` prints: `checkpoint`, `steps` (of the run's complete checkpoints; none for a
-        checkpoint that was named itself), `incomplete` (a line on each newer directory that is no checkpoint), `step`,
-        `saved_at`, `model`, `parameters`, `bytes` (by kind: masters, moments, random streams), `files` (name → bytes,
-        sha256), `tokenizer`, `versions`, `parent` (the checkpoint that its run was started from), `verified`.
+        What `zero-tp inspect --json` prints. `steps`: of the run's complete checkpoints; none if `source` is a
+        checkpoint. `incomplete`: a line on each newer directory that is no checkpoint. `bytes`: by kind (masters,
+        moments, random streams). `files`: name → bytes and sha256. `parent`: the checkpoint that the run was started
+        from. The other keys say what they are called.
 
     Raises:
         UserError: neither a run nor a checkpoint.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 ORDER = ("training.seed", "data.sequence_length")
 """With the corpora, these keys decide the order of the samples."""
-KEPT = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
-ANEW = "anew: the schedule, the samples and dropout, from step 1"
+INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
+RESTARTED = "anew: the schedule, the samples and dropout, from step 1"
 
 
 def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> ResumePoint:
@@ -116,7 +116,7 @@ def describe_parent(
     before, now = Parallelism.saved(manifest), Parallelism.of(config)
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"
-    lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, KEPT, ANEW]
+    lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
     lines += differences(manifest, config, validation)
     block, fixed = config.zero_tp, manifest.fixed
     order_before = (list(manifest.corpora.values()), *(fixed.get(f"zero_tp.{key}") for key in ORDER))

@@ -15,7 +15,7 @@ from zero_tp.checkpoint.manifest import Manifest, check_same_run, states_file
 from zero_tp.config import RunConfig
 from zero_tp.errors import UserError
 from zero_tp.files import wait_until_visible
-from zero_tp.parallel.agreement import all_gather_object, on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.agreement import check_on_all_ranks, on_rank_zero, require_same_on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,13 @@ def find_resume_point(run: Path, config: RunConfig, resume_from: Path | None = N
     Raises:
         Damaged: the manifest is damaged.
         UserError: another model or run saved the checkpoint, or `resume_from` is no checkpoint.
+        OSError: the directory cannot be read.
     """
-    try:
-        if resume_from is None:
-            directory.refresh_view(run)
-            if not directory.complete_steps(run):
-                return ResumePoint(notes=directory.passed_over(run, 0))
-        point = open_checkpoint(resume_from or run)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); mend the run directory") from error
+    if resume_from is None:
+        directory.refresh_view(run)
+        if not directory.complete_steps(run):
+            return ResumePoint(notes=directory.passed_over(run, 0))
+    point = open_checkpoint(resume_from or run)
     assert point.checkpoint is not None and point.manifest is not None
     check_same_run(point.checkpoint, point.manifest, config)
     return point
@@ -88,18 +86,13 @@ def broadcast_resume_point(
         UserError: on every rank; `find` or `check` raised it, or a rank does not read the same manifest.
     """
 
-    def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...], tuple[Path, str] | None]:
-        try:
-            point = find()
-        except Damaged as damage:
-            return None, (), (damage.file, damage.problem)
+    def describe() -> tuple[tuple[Path, str] | None, tuple[str, ...]]:
+        point = find()
         if point.checkpoint is None or point.manifest is None:
-            return None, point.notes, None
-        return (point.checkpoint, point.manifest.sha256), point.notes, None
+            return None, point.notes
+        return (point.checkpoint, point.manifest.sha256), point.notes
 
-    description, notes, damaged = on_rank_zero(describe)
-    if damaged is not None:
-        raise Damaged(*damaged)
+    description, notes = on_rank_zero(describe)
     if description is None:
         return ResumePoint(notes=notes)
     checkpoint, sha256 = description
@@ -117,7 +110,7 @@ def broadcast_resume_point(
     require_same_on_all_ranks({f"{checkpoint}: the ranks do not read the same manifest": seen})
     if not manifests or manifests[0].sha256 != sha256:
         raise UserError(f"{checkpoint}: it was removed or changed while this run started; start again")
-    _check_on_all_ranks(partial(check, checkpoint, manifests[0]))
+    check_on_all_ranks(partial(check, checkpoint, manifests[0]))
     verify_checkpoint(checkpoint, manifests[0])
     return ResumePoint(checkpoint, manifests[0], notes)
 
@@ -133,22 +126,7 @@ def verify_checkpoint(checkpoint: Path, manifest: Manifest) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     names = [states_file(saver % manifest.tensor, saver // manifest.tensor) for saver in range(len(manifest.files))]
     share = {name: manifest.files[name] for name in names[rank::world]}
-    _check_on_all_ranks(partial(check_content, checkpoint, share, progress=rank == 0))
-
-
-def _check_on_all_ranks(check: Callable[[], None]) -> None:
-    """Run a check on every rank; raise the first rank's error on all of them. Collective."""
-    problem: tuple[Path | None, str] | None = None
-    try:
-        check()
-    except Damaged as damage:
-        problem = damage.file, damage.problem
-    except UserError as error:
-        problem = None, str(error)
-    for first_problem in all_gather_object(problem):
-        if first_problem is not None:
-            file, text = first_problem
-            raise UserError(text) if file is None else Damaged(file, text)
+    check_on_all_ranks(partial(check_content, checkpoint, share, progress=rank == 0))
 
 
 def find_intact_resume_point(
@@ -162,7 +140,7 @@ def find_intact_resume_point(
 
     Args:
         resume_from: see `find_resume_point`. check: see `broadcast_resume_point`.
-        check_owner: raises TakenOver on rank 0 if another launch owns the run directory.
+        check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
 
     Returns:
         The resume point, with a line about each damaged checkpoint that was set aside.

@@ -23,7 +23,7 @@ CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
 
 
 def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None:
-    """Return what a start takes from the checkpoint to resume; None for a new run.
+    """Return the config, model and updates of the checkpoint to resume; None for a new run.
 
     Args:
         resume_from: a checkpoint or run to resume from, instead of this run's newest readable checkpoint.
@@ -38,7 +38,7 @@ def saved_start(run: Path, resume_from: Path | None = None) -> SavedStart | None
     return None
 
 
-class TakenOver(UserError):
+class OwnerChanged(UserError):
     """Another launch owns the run directory now."""
 
 
@@ -61,13 +61,15 @@ class RunOwner:
         """Check the token before a checkpoint or `latest` is renamed. A file that is gone is nobody's.
 
         Raises:
-            TakenOver: another launch has written its own.
+            OwnerChanged: another launch has written its own.
             OSError: the file cannot be read.
         """
         owner = read_owner(self.run)
         if owner is not None and owner.get("token") != self.token:
             who = f"process {owner.get('pid')} on {owner.get('host')}"
-            raise TakenOver(f"{self.run}: another launch ({who}) has taken the run over; this one writes nothing more")
+            raise OwnerChanged(
+                f"{self.run}: another launch ({who}) has taken the run over; this one writes nothing more"
+            )
 
 
 def read_owner(run: Path) -> dict[str, object] | None:
@@ -114,10 +116,7 @@ def write_config(run: Path, resolved: dict[str, Any]) -> None:
     """Replace the run's config at once; it is on the disk then.
 
     Raises:
-        UserError: it cannot be written.
+        OSError: it cannot be written.
     """
-    try:
-        write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
-        sync(run, below=False)
-    except OSError as error:
-        raise UserError(f"{run / CONFIG}: cannot be written ({error.strerror}); make room for it") from error
+    write_atomically(run / CONFIG, json.dumps(resolved, indent=2) + "\n")
+    sync(run, below=False)

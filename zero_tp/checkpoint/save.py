@@ -23,7 +23,7 @@ from torch import Tensor
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_of, states_file, versions
 from zero_tp.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
-from zero_tp.checkpoint.run import TakenOver
+from zero_tp.checkpoint.run import OwnerChanged
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Checkpoint
 from zero_tp.errors import UserError
@@ -62,7 +62,7 @@ class Saver:
             timeout_minutes: the longest that a rank may take to write; `timeout_name` is the setting that raises it.
             settings: which checkpoints stay, and whether a save runs in the background; by default all stay, and
                 training waits.
-            check_owner: raises TakenOver on rank 0 if another launch owns the run directory.
+            check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
         """
         self.zero, self.run, self.topology = zero, run, zero.topology
         self._describe, self._settings, self._check_owner = describe, settings, check_owner
@@ -128,7 +128,7 @@ class Saver:
         It returns on every rank after `wait`, and on rank 0 while a save runs in the background.
 
         Raises:
-            TakenOver: another launch owns the run directory.
+            OwnerChanged: another launch owns the run directory.
         """
         done = self._thread is None or (self.topology.rank == 0 and not self._thread.is_alive())
         if self._is_reported or not done:
@@ -136,7 +136,7 @@ class Saver:
         self._is_reported = True
         outcome = self._collect("outcome", self._deadline())
         if outcome.get("taken_over"):
-            raise TakenOver(outcome["error"])
+            raise OwnerChanged(outcome["error"])
         return self._step, outcome.get("error", "")
 
     def _deadline(self, limits: int = 1) -> float:
@@ -182,7 +182,7 @@ class Saver:
         try:
             return work()
         except Exception as error:  # on a thread: all ranks receive and report it
-            return {"error": describe_problem(error, self.run), "taken_over": isinstance(error, TakenOver)}
+            return {"error": describe_problem(error, self.run), "taken_over": isinstance(error, OwnerChanged)}
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, Written] = {}

@@ -1,12 +1,29 @@
-"""Check a run's JSON file without ranks: every key, every combination and every sum, and what data is here."""
+"""Check a run's JSON file without ranks: every key, every combination and every sum, and what data is here.
+
+The exit status is 0 if a run can start, 1 if FILE is right but a file or directory that a run reads is missing, and 2
+if FILE is wrong: one line for each key, and once the keys are right one for each combination.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+from zero_tp.constants import GIB
+from zero_tp.errors import BAD_INPUT, error_line
 from zero_tp.shipped import config_file
 
+if TYPE_CHECKING:
+    from zero_tp.config import RunConfig
+    from zero_tp.training.run import RunInputs
+
+MISSING = 1
+"""The exit status if the config is right, but a file or directory that a run reads is missing."""
 Parser = argparse._ActionsContainer
 """A parser, or a group of one."""
 
@@ -53,24 +70,165 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(options: argparse.Namespace) -> None:
-    from zero_tp.config import RunConfig, describe
+def main(options: argparse.Namespace) -> int:
+    """Return 0, 1 if the config is right but what a run reads is missing, or 2 after a line for each error."""
+    _leave_out_activations()
+    from deepspeed.accelerator import get_accelerator
+
+    from zero_tp.config import RunConfig, check_accelerator
     from zero_tp.monitors.trackers import check_installed
+    from zero_tp.validation import ConfigErrors
     from zero_tp.weights.files import find_weights, resolve
 
-    config = RunConfig.load(options.check, options.set, options.world_size)
+    try:
+        config = RunConfig.load(options.check, options.set, options.world_size)
+    except ConfigErrors as errors:
+        print(*map(error_line, errors.errors), sep="\n", file=sys.stderr)
+        return BAD_INPUT
     check_installed(config)
-    absent = config.absent()
+    check_accelerator(config.dtype, get_accelerator())
+    absent, inputs = config.absent(), None
     if config.pretrained is not None and config.pretrained not in absent:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)
+    directory = options.output_dir or Path("runs") / config.name
     if not absent:
         from zero_tp.training.run import RunInputs
 
-        run = RunInputs(config, options.output_dir or Path("runs") / config.name, allow_pickle=options.allow_pickle)
+        inputs = RunInputs(config, directory, allow_pickle=options.allow_pickle)
         if options.parent is not None:
             from zero_tp.checkpoint.parent import find_parent
 
-            find_parent(options.parent, config, run.model_config)
-    print(describe(config))
-    if absent and options.parent is not None:
-        print(f"{'unchecked':<10} --from {options.parent}, before all that a run needs is here")
+            find_parent(options.parent, config, inputs.model_config)
+    print(describe(config, directory, inputs, options.parent))
+    return MISSING if any(str(path) not in config.on_hub for path in absent) else 0
+
+
+def _leave_out_activations() -> None:
+    """Import transformers' checks of a config's fields without its activations.
+
+    Those import torch's compiler and sympy, more than half of all that a check would import. Without them any name of
+    an activation passes here; the architectures' tables refuse what is not computed.
+    """
+    name = "transformers.activations"
+    if name in sys.modules:
+        return
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name])["ACT2FN"] = {}
+    import_module("transformers.utils.type_validators")
+    del sys.modules[name]
+
+
+Lines = Iterator[tuple[str, str]]
+"""What is described, and its description."""
+
+
+def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None, parent: Path | None = None) -> str:
+    """Return what is printed about a config that is right.
+
+    Args:
+        directory: of the run.
+        inputs: None if something that a run reads is missing.
+        parent: what the run starts from.
+    """
+    from zero_tp.planning.memory import model_in
+
+    absent = config.absent()
+    missing = ", ".join(str(path) for path in absent if str(path) not in config.on_hub)
+    but = f", but these are missing: {missing}" if missing else ""
+    lines = [("config", f"{config.path} is right{but}")]
+    parameters = model_in(config).whole
+    lines += [*_settings(config, parameters), *_model_states(config, parameters)]
+    lines += [*_initial_weights(config, directory, parent), *_corpora(config, inputs)]
+    lines += [("no effect", text) for text in config.without_effect()]
+    lines += [("note", text) for text in config.cautions()]
+    lines += [("not here", _missing(path, config)) for path in absent]
+    if absent and parent is not None:
+        lines.append(("unchecked", f"--from {parent}, before all that a run needs is here"))
+    return "\n".join(f"{name:<10} {text}" for name, text in lines)
+
+
+def _settings(config: RunConfig, parameters: int) -> Lines:
+    """Describe the model and the sums of a config."""
+    block, batch, values = config.zero_tp, config.batch, config.typed
+    tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
+    model = config.hf_config()
+    kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
+    sizes = f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"
+    yield "model", f"{kind}, {sizes}: {parameters:,} parameters"
+    sequence = ", sequence parallel" if block.parallel.sequence else ""
+    if config.world_size is None:
+        yield "ranks", f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks the sums"
+    else:
+        yield "ranks", f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
+    yield "ZeRO", f"stage {config.zero_stage}, {config.dtype}"
+    factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
+    yield "batch", f"{batch.total or '?'} samples = " + " × ".join(f"{name} {size or '?'}" for name, size in factors)
+    rate, clip = values["optimizer.params.lr"], values["gradient_clipping"]
+    yield "optimizer", f"{values['optimizer.type']}, lr {rate:g}, clip {clip:g}"
+    yield "schedule", _schedule(config)
+    tokens, total = ("?" if batch.total is None else f"{batch.total * length * number:,}" for number in (1, steps))
+    yield "steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"
+
+
+def _schedule(config: RunConfig) -> str:
+    """Return the schedule's type, and its rates at a few steps."""
+    block, steps = config.typed.values.get("scheduler"), config.zero_tp.training.steps
+    if block is None:
+        return "none: the rate stays"
+    from zero_tp.config.schedule import WARMUPS
+    from zero_tp.zero.schedule import rates
+
+    warmup = next((int(block["params"][name]) for name in WARMUPS if name in block["params"]), 1)
+    at = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})
+    points = zip(at, rates(block, config.typed["optimizer.params.lr"], at), strict=True)
+    return f"{block['type']}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)
+
+
+def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) -> Lines:
+    """Describe where a run's weights come from."""
+    from zero_tp.checkpoint.directory import complete_steps
+
+    if steps := complete_steps(directory):
+        yield "weights", f"of {directory}, which the run resumes from step {steps[-1]:,}"
+    elif parent is not None:
+        yield "weights", f"of {parent}, with its moments"
+    elif config.pretrained is not None:
+        yield "weights", f"of {config.pretrained}"
+    else:
+        yield "weights", f"drawn from the seed {config.zero_tp.training.seed}"
+
+
+def _model_states(config: RunConfig, parameters: int) -> Lines:
+    """Describe what weights, gradients and optimizer take of a rank's memory, by ZeRO's formula."""
+    from zero_tp.planning.formulas import model_states
+
+    data, values = config.batch.data_parallel, config.typed
+    if data is None:
+        return
+    element = 4 if config.dtype == "fp32" else 2
+    states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element)
+    parts = [f"{name} {size / GIB:.3g}" for name, size in states.items()]
+    for block in filter(values.offloads, ("offload_optimizer", "offload_param")):
+        parts.append(f"{block} {values[f'zero_optimization.{block}.device']}")
+    total = sum(states.values()) / GIB
+    yield "memory", f"{total:.3g} GiB a rank ({', '.join(parts)}), without activations: zero-tp plan"
+
+
+def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
+    """Describe each corpus, and how often the run reads it."""
+    if inputs is None:
+        return
+    samples, weights, batch = inputs.samples, config.zero_tp.data.train, config.batch
+    for corpus, windows, weight in zip(samples.corpora, samples.windows, weights.values(), strict=True):
+        run = (batch.total or 0) * config.zero_tp.training.steps * weight / sum(weights.values())
+        epochs = "? epochs" if batch.total is None else f"{run / windows:.3g} epochs"
+        yield "data", f"{corpus.prefix}: {corpus.tokens:,} tokens, {epochs}"
+    for corpus in inputs.validation.corpora if inputs.validation else ():
+        yield "validation", f"{corpus.prefix}: {corpus.tokens:,} tokens"
+
+
+def _missing(path: Path, config: RunConfig) -> str:
+    """Describe a file that is not here, and the corpora that are in a directory of its name."""
+    asked = " and asks the Hugging Face hub for" if str(path) in config.on_hub else ""
+    there = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))
+    return f"{path}, which a run needs{asked}" + (f"; did you mean {' or '.join(there)}?" if there else "")

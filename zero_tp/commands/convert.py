@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
+    from zero_tp.checkpoint.directory import find_checkpoint, read_manifest
+
+    read_manifest(find_checkpoint(options.source))  # a wrong path is told before torch is imported
     import torch
 
     from zero_tp.checkpoint.convert import to_huggingface

@@ -26,6 +26,7 @@ tasks
   wikitext103  word-level perplexity of the test split, or of --data wikitext103=FILE in its tokenised form
   lambada      is a passage's last word the most likely one? The test split, or --data lambada=FILE: JSON lines with
                "context" and "continuation" or with the passage as "text", or a passage a line in .txt
+  multiple_choice  of your own questions, --data multiple_choice=FILE: JSON lines with query, choices and gold
   any other    is a task, group or tag of lm-eval: arc_easy, hellaswag, piqa, mmlu, …
 
 Without --data the texts come from the Hugging Face hub or its cache. docs/evaluation.md says what each figure means.
@@ -99,7 +100,12 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write each request of lm-eval's tasks and the model's answer beside --output, JSON lines for each task",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="only the first N examples of each task; wikitext103 is one text",
+    )
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
     parser.add_argument(
         "--allow-task-code",

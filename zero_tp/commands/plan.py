@@ -74,12 +74,13 @@ def main(options: argparse.Namespace) -> None:
         result["dry_run"] = {"seconds": seconds, **peaks}
         lines += report.dry_run(run_plan.peak, whole, seconds)
     advice: list[str] = []
+    fastest = None
     if options.search:
         search = Search(config, chosen)
         shown, best = search.fastest(options.set, options.top)
         result["candidates"] = [each.as_json() for each in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
-        advice = report.advice(search, shown, run_plan)
+        advice, fastest = report.advice(search, shown, run_plan), shown[0]
         lines += advice
         if options.write:
             write_named(options.write, json.dumps(best, indent=2) + "\n")
@@ -87,5 +88,5 @@ def main(options: argparse.Namespace) -> None:
     if options.html:
         from zero_tp.planning.pictures import write_page
 
-        lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice)]
+        lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice, fastest)]
     print(json.dumps(result, indent=1) if options.json else "\n".join(lines))

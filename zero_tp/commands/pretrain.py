@@ -22,7 +22,7 @@ from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.heap import keep_freed_memory
 from zero_tp.process.lifecycle import run_rank
 from zero_tp.process.signals import Requests
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -62,7 +62,7 @@ def pretrain(
     options: argparse.Namespace,
     environment: RankEnvironment,
     requests: Requests,
-    watch: Watch,
+    watch: Watchdog,
     callbacks: Sequence[Callback],
 ) -> None:
     from zero_tp.checkpoint.run import saved_start
@@ -137,5 +137,5 @@ def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Seq
     """
     if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
         cli.run(lambda: check.main(parse()))
-    environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watch()
+    environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watchdog()
     run_rank(lambda: pretrain(parse(), environment, requests, watch, callbacks), verbose, environment, requests, watch)

@@ -53,14 +53,15 @@ def main(options: argparse.Namespace) -> None:
 
 def continue_prompt(options: argparse.Namespace) -> str:
     """Return the prompt and its continuation."""
-    from transformers import set_seed
-
-    from zero_tp.evaluation.model_directory import open_directory
+    from zero_tp.evaluation.model_directory import find_model
     from zero_tp.topology import Topology
 
-    directory = open_directory(options.model)
-    if directory.note:
-        print(directory.note, file=sys.stderr)
+    files = find_model(options.model)  # before torch and transformers are imported
+    if files.note:
+        print(files.note, file=sys.stderr)
+    directory = files.open()
+    from transformers import set_seed
+
     tokenizer = directory.tokenizer
     prompt = tokenizer(options.prompt, return_tensors="pt")
     length = prompt["input_ids"].shape[1]

@@ -2,7 +2,6 @@
 
 from zero_tp.config.refusals import check_accelerator
 from zero_tp.config.run_config import RunConfig
-from zero_tp.config.summary import describe
 from zero_tp.errors import ConfigError
 
-__all__ = ["ConfigError", "RunConfig", "check_accelerator", "describe"]
+__all__ = ["ConfigError", "RunConfig", "check_accelerator"]

@@ -6,6 +6,7 @@ compares them with the keys that DeepSpeed reads. `config_file.py` adds the bloc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -154,28 +155,25 @@ RENAMED: dict[str, str] = {
 """Names that DeepSpeed still takes, or takes only when the new name is absent: its own fields' names among them."""
 
 
-def check_names(values: dict[str, Any]) -> None:
-    """Refuse keys that DeepSpeed removed or renamed, and blocks that have to stay off.
-
-    Raises:
-        ConfigError: names the key and the remedy.
-    """
+def wrong_names(values: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each key that DeepSpeed removed or renamed, or of a block that has to stay off."""
     zero = values.get("zero_optimization")
     for key in (*values, *(f"zero_optimization.{name}" for name in (zero if isinstance(zero, dict) else ()))):
         if key in REMOVED:
-            raise ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
-        if key in RENAMED:
-            raise ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
+            yield ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
+        elif key in RENAMED:
+            yield ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
     for name, block in values.items():
         if name in OFF_BLOCKS and block is not None and block is not False:
-            _check_off(name, block)
+            yield from _switched_on(name, block)
 
 
-def _check_off(name: str, block: Any) -> None:
+def _switched_on(name: str, block: Any) -> Iterator[ConfigError]:
     if not isinstance(block, dict):
-        raise ConfigError(name, f"expected an object, got {shown(block)}", "leave the block out")
+        yield ConfigError(name, f"expected an object, got {shown(block)}", "leave the block out")
+        return
     for key, value in block.items():
         if key not in OffBlock.model_fields or value not in get_args(OffBlock.model_fields[key].annotation):
             reason, _, remedy = OFF_BLOCKS[name].partition("; ")
             problem = f"{shown(value)} is refused: {reason}"
-            raise ConfigError(f"{name}.{key}", problem, remedy or "leave the block out")
+            yield ConfigError(f"{name}.{key}", problem, remedy or "leave the block out")

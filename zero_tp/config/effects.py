@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 
 from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
-from zero_tp.config.typed import Door, TypedConfig
+from zero_tp.config.typed import ACTIVATIONS, OPTIMIZER, SCHEDULER, ZERO, Door, TypedConfig
+from zero_tp.constants import MODEL_KEY
 
-ZERO = "zero_optimization"
-OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
 USUAL_RATE = 1.0
 SWITCHED = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks whose other keys mean nothing while `enabled` is false."""
@@ -60,10 +59,8 @@ def _optimization_notes(config: TypedConfig) -> Iterator[Note]:
     yield Note("comet.samples_log_interval", True, "zero_tp.logging.interval says which steps are logged")
     timed = config["timers.throughput.enabled"]
     yield Note("timers.throughput.synchronized", not timed, "timers.throughput.enabled is not true")
-    slots = config["activation_checkpointing.contiguous_memory_optimization"]
-    yield Note(
-        "activation_checkpointing.number_checkpoints", not slots, "only contiguous_memory_optimization has slots"
-    )
+    slots = config[f"{ACTIVATIONS}.contiguous_memory_optimization"]
+    yield Note(f"{ACTIVATIONS}.number_checkpoints", not slots, "only contiguous_memory_optimization has slots")
     scaling = "fp16.initial_scale_power fp16.loss_scale_window fp16.*hysteresis fp16.min_loss_scale"
     yield Note(scaling, config["fp16.loss_scale"] > 0, "fp16.loss_scale is fixed")
     is_sgd = config["optimizer.type"] == "SGD"
@@ -135,6 +132,12 @@ def _zero_notes(config: TypedConfig) -> Iterator[Note]:
 
 def caution_rows(config: TypedConfig) -> Iterator[Note]:
     """Yield every note on keys that do less than they say, or have an unusual value, true of this config or not."""
+    in_run = config.door is Door.RUN  # only a run's file has a model, and says how long it is
+    yield Note(
+        f"{MODEL_KEY}.model_type",
+        in_run and not any(type(value) is int for value in config.zero_tp.model.values()),
+        "no size is written, so that all are the defaults of transformers' class",
+    )
     yield Note(
         "comms_logger.enabled",
         config["comms_logger.enabled"],
@@ -162,7 +165,7 @@ def caution_rows(config: TypedConfig) -> Iterator[Note]:
         "OneCycle sets the betas, the first between cycle_min_mom and cycle_max_mom, the second to 0.99; "
         "cycle_momentum false leaves them",
     )
-    steps = config.zero_tp.training.steps if config.door is Door.RUN else None  # only a run's file says how long it is
+    steps = config.zero_tp.training.steps if in_run else None
     lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
     yield Note(
         " ".join(lengths),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-from pydantic import create_model
+from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from zero_tp.config.deepspeed import RENAMED
 from zero_tp.config.model import FROM
-from zero_tp.config.optimizer import OptimizerBlock
+from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA
+from zero_tp.config.schedule import SCHEDULES
 from zero_tp.config.schema import ZeroTP
 
 Json = dict[str, Any]
+ANY_ADAM = "[Aa][Dd][Aa][Mm][Ww]?"
+"""DeepSpeed takes both names in any case."""
 CAN_BE_AUTO = {*AUTO, *BATCH_FIELDS}
 
 
@@ -29,7 +33,7 @@ class _WithoutExtras(GenerateJsonSchema):
 def json_schema() -> Json:
     """Return the JSON schema (draft 2020-12) of a run's file. This imports DeepSpeed: about two seconds.
 
-    It knows keys, types and ranges, but for the `params` of optimizer and scheduler, which depend on their types. What
+    It knows keys, types and ranges; `params` depend on `type`, and the names of a model's fields on `model_type`. What
     RunConfig accepts is valid; combinations and sums it can't know.
     """
     from zero_tp.architectures import ARCHITECTURES
@@ -39,10 +43,16 @@ def json_schema() -> Json:
     model = create_model("Config", __base__=ConfigFile, **required)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
     _adapt(schema, schema["$defs"])
-    schema["$defs"]["ZeroTP"]["properties"]["model"]["properties"] = {
-        "model_type": {"enum": list(ARCHITECTURES)},
-        FROM: {"type": "string"},
-    }
+    definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
+    definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
+    _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(each) for name, each in SCHEDULES.items()})
+    adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
+    optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
+    types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
+    definitions["OptimizerBlock"]["properties"]["type"] = types
+    _add_cases(definitions["OptimizerBlock"], "type", optimizers)
+    model_block["properties"] = {"model_type": {"enum": list(ARCHITECTURES)}, FROM: {"type": "string"}}
+    _add_cases(model_block, "model_type", {name: _with_fields(name) for name in ARCHITECTURES})
     schema["properties"][SCHEMA] = {"type": "string", "description": "The path of this schema, for editors."}
     return {
         **schema,
@@ -50,6 +60,32 @@ def json_schema() -> Json:
         "title": "A run of zero_tp",
         "description": "A DeepSpeed config and the zero_tp block.",
     }
+
+
+def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
+    """Say what holds besides for each value, a pattern, of `key`. Unlike `oneOf`, an error has its own place."""
+    block["allOf"] = [
+        {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
+        for value, then in cases.items()
+    ]
+
+
+def _with_params(model: type[BaseModel], block: str = "scheduler") -> Json:
+    params = model.model_json_schema()
+    _adapt(params, {}, f"{block}.params.")
+    return {"properties": {"params": params}, "required": ["params"] if "required" in params else []}
+
+
+def _with_fields(model_type: str) -> Json:
+    """Allow the names of a model's fields, transformers' general ones too."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from zero_tp.architectures import ARCHITECTURES
+
+    config_class = CONFIG_MAPPING[model_type]
+    names = {"model_type", *inspect.get_annotations(config_class), *ARCHITECTURES[model_type].fields.undeclared}
+    names |= {alias for alias, name in config_class.attribute_map.items() if name in names}
+    return {"properties": dict.fromkeys(sorted(names), True), "additionalProperties": False}
 
 
 def _adapt(schema: Json, definitions: Json, path: str = "") -> None:

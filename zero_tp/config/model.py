@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from zero_tp.architectures.spec import TransformerSpec
 
 FROM = "from_pretrained"
+ELSEWHERE = {
+    "attn_implementation": "zero_tp.attention",
+    "_attn_implementation": "zero_tp.attention",
+    **dict.fromkeys(("dtype", "torch_dtype"), "bf16.enabled or fp16.enabled"),
+}
+"""Arguments of transformers' `from_pretrained` that other keys of the file stand for."""
 
 
 def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -32,14 +38,9 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
         ConfigError: an unknown or unsupported model_type or field, a wrong type or value, sizes that don't divide; no
             such directory.
     """
-    from zero_tp.architectures import ARCHITECTURES, architecture_of
-    from zero_tp.architectures.configs import written_config
+    from zero_tp.architectures import architecture_of
 
-    model = zero_tp.model
-    if not {"model_type", FROM} & model.keys():
-        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
-        raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
-    config = written_config(model) if FROM not in model else _config_from(model, saved)
+    config = model_config(zero_tp.model, saved)
     spec = architecture_of(config).spec(config)
     _check_objective(zero_tp, spec, config)
     spec.check(zero_tp.parallel.tensor)
@@ -47,6 +48,19 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     if zero_tp.logging.experts and spec.experts is None:
         raise ConfigError("zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out")
     return config
+
+
+def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """Return the Hugging Face config of `zero_tp.model` by itself. The arguments and errors are `check_model`'s."""
+    from zero_tp.architectures import ARCHITECTURES
+    from zero_tp.architectures.configs import written_config
+
+    if not {"model_type", FROM} & model.keys():
+        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM}": DIR}}'
+        raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
+    for name in model.keys() & ELSEWHERE.keys():
+        raise ConfigError(f"{MODEL_KEY}.{name}", "is no field of a model", f"use {ELSEWHERE[name]}")
+    return written_config(model) if FROM not in model else _config_from(model, saved)
 
 
 def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:

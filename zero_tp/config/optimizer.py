@@ -99,15 +99,17 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[Block]:
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 
-def check_optimizer(block: OptimizerBlock, offload: bool) -> Block:
+def check_optimizer(raw: dict[str, Any], offload: bool) -> Block:
     """Return the `params` of the `optimizer` block, typed.
 
     Args:
+        raw: the block.
         offload: the optimizer's states live on the CPU, which selects other classes.
 
     Raises:
         ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
     """
+    block = validate(OptimizerBlock, raw, "optimizer")
     name, lower = block.type, block.type.lower()
     refused = {other.lower(): reason for other, reason in REFUSED_OPTIMIZERS.items()}
     if lower in refused:
@@ -126,12 +128,16 @@ def check_optimizer(block: OptimizerBlock, offload: bool) -> Block:
 def choose_implementation(values: dict[str, Any]) -> None:
     """Write torch's fused kernel into the `optimizer` block of an Adam, if the block leaves the implementation open.
 
+    `values` is DeepSpeed's config, whatever its types.
+
     It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
     start; it stays if the block has an argument of that class alone. DeepSpeed's CPUAdam updates offloaded states.
     """
-    block = values.get("optimizer", {})
-    params = block.get("params")
-    if block.get("type", "").lower() not in ("adam", "adamw") or params is None or _offloads_optimizer(values):
+    block = values.get("optimizer")
+    params = block.get("params") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or not isinstance(params, dict) or offloads_optimizer(values):
+        return
+    if str(block.get("type")).lower() not in ("adam", "adamw"):
         return
     if params.keys() & (FusedAdam.model_fields.keys() - TorchAdam.model_fields.keys()):
         return
@@ -144,9 +150,11 @@ def builder_name(values: dict[str, Any]) -> str | None:
     optimizer = values["optimizer"]
     if optimizer["type"].lower() not in ("adam", "adamw") or optimizer.get("params", {}).get("torch_adam"):
         return None
-    return "CPUAdamBuilder" if _offloads_optimizer(values) else FUSED_ADAM
+    return "CPUAdamBuilder" if offloads_optimizer(values) else FUSED_ADAM
 
 
-def _offloads_optimizer(values: dict[str, Any]) -> bool:
-    offload = values.get("zero_optimization", {}).get("offload_optimizer") or {}
-    return bool(offload.get("device", "none") != "none")
+def offloads_optimizer(values: dict[str, Any]) -> bool:
+    """Tell whether DeepSpeed's config, whatever its types, keeps the optimizer's states in host memory or on NVMe."""
+    zero = values.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    return isinstance(offload, dict) and offload.get("device", "none") != "none"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config.resolve import dtype_name
+from zero_tp.config.resolve import look_up
+from zero_tp.config.schedule import check_phases
 from zero_tp.config.schema import Parallel, ZeroTP
-from zero_tp.config.typed import Door, TypedConfig
+from zero_tp.config.typed import ACTIVATIONS, OPTIMIZER, SCHEDULER, ZERO, Door, TypedConfig
 from zero_tp.errors import ConfigError, shown
 from zero_tp.topology import Topology
+from zero_tp.validation import Problems
 
-ZERO = "zero_optimization"
-ACTIVATIONS = "activation_checkpointing"
-OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
 MOST_EPS = 1.0
 
 FIXED: dict[str, tuple[Any, str]] = {
@@ -79,11 +78,16 @@ class Refusal:
     reason: str
     remedy: str = "leave it out"
 
+    def check(self) -> None:
+        """Raise a ConfigError if it applies."""
+        if self.applies:
+            raise ConfigError(self.key, f"refused {self.when}: {self.reason}", self.remedy)
+
 
 def refusals(config: TypedConfig) -> list[Refusal]:
     """Return every combination that is refused, whether this config has it or not."""
     return [
-        *(_fixed(config, key, value, reason) for key, (value, reason) in FIXED.items()),
+        *(_fixed(config.values, key, value, reason) for key, (value, reason) in FIXED.items()),
         *_gradient_refusals(config),
         *_optimizer_refusals(config),
         *_zero_tp_refusals(config),
@@ -92,12 +96,13 @@ def refusals(config: TypedConfig) -> list[Refusal]:
     ]
 
 
-def _fixed(config: TypedConfig, key: str, value: Any, reason: str) -> Refusal:
+def _fixed(values: dict[str, Any], key: str, value: Any, reason: str) -> Refusal:
+    written = look_up(values, key)
     when = f"unless it is {shown(value)}"
     if value is None or isinstance(value, bool):
         when = "at all" if value is None else f"as {shown(not value)}"
     reason, _, remedy = reason.partition("; ")
-    return Refusal(key, when, config.written(key, value) != value, reason, remedy or "leave it out")
+    return Refusal(key, when, written is not None and written != value, reason, remedy or "leave it out")
 
 
 def _gradient_refusals(config: TypedConfig) -> Iterator[Refusal]:
@@ -272,7 +277,7 @@ def _activation_refusals(config: TypedConfig) -> Iterator[Refusal]:
     yield Refusal(
         ACTIVATIONS,
         "in ZeroTPTrainer",
-        in_trainer and any(config.written(ACTIVATIONS, {}).values()),
+        in_trainer and any((config.values.get(ACTIVATIONS) or {}).values()),
         "a Trainer recomputes by gradient_checkpointing of its TrainingArguments",
     )
     moves_inputs = in_trainer or config.zero_tp.recompute_policy.mode == "full"
@@ -289,13 +294,36 @@ def refuse(config: TypedConfig) -> None:
     """Refuse a config that has one of the `refusals`.
 
     Raises:
-        ConfigError: names the first; or there is no optimizer.
+        ConfigErrors: one for each that it has, and for a schedule that is shorter than its phases.
     """
-    if config.door is not Door.TRAINER and config["optimizer.type"] is None:
-        raise ConfigError("optimizer", "required, but not given", 'as in {"type": "AdamW", "params": {"lr": 3e-4}}')
+    problems = Problems()
     for row in refusals(config):
-        if row.applies:
-            raise ConfigError(row.key, f"refused {row.when}: {row.reason}", row.remedy)
+        with problems:
+            row.check()
+    with problems:
+        check_phases(config[SCHEDULER] or {})
+    problems.raise_all()
+
+
+def check_single_keys(values: dict[str, Any]) -> None:
+    """Check what needs one key alone to be known: keys that may have one value, and that there is an optimizer.
+
+    Raises:
+        ConfigErrors: one for each.
+    """
+    problems = Problems()
+    with problems:
+        require_optimizer(values)
+    for key, (value, reason) in FIXED.items():
+        with problems:
+            _fixed(values, key, value, reason).check()
+    problems.raise_all()
+
+
+def require_optimizer(values: dict[str, Any]) -> None:
+    """Raise a ConfigError if DeepSpeed's config has no optimizer."""
+    if "optimizer" not in values:
+        raise ConfigError("optimizer", "required, but not given", 'as in {"type": "AdamW", "params": {"lr": 3e-4}}')
 
 
 def check_deepspeed(
@@ -310,21 +338,20 @@ def check_deepspeed(
     policy = recompute or RecomputePolicy(mode="none")
     zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
     config = TypedConfig.parse(values, zero_tp, door)
+    if door is not Door.TRAINER:
+        require_optimizer(values)
     refuse(config)
     return config
 
 
-def check_accelerator(config: dict[str, Any], supports: Callable[[str], bool]) -> None:
-    """Check that this machine's accelerator computes in the config's dtype.
-
-    Args:
-        config: DeepSpeed's part of a resolved config.
-        supports: says whether the accelerator supports "bf16" or "fp16".
+def check_accelerator(dtype: str, accelerator: Any) -> None:
+    """Check that this machine's accelerator, DeepSpeed's object, computes in a dtype: "fp32", "bf16" or "fp16".
 
     Raises:
         ConfigError: it doesn't.
     """
-    name = dtype_name(config)
-    if name != "fp32" and not supports(name):
-        others = " or ".join(other for other in ("bf16", "fp16") if other != name and supports(other))
-        raise ConfigError(f"{name}.enabled", f"this accelerator does not support {name}", f"use {others or 'fp32'}")
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if dtype != "fp32" and not supported[dtype]():
+        others = " or ".join(other for other in supported if other != dtype and supported[other]())
+        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {dtype}"
+        raise ConfigError(f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from zero_tp.config.optimizer import choose_implementation
-from zero_tp.config.schedule import LENGTHS, WARMUPS, SchedulerBlock, check_scheduler
+from zero_tp.config.schedule import LENGTHS, WARMUPS, check_scheduler
 from zero_tp.errors import ConfigError, shown
 from zero_tp.strict_json import InvalidJson, parse_json
 
@@ -174,35 +173,29 @@ def take_auto(values: dict[str, Any]) -> list[str]:
     return keys
 
 
-def refuse_auto(value: Any, path: str = "") -> None:
-    """Raise a ConfigError naming the first "auto" in `value` that nothing resolves."""
-    if value == "auto" and path not in DECIDED_LATER:
-        raise ConfigError(path, '"auto" is not known for this key', "write the value")
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            refuse_auto(inner, f"{path}.{key}" if path else key)
+def wrong_autos(value: Any, path: str = "") -> Iterator[ConfigError]:
+    """Yield an error for each "auto" in `value` that nothing resolves."""
+    for key, leaf in leaves(value, path):
+        if leaf == "auto" and key not in DECIDED_LATER:
+            yield ConfigError(key, '"auto" is not known for this key', "write the value")
 
 
 def fill(
     values: dict[str, Any],
     auto_keys: Sequence[str],
+    batch: BatchSizes,
     steps: int,
     hidden_size: int,
-    data: int | None,
     saved: SavedStart | None = None,
-) -> tuple[BatchSizes, list[str]]:
-    """Complete DeepSpeed's part of a config in place, and return the batch sizes, and lines for the log.
+) -> list[str]:
+    """Complete DeepSpeed's part of a config in place, and return lines for the log.
 
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
         auto_keys: those keys.
         steps: `zero_tp.training.steps`.
         hidden_size: of the model.
-        data: number of data-parallel replicas, or None when it isn't known.
         saved: what a later start goes on from.
-
-    Raises:
-        ConfigError: see `resolve_batch`.
     """
     inputs, lines = AutoInputs(values, steps, hidden_size), []
     for path, (_, value) in AUTO.items():
@@ -216,14 +209,12 @@ def fill(
                 elif name in LENGTHS:
                     block[name], line = _length_of_schedule(path, block[name], earlier, saved)
                     lines.append(line)
-    choose_implementation(values)
     values.setdefault("gradient_clipping", 1.0)
     if "scheduler" in values:
         values["scheduler"].setdefault("params", {})  # DeepSpeed takes them to be there
-    batch = resolve_batch(values, data)
     sizes = {key: getattr(batch, field) for key, field in BATCH_FIELDS.items()}
     values.update({key: size for key, size in sizes.items() if size is not None})
-    return batch, lines
+    return lines
 
 
 def _length_of_schedule(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:
@@ -231,7 +222,7 @@ def _length_of_schedule(path: str, length: int, earlier: int, saved: SavedStart)
 
     It follows `training.steps` until the rate begins to fall: a new length would then move the rate.
     """
-    start = check_scheduler(SchedulerBlock(**saved.config["scheduler"])).decay_start
+    start = check_scheduler(saved.config["scheduler"]).decay_start
     if start is None or saved.updates <= start:
         return length, f"{path}: {length}, which follows zero_tp.training.steps ({earlier} at the start before)"
     remedy = f"--set {path}={length} follows it, and moves the rate at once"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
 from zero_tp.config.effects import cautions, without_effect
-from zero_tp.config.model import FROM, check_model, check_recompute
-from zero_tp.config.refusals import refuse
+from zero_tp.config.model import FROM, check_model, check_recompute, model_config
+from zero_tp.config.optimizer import choose_implementation
+from zero_tp.config.refusals import check_single_keys, refuse
 from zero_tp.config.resolve import (
+    BATCH_FIELDS,
     BatchSizes,
     SavedStart,
     apply_overrides,
@@ -24,13 +26,16 @@ from zero_tp.config.resolve import (
     look_up,
     resolve_batch,
     take_auto,
+    wrong_autos,
 )
 from zero_tp.config.schema import ZeroTP
 from zero_tp.config.typed import TypedConfig, check_types
 from zero_tp.constants import MODEL_KEY
-from zero_tp.errors import ConfigError
+from zero_tp.errors import ConfigError, did_you_mean
+from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
+from zero_tp.validation import Problems, validate
 from zero_tp.weights.files import is_cached, is_name, pin_to_first_start, pinned
 
 if TYPE_CHECKING:
@@ -75,9 +80,11 @@ class RunConfig:
             saved: what a later start goes on from.
 
         Raises:
-            ConfigError: the file can't be read, or the run can't be started as it is written.
+            ConfigError: the file can't be read.
+            ConfigErrors: the run can't be started as it is written. First come all keys that are wrong by themselves;
+                if there is none, all combinations and sums.
         """
-        values = read_json(Path(path))
+        values = read_json(Path(path), _remedy_without(Path(path)))
         apply_overrides(values, overrides)
 
         # 1. Types: of every key that is written; an "auto" has none yet.
@@ -86,21 +93,24 @@ class RunConfig:
             remedy = "give the path of what `zero-tp schema` prints, or leave it out"
             raise ConfigError(SCHEMA, "expected a string", remedy)
         auto_keys = take_auto(values)
-        zero_tp = check_types(values).zero_tp
-        if zero_tp is None:
-            raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
-        data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
+        choose_implementation(values)
+        zero_tp, hf_config, batch = _check_each_key(values, auto_keys, world_size, saved)
 
         # 2. Fill: what the file leaves open, until every key has a value.
         values = {key: value for key, value in values.items() if key != "zero_tp" and key not in OFF_BLOCKS}
-        zero_tp, hf_config = _fill_names(_fill_steps(zero_tp, values, data), saved)
-        batch, lines = fill(values, auto_keys, zero_tp.training.steps, hf_config.hidden_size, data, saved)
+        zero_tp = _fill_steps(zero_tp, batch.total)
+        lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
         typed = TypedConfig.parse(values, zero_tp)
 
         # 3. Refuse: combinations that would train another model, and sums that don't come out.
-        refuse(typed)
-        check_tokens(batch, zero_tp.data.sequence_length)
-        check_recompute(typed, hf_config.num_hidden_layers, batch.accumulation)
+        problems = Problems()
+        with problems:
+            refuse(typed)
+        with problems:
+            check_tokens(batch, zero_tp.data.sequence_length)
+        with problems:
+            check_recompute(typed, hf_config.num_hidden_layers, batch.accumulation)
+        problems.raise_all()
         return cls(Path(path), world_size, batch, typed, hf_config, lines)
 
     def pinned(self) -> RunConfig:
@@ -219,24 +229,77 @@ class RunConfig:
         return config
 
 
+def _remedy_without(path: Path) -> str:
+    """Return what to do if there is no file of this path."""
+    near = "" if path.exists() else did_you_mean(str(path), config_names())
+    return "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
+
+
 def _known(size: int | None) -> int:
     assert size is not None, "RunConfig.load needs a world_size for this"
     return size
 
 
-def _fill_steps(zero_tp: ZeroTP, values: dict[str, Any], data: int | None) -> ZeroTP:
-    """Give a run that says its tokens the steps that see them.
+def _check_block(block: Any) -> ZeroTP:
+    """Return the `zero_tp` block of a file, typed.
 
     Raises:
-        ConfigError: not one of the two is given, or the global batch isn't known.
+        ConfigErrors: each key with an unknown name or a wrong value, "auto" among them.
+        ConfigError: there is no block, or neither or both of `training.steps` and `training.tokens`.
+    """
+    if block is None:
+        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+    zero_tp = validate(ZeroTP, block, "zero_tp", wrong_autos(block, "zero_tp"))
+    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
+    if (steps is None) == (tokens is None):
+        problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
+        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
+    return zero_tp
+
+
+def _check_each_key(
+    values: dict[str, Any], auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
+) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
+    """Return the `zero_tp` block and the model's config, both with the hub's commits, and the batch sizes.
+
+    Raises:
+        ConfigErrors: each key that is wrong whatever the other blocks say.
+    """
+    problems, zero_tp, hf_config, batch, data = Problems(), None, None, None, None
+    with problems:
+        check_types({key: value for key, value in values.items() if key != "zero_tp"}, auto_keys)
+    with problems:
+        check_single_keys(values)
+    with problems:
+        zero_tp = _check_block(values.get("zero_tp"))
+    if zero_tp is not None:
+        with problems:
+            data = None if world_size is None else data_parallel_size(world_size, zero_tp.parallel.tensor)
+        with problems:
+            zero_tp, hf_config = _fill_names(zero_tp, saved)
+    elif isinstance(model := look_up(values, MODEL_KEY), dict):
+        with problems:
+            model_config(model)
+    if not any(error.key in BATCH_FIELDS for error in problems.errors):
+        with problems:
+            batch = resolve_batch(values, data)
+    problems.raise_all()
+    assert zero_tp is not None and hf_config is not None and batch is not None
+    return zero_tp, hf_config, batch
+
+
+def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
+    """Give a run that says its tokens the steps that see them.
+
+    Args:
+        samples: of one step.
+
+    Raises:
+        ConfigError: the global batch isn't known.
     """
     training = zero_tp.training
-    if (training.steps is None) == (training.tokens is None):
-        problem = "required, but not given" if training.steps is None else "given beside zero_tp.training.tokens"
-        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
     if training.tokens is None:
         return zero_tp
-    samples = resolve_batch(values, data).total
     if samples is None:
         problem = "needs the global batch, which the number of ranks decides"
         raise ConfigError("zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size")

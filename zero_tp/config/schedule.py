@@ -162,12 +162,13 @@ LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps
 """The arguments that say how long the run and its warm-up are, as DeepSpeed and transformers call them."""
 
 
-def check_scheduler(block: SchedulerBlock) -> Schedule:
+def check_scheduler(raw: dict[str, Any]) -> Schedule:
     """Return the `params` of the `scheduler` block, typed.
 
     Raises:
-        ConfigError: see `validate`; an unknown type; phases that are longer than the schedule.
+        ConfigError: see `validate`; an unknown type.
     """
+    block = validate(SchedulerBlock, raw, "scheduler")
     name = block.type
     if name in REFUSED_SCHEDULES:
         raise ConfigError("scheduler.type", f"{shown(name)} is refused: {REFUSED_SCHEDULES[name]}", "use another")
@@ -180,13 +181,11 @@ def check_scheduler(block: SchedulerBlock) -> Schedule:
     if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
         given = "required, but not given" if params.min_lr is None else "given beside min_lr_rate"
         raise ConfigError("scheduler.params.min_lr", given, "give min_lr, or its ratio to the rate as min_lr_rate")
-    _check_phases(params)
     return params
 
 
-def _check_phases(params: Schedule) -> None:
-    """Raise a ConfigError if warm-up and decay together are longer than the schedule."""
-    values = params.model_dump()
+def check_phases(values: dict[str, Any]) -> None:
+    """Raise a ConfigError if warm-up and decay together are longer than the schedule with these `params`."""
     length = next((name for name in LENGTHS if name in values), None)
     phases = [name for name in (*WARMUPS, "num_decay_steps") if name in values]
     if length is not None and values[length] < sum(values[name] for name in phases):

@@ -215,7 +215,8 @@ BLOCK_OF = {"comet_ml": "comet", "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def _as_arguments(value: Any) -> Any:
-    return {name: {} for name in value} if isinstance(value, list) else value
+    is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return {name: {} for name in value} if is_list else value
 
 
 def _are_trackers(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from zero_tp.config.deepspeed import check_names
-from zero_tp.config.optimizer import check_optimizer
-from zero_tp.config.resolve import dtype_name, look_up, refuse_auto
+from zero_tp.config.deepspeed import wrong_names
+from zero_tp.config.optimizer import check_optimizer, offloads_optimizer
+from zero_tp.config.resolve import dtype_name, look_up, wrong_autos
 from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
-from zero_tp.validation import check_keys, validate
+from zero_tp.validation import Block, Problems, validate
 
-if TYPE_CHECKING:
-    from zero_tp.config.config_file import ConfigFile
+ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
+OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
 
 
 class Door(enum.Enum):
@@ -43,20 +44,12 @@ class TypedConfig:
 
     @classmethod
     def parse(cls, values: dict[str, Any], zero_tp: ZeroTP, door: Door = Door.RUN) -> TypedConfig:
-        """Type DeepSpeed's part, in which no "auto" is left, and `params` of optimizer and scheduler.
+        """Type DeepSpeed's part, in which no "auto" is left.
 
         Raises:
-            ConfigError: see `check_types`, `check_optimizer` and `check_scheduler`.
+            ConfigErrors: see `check_types`.
         """
-        blocks = check_types(values)
-        complete = blocks.model_dump(by_alias=True)
-        if blocks.optimizer is not None:
-            offload = blocks.zero_optimization.offload_optimizer
-            params = check_optimizer(blocks.optimizer, offload is not None and offload.device != "none")
-            complete["optimizer"]["params"] = params.model_dump()
-        if blocks.scheduler is not None:
-            complete["scheduler"]["params"] = check_scheduler(blocks.scheduler).model_dump()
-        return cls(values, complete, zero_tp, door)
+        return cls(values, check_types(values), zero_tp, door)
 
     def __getitem__(self, key: str) -> Any:
         """Return the value at a dotted key of DeepSpeed's part, or its default.
@@ -68,11 +61,6 @@ class TypedConfig:
     def number(self, key: str) -> float:
         """Return the number at a dotted key, or its default; 0 where there is none."""
         return self[key] or 0
-
-    def written(self, key: str, default: Any = None) -> Any:
-        """Return the value that is written at a dotted key, or `default` where it is absent or null."""
-        value = look_up(self.values, key)
-        return default if value is None else value
 
     @property
     def stage(self) -> int:
@@ -98,15 +86,29 @@ class TypedConfig:
         return self.number("optimizer.params.lr") if rate is None else float(rate)
 
 
-def check_types(values: dict[str, Any]) -> ConfigFile:
-    """Return a config as typed blocks, `params` of optimizer and scheduler as they are written.
+def check_types(values: dict[str, Any], auto_keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return DeepSpeed's part converted to its types, with the default of every key that is not written.
+
+    Args:
+        auto_keys: keys without a value yet.
 
     Raises:
-        ConfigError: the first key with an unknown name or a wrong value, "auto" among them.
+        ConfigErrors: each key with an unknown name or a wrong value; see also `check_optimizer` and `check_scheduler`.
     """
     from zero_tp.config.config_file import ConfigFile
 
-    check_names(values)
-    check_keys(ConfigFile, values, "")
-    refuse_auto(values)
-    return validate(ConfigFile, values, "")
+    problems, complete, params = Problems(), dict[str, Any](), dict[str, Block]()
+    with problems:
+        file = validate(ConfigFile, values, "", [*wrong_names(values), *wrong_autos(values)])
+        complete = file.model_dump(by_alias=True)
+    if isinstance(values.get("optimizer"), dict):
+        with problems:
+            params["optimizer"] = check_optimizer(values["optimizer"], offloads_optimizer(values))
+    if isinstance(values.get("scheduler"), dict):
+        with problems:
+            params["scheduler"] = check_scheduler(values["scheduler"])
+    problems.errors = [error for error in problems.errors if error.key not in auto_keys]
+    problems.raise_all()
+    for name, block in params.items():
+        complete[name]["params"] = block.model_dump()
+    return complete

@@ -1,11 +1,10 @@
-"""A batch holds rows of packed documents for one forward.
+"""Rows of packed documents for one forward.
 
-With `data.document_attention` "reset" the pieces of documents that lie in one window are trained on as if each were a
-row of its own: a token sees the tokens of its piece alone, positions count from 0 at the piece's start, and a piece's
-last token predicts nothing, as nothing follows it in a row of its own. A window that begins inside a document holds a
-piece that begins there, at position 0: what the document held before belongs to another sample. These are
-`reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of Megatron-LM, all three at once; but where documents
-begin is read from the index and not guessed from end-of-document tokens.
+With `data.document_attention` "reset" each piece of a document in a window is trained on like a row of its own. A token
+attends to its piece only, positions count from 0 at the piece's start, and a piece's last token predicts nothing. A
+window that begins inside a document begins with a piece at position 0; the tokens before it belong to another sample.
+These are `reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of Megatron-LM, all three at once, but the
+starts of documents are read from the index and not guessed from end-of-document tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch import Tensor
 from zero_tp.constants import IGNORE_INDEX
 
 PADDING = -1
-"""The document number of a token that fills a row up."""
+"""The document number of padding."""
 
 
 class Batch(NamedTuple):
-    """A batch holds the rows of one forward, each field int64 [m, s].
+    """The rows of one forward, each field int64 [m, s].
 
     Attributes:
         labels: already shifted: the token after each of `input_ids`, or -100: score nothing.
         position_ids, document_ids: each token's position in its piece of a document, and the document's number; None
-            where attention and positions run on over the documents.
+            if attention and positions run through the documents.
     """
 
     input_ids: Tensor
@@ -37,9 +36,9 @@ class Batch(NamedTuple):
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move it; to an accelerator by page-locked memory, for which the host does not wait.
+        """Move the batch, asynchronously by page-locked memory to an accelerator.
 
-        The documents' numbers stay: the host alone reads them.
+        The documents' numbers stay on the host, which alone reads them.
         """
         positions = None if self.position_ids is None else _moved(self.position_ids, device)
         return Batch(_moved(self.input_ids, device), _moved(self.labels, device), positions, self.document_ids)
@@ -54,13 +53,13 @@ class Batch(NamedTuple):
 
 
 class MaskedBatch(dict[str, Tensor]):
-    """A batch of the masked objective has the arguments of transformers' BertForPreTraining, int64.
+    """A batch of the masked objective: the arguments of transformers' BertForPreTraining, int64.
 
     - `input_ids`, `token_type_ids` (0 for [CLS] A [SEP], 1 for B [SEP]), `attention_mask` (0: padding), [m, s].
     - `labels` [m, s]: the token that was masked there, or -100.
-    - `next_sentence_label` [m]: 0 where the segments are in order, 1 where they are swapped, -100 in an empty row; none
-      where rows have one segment.
-    - `label_places` [n], which `to` adds: where labels are not -100, counted row after row.
+    - `next_sentence_label` [m]: 0 if the segments are in order, 1 if they are swapped, -100 for an empty row; missing
+      if rows have one segment.
+    - `label_places` [n], which `to` adds: flat indices of the labels that are not -100.
     """
 
     @property
@@ -72,23 +71,23 @@ class MaskedBatch(dict[str, Tensor]):
         return self["labels"]
 
     def to(self, device: torch.device) -> MaskedBatch:
-        """Move it as `Batch.to` does. The host finds the places of the labels: for an accelerator it would wait."""
+        """Move it as `Batch.to` does. The host finds the labels' places, because it would wait for an accelerator."""
         places = (self.labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
         return MaskedBatch({name: _moved(part, device) for name, part in {"label_places": places, **self}.items()})
 
     def arguments(self) -> dict[str, Any]:
-        """Return what a `MaskedLM` takes beside the input ids."""
+        """Return the arguments of a `MaskedLM` other than the input ids."""
         return {name: part for name, part in self.items() if name != "input_ids"}
 
 
 AnyBatch = Batch | MaskedBatch
 
 
-def as_batch(given: AnyBatch | tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> AnyBatch:
+def as_batch(batch: AnyBatch | tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> AnyBatch:
     """Return a batch as it is, a Batch of (input ids, shifted labels), or a MaskedBatch of tensors by name."""
-    if isinstance(given, Batch | MaskedBatch):
-        return given
-    return MaskedBatch(given) if isinstance(given, Mapping) else Batch(*given)
+    if isinstance(batch, Batch | MaskedBatch):
+        return batch
+    return MaskedBatch(batch) if isinstance(batch, Mapping) else Batch(*batch)
 
 
 def _moved(part: Tensor, device: torch.device) -> Tensor:
@@ -96,14 +95,15 @@ def _moved(part: Tensor, device: torch.device) -> Tensor:
 
 
 def continued(windows: Tensor) -> Batch:
-    """Make a batch of windows [m, s + 1] that are one text each: every token predicts the next."""
+    """Make a batch of windows [m, s + 1] in which every token predicts the next."""
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
 
 def separated(windows: Tensor, documents: Tensor) -> Batch:
-    """Make a batch of windows [m, s + 1] whose documents are kept apart; their numbers, [m, s + 1], say which is whose.
+    """Make a batch of windows [m, s + 1] whose documents do not see each other.
 
-    A token of document PADDING is never a label.
+    Args:
+        documents: each token's document, [m, s + 1]; one of document PADDING is never a label.
     """
     after = documents[:, 1:]
     labels = windows[:, 1:].masked_fill((after != documents[:, :-1]) | (after == PADDING), IGNORE_INDEX)
@@ -112,7 +112,7 @@ def separated(windows: Tensor, documents: Tensor) -> Batch:
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """Return each token's position among its neighbours of the same document, from 0. [m, s] → [m, s]."""
+    """Return each token's position in its piece of a document, from 0. [m, s] → [m, s]."""
     column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -6,7 +6,7 @@ document, a few blocks of 1 MiB a process (or one document if that is longer), a
 `Preparation` passes through these states:
 
 1. opened: `__enter__` opens the spool, with the blocks that an interrupted start has read.
-2. reading: `read` appends block after block, from the first one that is missing.
+2. reading: `read` appends each block and each source's end, from the first one that is missing.
 3. read: the spool is complete; duplicates are removed and the split is drawn.
 4. trained, if no tokenizer was given: `tokenizer/` is in the spool's directory.
 5. encoded: the tokens are in the spool, or in `encoded/` below it if the tokenizer was trained.
@@ -23,9 +23,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ from tqdm import tqdm
 from zero_tp.data.collection import Documents, choose_validation, write_output
 from zero_tp.data.documents import find_sources
 from zero_tp.data.parts import Parts
-from zero_tp.data.records import Block
+from zero_tp.data.records import Block, RecordCounts
 from zero_tp.data.settings import (
     Prepared,
     PrepareSettings,
@@ -52,13 +52,13 @@ from zero_tp.data.sources import Source, file_sha256
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
-from zero_tp.data.work import ENCODED, READ, DocumentEncoder, Encoding, Reading, in_order, usable_cores
+from zero_tp.data.work import ENCODED, READ, DocumentEncoder, Encoding, Reading, SourceEnd, in_order, usable_cores
 from zero_tp.errors import UserError
 from zero_tp.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
 
+Item = TypeVar("Item")
 _OWN_DIRECTORIES = ("tokenizer",)
 _SMALL = 4 << 20  # bytes of inputs that are read before other processes have started
-_CHANGED = "it changed while it was read: run this again"
 
 
 def prepare(
@@ -91,7 +91,7 @@ def prepare(
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
     place = Path(os.path.realpath(output))  # of a link's output: the link stays
-    reading = hidden_sibling(place, "progress")
+    progress_directory = hidden_sibling(place, "progress")
 
     def identity() -> dict[str, Any]:
         if not overwrite and any(source.kind != "hub" and source.path is None for source in sources):
@@ -101,17 +101,20 @@ def prepare(
         hashes = [file_sha256(source.path) if source.path is not None else "" for source in sources]
         return output_identity(sources, hashes, spec, settings)
 
-    with _errors_named(output, reading):
+    with _errors_named(output, progress_directory):
         if (reused := find_reusable(output, identity, overwrite)) is not None:
             clear_partial(place, _OWN_DIRECTORIES)
-            left = Spool(reading)
-            of_this = not left.committed or left.identity == reading_identity(sources, spec, settings)
-            if of_this and not hidden_sibling(place, "partial").exists():  # nobody writes there
-                shutil.rmtree(reading, ignore_errors=True)
+            progress_left = Spool(progress_directory)
+            is_same = progress_left.identity == reading_identity(sources, spec, settings)
+            is_being_written = hidden_sibling(place, "partial").exists()
+            if (is_same or not progress_left.committed) and not is_being_written:
+                shutil.rmtree(progress_directory, ignore_errors=True)
             return reused
         with (
             partial_directory(place, _OWN_DIRECTORIES) as partial,
-            Preparation(sources, spec, settings, reading, overwrite, strict, processes, progress) as preparation,
+            Preparation(
+                sources, spec, settings, progress_directory, overwrite, strict, processes, progress
+            ) as preparation,
         ):
             preparation.read()
             report = preparation.write(partial)
@@ -134,27 +137,27 @@ def merge(
         UserError: a part is missing, damaged, or made with other settings than the first; or as `prepare`.
     """
     check_validation(validation)
-    output, found = Path(output), Parts(Path(parts))
+    output, whole = Path(output), Parts(Path(parts))
     place = Path(os.path.realpath(output))
     with _errors_named(output):
-        if (reused := find_reusable(output, lambda: found.output_identity(validation), overwrite)) is not None:
+        if (reused := find_reusable(output, lambda: whole.output_identity(validation), overwrite)) is not None:
             clear_partial(place, _OWN_DIRECTORIES)
             return reused
         with partial_directory(place, _OWN_DIRECTORIES) as partial:
-            report = found.write(partial, validation)
+            report = whole.write(partial, validation)
             put_in_place(partial, place)
     return Prepared(output, report, reused=False)
 
 
 @contextlib.contextmanager
-def _errors_named(output: Path, reading: Path | None = None) -> Iterator[None]:
+def _errors_named(output: Path, progress_directory: Path | None = None) -> Iterator[None]:
     """Turn an OSError into a UserError that names the output."""
     try:
         yield
     except OSError as error:
-        full = error.errno == errno.ENOSPC and reading is not None and reading.exists()
-        kept = "; what was read is kept: make room, and start the same command again to go on" if full else ""
-        raise UserError(f"{output}: can't be written: {error.strerror or error}{kept}") from error
+        can_resume = error.errno == errno.ENOSPC and progress_directory is not None and progress_directory.exists()
+        remedy = "; what was read is kept: make room, and start the same command again to go on" if can_resume else ""
+        raise UserError(f"{output}: can't be written: {error.strerror or error}{remedy}") from error
 
 
 class Preparation:
@@ -188,21 +191,20 @@ class Preparation:
         self.work = Reading(settings.seed, encoder, settings.repair, settings.min_tokens, settings.deduplicate, sets)
         self.seconds: dict[str, float] = {}
         self.finished = False
-        self.ended = set[int]()
 
     def __enter__(self) -> Preparation:
         identity = reading_identity(self.sources, self.spec, self.settings)
         left = Spool(self.directory)
-        if left.committed and not self.overwrite and (otherwise := differing_settings(left.identity, identity)):
+        if left.committed and not self.overwrite and (different := differing_settings(left.identity, identity)):
             raise UserError(
-                f"{self.directory} keeps {left.read:,} documents that an interrupted start read with other settings "
-                f"({otherwise}): give those again to go on, or begin anew: --overwrite"
+                f"{self.directory} keeps {left.counts.read:,} documents that an interrupted start read with other "
+                f"settings ({different}): give those again to go on, or begin anew: --overwrite"
             )
         if any(source.path is None for source in self.sources):
-            remove(self.directory)  # what comes from elsewhere may be something else now
+            remove(self.directory)  # standard input and the hub may give other documents now
         columns = READ if self.work.encoder is None else READ + ENCODED
         self.spool = Spool(self.directory, columns, identity)
-        self.resumed = self.spool.read
+        self.resumed = self.spool.counts.read
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -219,49 +221,42 @@ class Preparation:
             UserError: see `prepare`.
         """
         started, spool = time.perf_counter(), self.spool
-        if self.strict and spool.problems:
-            problem = spool.problems[0][-1]
-            raise UserError(f"{problem.where}: {problem.detail}")
-        reached = dict(zip(spool.sources, spool.numbers, strict=True))
+        self._check_strict(spool.counts)
         total = sum(map(size_of, self.sources)) or None
         bar: tqdm = tqdm(desc="reading", total=total, unit="B", unit_scale=True, disable=self.bar_disabled, leave=False)
-
-        def blocks() -> Iterator[tuple[int, Block]]:
-            before = 0
-            for number, source in enumerate(self.sources):
-                if number not in spool.done:
-                    for block in source.blocks():
-                        bar.update(before + source.position - bar.n)
-                        if block.number > reached.get(number, -1):
-                            yield number, block
-                    self.ended.add(number)
-                before += size_of(source)
-
         with bar:
-            at = 0
-            for made in in_order(self.work, blocks(), self.processes):
-                if self.strict and made.problems:
-                    raise UserError(f"{made.problems[0].where}: {made.problems[0].detail}")
-                self._ended(range(at, made.source))
-                at = made.source
-                spool.append(*made)
-                rate = (spool.read - self.resumed) / (time.perf_counter() - started)
+            for result in in_order(self.work, self._unread(bar), self.processes):
+                if isinstance(result, SourceEnd):
+                    spool.finish(*result)
+                    continue
+                self._check_strict(result.counts)
+                spool.append(*result)
+                rate = (spool.counts.read - self.resumed) / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:,.0f} documents/s", refresh=False)
-            self._ended(range(at, len(self.sources)))
         if spool.committed:
             spool.commit()
         spool.flush()
         self.seconds["reading"] = time.perf_counter() - started
 
-    def _ended(self, numbers: range) -> None:
-        """Note the ends of sources."""
-        for number in numbers:
-            if number in self.ended:
-                self.ended.remove(number)
-                source = self.sources[number]
+    def _unread(self, bar: tqdm) -> Iterator[tuple[int, Block] | SourceEnd]:
+        """Yield the blocks that no earlier start has read, each with its source's number, and the ends of sources."""
+        last_numbers = dict(zip(self.spool.sources, self.spool.numbers, strict=True))
+        bytes_before = 0
+        for number, source in enumerate(self.sources):
+            if number not in self.spool.sha256:
+                for block in source.blocks():
+                    bar.update(bytes_before + source.position - bar.n)
+                    if block.number > last_numbers.get(number, -1):
+                        yield number, block
                 if stamp_of(source) != self.stamps[number]:
-                    raise UserError(f"{source.name}: {_CHANGED}")
-                self.spool.finish(number, {"sha256": source.sha256})
+                    raise UserError(f"{source.name}: it changed while it was read: run this again")
+                yield SourceEnd(number, source.sha256)
+            bytes_before += size_of(source)
+
+    def _check_strict(self, counts: RecordCounts) -> None:
+        if self.strict and counts.problems:
+            problem = counts.problems[0]
+            raise UserError(f"{problem.where}: {problem.detail}")
 
     # --- the output ---------------------------------------------------------------------------------------------------
 
@@ -271,51 +266,57 @@ class Preparation:
         removed = documents.remove_duplicates(self.settings.deduplicate) + documents.remove_contaminated()
         if self.settings.deduplicate or self.settings.decontaminate:
             with open(directory / "removed.jsonl", "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in removed)
+                file.writelines(json.dumps(document, ensure_ascii=False) + "\n" for document in removed)
         held_out = choose_validation(documents, self.settings.validation)
         encoder, tokens = self._tokens(documents, held_out, directory / "tokenizer")
-        hashes = [self.spool.done[number]["sha256"] for number in range(len(self.sources))]
+        hashes = [self.spool.sha256[number] for number in range(len(self.sources))]
         identity = output_identity(self.sources, hashes, self.spec, self.settings)
         return write_output(directory, documents, tokens, encoder, held_out, identity, self.seconds)
 
     def _tokens(
         self, documents: Documents, held_out: npt.NDArray[np.bool_], saved: Path
     ) -> tuple[DocumentEncoder, Spool]:
-        """Return the encoder, and the spool with the columns `ENCODED`. The tokenizer is trained on the training
-        documents if it has to be, and saved."""
+        """Return the encoder, and the spool with the columns `ENCODED`; save the tokenizer."""
         started = time.perf_counter()
         if self.work.encoder is not None:
             assert self.tokenizer is not None
             self.tokenizer.save_pretrained(str(saved))
             self.seconds["tokenizer"] = time.perf_counter() - started
             return self.work.encoder, self.spool
-        trained, tokenizer = self.directory / "tokenizer", None
-        self.spool.commit()
-        if not trained.exists():
-            between = self.directory / "tokenizer.new"
-            remove(between)
-            which = documents.sample(~held_out, self.settings.tokenizer_documents)
-            tokenizer = self.spec.train(lambda: iter(tqdm(
-                documents.texts(which), "training the tokenizer", int(which.sum()), unit=" documents",
-                disable=self.bar_disabled, leave=False,
-            )))  # fmt: skip
-            tokenizer.save_pretrained(str(between))
-            sync(between)
-            os.replace(between, trained)
+        trained = self._train(documents, held_out)
         shutil.copytree(trained, saved)
-        encoder = DocumentEncoder(tokenizer or load_tokenizer(trained), self.settings.sentences)
+        encoder = DocumentEncoder(load_tokenizer(trained), self.settings.sentences)
         self.seconds["tokenizer"] = time.perf_counter() - started
-        encoded = Spool(
-            self.directory / "encoded", ENCODED, {"tokenizer": TokenizerSpec(directory=trained).fingerprint()}
-        )
-        try:
-            begun = range(len(encoded), len(self.spool))
-            items = (documents.item(entry) for entry in tqdm(
-                begun, "encoding", unit=" blocks", disable=self.bar_disabled, leave=False))  # fmt: skip
-            for entry, columns in zip(begun, in_order(Encoding(encoder), items, self.processes), strict=True):
-                encoded.append(0, entry, columns)
-            encoded.flush()
-        finally:
-            encoded.close()
+        encoded = self._encode(documents, encoder, TokenizerSpec(directory=trained).fingerprint())
         self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
         return encoder, encoded
+
+    def _train(self, documents: Documents, held_out: npt.NDArray[np.bool_]) -> Path:
+        """Train the tokenizer on the training documents, unless an earlier start has; return its directory."""
+        self.spool.commit()
+        trained, unfinished = self.directory / "tokenizer", self.directory / "tokenizer.new"
+        if not trained.exists():
+            remove(unfinished)
+            chosen = documents.sample(~held_out, self.settings.tokenizer_documents)
+            tokenizer = self.spec.train(
+                lambda: iter(self._bar(documents.texts(chosen), "training the tokenizer", " documents", chosen.sum()))
+            )
+            tokenizer.save_pretrained(str(unfinished))
+            sync(unfinished)
+            os.replace(unfinished, trained)
+        return trained
+
+    def _encode(self, documents: Documents, encoder: DocumentEncoder, fingerprint: str) -> Spool:
+        """Tokenize all documents, from where an earlier start left off; return the spool with the columns `ENCODED`."""
+        encoded = Spool(self.directory / "encoded", ENCODED, {"tokenizer": fingerprint})
+        with contextlib.closing(encoded):
+            missing = range(len(encoded), len(self.spool))
+            items = map(documents.packed_texts, self._bar(missing, "encoding", " blocks", len(missing)))
+            for entry, columns in zip(missing, in_order(Encoding(encoder), items, self.processes), strict=True):
+                encoded.append(0, entry, columns)
+            encoded.flush()
+        return encoded
+
+    def _bar(self, items: Iterable[Item], purpose: str, unit: str, total: int) -> Iterable[Item]:
+        bar: tqdm = tqdm(items, purpose, int(total), unit=unit, disable=self.bar_disabled, leave=False)
+        return bar

@@ -1,7 +1,7 @@
-"""A corpus, or a blend of several, as the two kinds of data set of PyTorch, for plain loops and `transformers.Trainer`.
+"""A corpus, or a blend of several, as PyTorch's two kinds of data set, for plain loops and `transformers.Trainer`.
 
 Both give the samples of `PackedSamples`, in its order: sample k is a pure function of corpora, weights, sequence length
-and seed, so that a run may begin at any of them.
+and seed, so a run can begin at any sample.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class _Samples:
         """Return sample k as a Hugging Face model takes it: it shifts the labels itself."""
         packed = self.packed
         ids = torch.from_numpy(packed[k][:-1])
-        found = {"input_ids": ids, "labels": ids.clone()}
+        item = {"input_ids": ids, "labels": ids.clone()}
         if packed.separate:
             documents = packed.documents(range(k, k + 1))[:, :-1]
-            found["position_ids"] = positions_of(documents)[0]
-            found["labels"][found["position_ids"] == 0] = IGNORE_INDEX
-        return found
+            item["position_ids"] = positions_of(documents)[0]
+            item["labels"][item["position_ids"] == 0] = IGNORE_INDEX
+        return item
 
 
 class CorpusDataset(Dataset[dict[str, Tensor]]):
-    """A corpus is a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the same ids.
+    """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the same ids.
 
-    A DataLoader need not shuffle it: the order is drawn by the seed, anew for each pass.
+    A DataLoader need not shuffle it: the seed draws an order for each pass.
 
     Args:
         prefixes: a corpus' prefix, or prefix → weight of several.
@@ -82,9 +82,9 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 
 
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
-    """A corpus is an iterable data set: the items of `CorpusDataset`, shared out over ranks and a DataLoader's workers.
+    """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a DataLoader's workers.
 
-    Together they give each sample once; worker w of W of rank r of R those with k mod (R·W) = r·W + w.
+    Worker w of W of rank r of R gives those with k mod (R·W) = r·W + w.
 
     Args:
         first: the number of the first sample, such as those that a run has seen.

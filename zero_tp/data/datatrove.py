@@ -6,6 +6,7 @@ into a part (parts.py) that `zero-tp prepare --merge` joins. launch/prepare_clus
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,10 +17,9 @@ from typing import Any
 from zero_tp.data.documents import find_sources
 from zero_tp.data.formats import needed
 from zero_tp.data.parts import TOKENIZER, new_part, write_manifest
-from zero_tp.data.records import Block, Problem, Record, where
+from zero_tp.data.records import Block, Problem, Record, RecordCounts, where
 from zero_tp.data.settings import PrepareSettings, check_settings, library_versions, stamp_of
 from zero_tp.data.sources import batch_records
-from zero_tp.data.spool import MOST_PROBLEMS, DroppedRecord
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.data.work import DocumentEncoder, Reading
@@ -43,7 +43,7 @@ class CorpusReader(PipelineStep):
         inputs, text_key, documents: see `find_sources`. Standard input can't be read by several tasks.
 
     Attributes:
-        read, dropped, problems: of this task: all records, how many are no documents, and the first of those.
+        counts: of the records of this task.
 
     Raises:
         UserError: an input is missing or can't be read, or has changed since the pipeline was made.
@@ -57,11 +57,11 @@ class CorpusReader(PipelineStep):
         if any(source.path is None and source.kind != "hub" for source in self.sources):
             raise UserError("standard input can't be read by several tasks: write it to a file first")
         self.stamps = [stamp_of(source) for source in self.sources]
-        self.read, self.dropped, self.problems = 0, Counter[str](), list[DroppedRecord]()
+        self.counts = RecordCounts()
 
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yield the documents of this task, in order."""
-        self.read, self.dropped, self.problems = 0, Counter(), []
+        self.counts = RecordCounts()
         for number in range(rank, len(self.sources), world_size):
             yield from self._documents(number)
 
@@ -74,13 +74,11 @@ class CorpusReader(PipelineStep):
         self._check_unchanged(number)
         for block in source.blocks():
             for place, document in block.documents():
-                self.read += 1
+                self.counts.read += 1
                 self.stat_update("total")
                 if isinstance(document, Problem):
                     self.stat_update("dropped", f"dropped_{document.reason}")
-                    self.dropped[document.reason] += 1
-                    if len(self.problems) < MOST_PROBLEMS:
-                        self.problems.append(DroppedRecord(where(source.name, place), *document))
+                    self.counts.drop(where(source.name, place), *document)
                     continue
                 metadata = {SOURCE: number, FILE: source.name, PLACE: place}
                 yield Document(document.text, where(source.name, place), metadata=metadata)
@@ -140,25 +138,23 @@ class TokenizedCorpus(PipelineStep):
         with new_part(self.parts / f"{rank:05d}") as (directory, spool):
             own = self.reader.own(rank, world_size) if self.reader is not None else []
             sources = {source: number for number, source in enumerate(own)}
-            for item in self._blocks(data, sources):
+            for source, block in self._blocks(data, sources):
                 with self.track_time():
-                    columns = self.reading(item)
+                    columns = self.reading.columns(source, block)
                     spool.append(*columns)
-                    self.stat_update("documents", value=columns.read - columns.dropped.total())
+                    self.stat_update("documents", value=columns.counts.kept)
             spool.commit()
             if rank == 0:
                 load_tokenizer(self.tokenizer, self.eos).save_pretrained(str(directory / TOKENIZER))
-            kept = spool.read - spool.dropped.total()
-            read, dropped, problems = spool.read, spool.dropped, [problem for _, _, problem in spool.problems]
+            counts = spool.counts
             if self.reader is not None:
-                filtered = self.reader.read - self.reader.dropped.total() - read
-                read, problems = self.reader.read, [*self.reader.problems, *problems][:MOST_PROBLEMS]
-                dropped = +(dropped + self.reader.dropped + Counter(filtered=filtered))
-            counted = {"read": read, "kept": kept, "dropped": dict(sorted(dropped.items()))}
+                counts = copy.deepcopy(self.reader.counts)
+                filtered = counts.kept - spool.counts.read
+                counts.add(0, Counter(filtered=filtered) + spool.counts.dropped, spool.counts.problems)
             manifest = {
                 **{"part": rank, "tasks": world_size, "settings": self.settings},
                 "sources": [{"number": number, "name": name} for number, name in sources],
-                "documents": {**counted, "problems": [problem._asdict() for problem in problems]},
+                "documents": counts.as_dict(),
             }
             write_manifest(directory, manifest)
 

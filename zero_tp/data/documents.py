@@ -1,5 +1,4 @@
-"""Documents are read of what a person names: files, directories, globs, standard input, data sets of the Hugging Face
-hub.
+"""Find the inputs that a person names: files, directories, globs, standard input, data sets of the Hugging Face hub.
 
 Each is a `Source` (sources.py), which gives `Block`s of records (records.py).
 """
@@ -13,32 +12,32 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_tp.data.formats import FORMATS
 from zero_tp.data.records import EVERY_STRING, Document, Problem, object_of, where
-from zero_tp.data.sources import COLUMNAR, COMPRESSIONS, KINDS, Source
+from zero_tp.data.sources import COMPRESSIONS, Source
 from zero_tp.errors import UserError
 
 STDIN, HUB = "-", "hf:"
+_ENDINGS = ", ".join(f".{kind}" for kind in FORMATS)
 
 
 def document_kind(path: Path) -> str:
-    """Return one of the values of `KINDS`, by the file's ending without that of a compression.
+    """Return the key of `FORMATS` for a file, by its ending without that of a compression.
 
     Raises:
         UserError: there is no such ending, or it is that of a file which is compressed inside.
     """
-    name = path.name
-    inner = name.removesuffix(path.suffix) if path.suffix in COMPRESSIONS else name
-    for ending, kind in KINDS.items():
-        if inner.endswith(ending):
-            if inner != name and kind in COLUMNAR:
-                raise UserError(
-                    f"{path}: a {ending} file is compressed inside: unpack it with {path.suffix}'s own tool"
-                )
-            return kind
-    raise UserError(
-        f"{path}: unknown kind of file: the name must end with one of {', '.join(KINDS)}, "
-        f"or with one of {', '.join(COMPRESSIONS)} after it"
-    )
+    is_compressed = path.suffix in COMPRESSIONS
+    stem = path.name.removesuffix(path.suffix) if is_compressed else path.name
+    kind = stem.rpartition(".")[2] if "." in stem else ""
+    if kind not in FORMATS:
+        raise UserError(
+            f"{path}: unknown kind of file: the name must end with one of {_ENDINGS}, "
+            f"or with one of {', '.join(COMPRESSIONS)} after it"
+        )
+    if is_compressed and FORMATS[kind].is_columnar:
+        raise UserError(f"{path}: a .{kind} file is compressed inside: unpack it with {path.suffix}'s own tool")
+    return kind
 
 
 def check_files(paths: Iterable[Path]) -> None:
@@ -78,29 +77,28 @@ def find_sources(
     Raises:
         UserError: there is no such file, or none that can be read.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for word in map(str, words):
         if word == STDIN:
-            found.append(Source("standard input", stdin_kind, text_key, documents))
+            sources.append(Source("standard input", stdin_kind, text_key, documents))
         elif word.startswith(HUB):
             name, config, split = [*word.removeprefix(HUB).split(":", 2), "", ""][:3]
             if not name:
                 raise UserError(
                     f"{word}: name a data set: hf:NAME, hf:NAME:CONFIGURATION or hf:NAME:CONFIGURATION:SPLIT"
                 )
-            dataset = (name, config or None, split or "train")
-            found.append(Source(word, "hub", text_key, documents, dataset))
+            sources.append(Source(word, "hub", text_key, documents, (name, config or None, split or "train")))
         else:
             paths = _files(word)
             check_files(paths)
-            found += [Source(_printable(path), document_kind(path), text_key, documents, path=path) for path in paths]
-    for source in found if every_string else ():
+            sources += [Source(_printable(path), document_kind(path), text_key, documents, path=path) for path in paths]
+    for source in sources if every_string else ():
         source.text_key = EVERY_STRING
-    if sum(source.name == "standard input" for source in found) > 1:
+    if sum(source.name == "standard input" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
-    if not found:
+    if not sources:
         raise UserError("no input files")
-    return found
+    return sources
 
 
 def stream(
@@ -126,41 +124,39 @@ def _printable(path: Path) -> str:
 
 def _files(word: str) -> list[Path]:
     path = Path(word)
-    if os.path.lexists(word) if "\0" not in word else True:
-        if not os.path.isdir(word):
-            return [path]
-        below = sorted(each for each in path.rglob("*") if each.is_file() and not _hidden(each, path))
-        kept = [each for each in below if _known(each)]
-        if not kept:
-            raise UserError(f"{path} is a directory with no file that ends with one of {', '.join(KINDS)}")
-        return kept
-    if glob.has_magic(word):
-        kept = sorted(Path(each) for each in glob.glob(word, recursive=True) if os.path.isfile(each))
-        if not kept:
+    if os.path.isdir(path):  # False for a name that no file can have
+        inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        files = sorted(path / file for file in inside if not _is_hidden(file) and _is_known(file))
+        if not files:
+            raise UserError(f"{path} is a directory with no file that ends with one of {_ENDINGS}")
+        return files
+    if glob.has_magic(word) and not os.path.lexists(path):
+        files = sorted(Path(name) for name in glob.glob(word, recursive=True) if os.path.isfile(name))
+        if not files:
             raise UserError(f"{word}: no file has such a name")
-        return kept
+        return files
     return [path]
 
 
-def _hidden(path: Path, below: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(below).parts)
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
-def _known(path: Path) -> bool:
+def _is_known(path: Path) -> bool:
     try:
-        document_kind(path)
+        return bool(document_kind(path))
     except UserError:
         return False
-    return True
 
 
-# --- every record has to be right -------------------------------------------------------------------------------------
+# --- for inputs without bad records -----------------------------------------------------------------------------------
 
 
 def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
-    """Yield the texts of one file, in order, about 1 MiB of them in memory at a time; a .txt file is one document.
-    (Blank lines separate paragraphs in ordinary prose, so cutting there would put parts of one work on both sides of a
-    split.)
+    """Yield the texts of one file, in order, about 1 MiB of them in memory at a time.
+
+    A .txt file is one document: blank lines separate paragraphs in ordinary prose, so cutting there would put parts of
+    one work on both sides of a split.
 
     Raises:
         UserError: naming the file and line: missing file, not UTF-8, not JSON, no such key, damaged gzip.
@@ -175,9 +171,10 @@ def read_documents(path: Path, text_key: str | None = None) -> Iterator[str]:
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (file and line, for messages; the JSON object there) of a .jsonl file. UserError as `read_documents`."""
     for block in Source(str(path), "jsonl", EVERY_STRING, path=path).blocks():
-        for place, content in block.records:
-            found = object_of(content) if isinstance(content, bytes) else content
-            if not isinstance(found, dict):
-                assert isinstance(found, Problem)
-                raise UserError(f"{where(block.source, place)}: {found.detail}")
-            yield where(block.source, place), found
+        for number, content in block.records:
+            place = where(block.source, number)
+            parsed = object_of(content) if isinstance(content, bytes) else content
+            if not isinstance(parsed, dict):
+                assert isinstance(parsed, Problem)
+                raise UserError(f"{place}: {parsed.detail}")
+            yield place, parsed

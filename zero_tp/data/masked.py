@@ -1,18 +1,18 @@
 """Samples of the masked objective: two segments of a document, in order or swapped, with whole words masked.
 
-`[CLS] A [SEP] B [SEP]`, padded to the sequence length s: A and B are s - 3 tokens of one document together, which meet
-where a sentence begins; half of the samples have them swapped, and sentence order is what the sentence head learns
-(arXiv 1909.08053 section 5.3, 1909.11942 section 3.1). Without it a sample is one segment: `[CLS] A [SEP]`.
+A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B together are s - 3 tokens of one document and
+meet where a sentence begins. Half of the samples have them swapped; the sentence head learns their order (arXiv
+1909.08053 section 5.3, 1909.11942 section 3.1). Without that head a row is one segment: `[CLS] A [SEP]`.
 
-Windows of a document begin every s - 3 tokens, and each is one sample of a pass: the last one is as long as what is
-left, which is padded. In a corpus with sentences (each a sequence of its index) a window begins with the sentence that
-it would have begun within. For two segments it ends with a sentence too, and what is more than s - 3 tokens is trimmed
-from the longer segment, a token at a time from either end, as BERT and Megatron-LM do: if a cut showed which segment is
-the later one, order could be told without reading. So a pass has nearly every token nearly once.
+Windows of a document begin every s - 3 tokens, and each is one sample of a pass; the last one is padded. In a corpus
+with sentences (sequences of its index) a window begins with the sentence that its first token belongs to. For two
+segments it ends with a sentence, too. What exceeds s - 3 tokens is trimmed from the longer segment, a token at a time
+from either end, as BERT and Megatron-LM do: a cut that shows the later segment would tell the order without reading.
+So a pass has nearly every token nearly once.
 
-Whole words are masked in n-grams, as BERT and Megatron-LM do. A word is what the tokenizer's own marks say: WordPiece's
-`##` goes on with one, byte-level BPE's `Ġ` (and other white space) and SentencePiece's `▁` begin one. An n-gram is n
-words that follow each other in one segment.
+Whole words are masked in n-grams, as BERT and Megatron-LM do. The tokenizer's own marks define a word: WordPiece's `##`
+continues one; byte-level BPE's `Ġ` (and other white space) and SentencePiece's `▁` begin one. An n-gram is n
+consecutive words of one segment.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from zero_tp.data.tokenizer import MaskingVocabulary
 from zero_tp.errors import UserError
 
 MASKED, RANDOM = 0.8, 0.1
-"""Which share of the chosen tokens becomes the mask token, and which a random one; the rest stays."""
-_TRIES = 16  # random places for an n-gram before all that are left are listed
+"""Shares of the chosen tokens that become the mask token and a random one; the rest stays."""
+_TRIES = 16  # random places for an n-gram before all free ones are listed
 _TRAINING, _VALIDATION = 1, 2  # keys of random numbers
 _DOCUMENTS = 1024  # whose windows are counted at once
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Masking chooses tokens of a row and replaces them.
+    """Choose tokens of a row and replace them.
 
     Attributes:
         probability: share of a row's tokens that is chosen, special ones not counted: at least one token, and never
@@ -84,9 +84,9 @@ class Masking:
         return inputs, labels
 
     def _random(self, draw: Iterator[float]) -> int:
-        while self.vocabulary.special[found := int(next(draw) * len(self.vocabulary.special))]:
+        while self.vocabulary.special[token := int(next(draw) * len(self.vocabulary.special))]:
             pass
-        return found
+        return token
 
 
 def ngrams(
@@ -141,9 +141,9 @@ def trimmed(parts: Sequence[npt.NDArray[np.int64]], most: int, draw: Iterator[fl
 
 
 class DocumentWindows:
-    """The windows of a corpus' documents are numbered in order: window w is the j-th of a document.
+    """The windows of a corpus' documents, numbered in order.
 
-    Memory: 8 bytes for 1,024 documents; which document window w is of is found by counting the windows of as many.
+    Memory: 8 bytes for 1,024 documents; `locate` counts the windows of as many.
 
     Args:
         length: tokens from the beginning of one window of a document to that of the next.
@@ -164,17 +164,17 @@ class DocumentWindows:
         return int(self._before[-1])
 
     def locate(self, w: int) -> tuple[int, int]:
-        """Return (document, j)."""
+        """Return the document of window w, and the number of w in it."""
         block = int(np.searchsorted(self._before, w, side="right")) - 1
         counts = self._counts(block * _DOCUMENTS)
         ends, rest = np.cumsum(counts), w - int(self._before[block])
-        found = int(np.searchsorted(ends, rest, side="right"))
-        return block * _DOCUMENTS + found, rest - int(ends[found] - counts[found])
+        i = int(np.searchsorted(ends, rest, side="right"))
+        return block * _DOCUMENTS + i, rest - int(ends[i] - counts[i])
 
 
 @dataclass(frozen=True)
 class SegmentPairs:
-    """Segment pairs make rows of the masked objective from windows.
+    """Makes rows of the masked objective from windows.
 
     Attributes:
         sequence_length: s.
@@ -205,13 +205,13 @@ class SegmentPairs:
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
         """Return the windows of a corpus. UserError: no document is long enough for one."""
-        found = DocumentWindows(corpus, self.sequence_length - self.special, self.shortest)
-        if not len(found):
+        windows = DocumentWindows(corpus, self.sequence_length - self.special, self.shortest)
+        if not len(windows):
             raise UserError(
                 f"{corpus.prefix}: no document has the {self.shortest} tokens that the masked objective needs for "
                 f"{'two segments' if self.sentence_order else 'a segment'}; prepare a corpus of longer documents"
             )
-        return found
+        return windows
 
     def row(self, windows: DocumentWindows, w: int, draw: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
         """Return window w as the row of a batch, by the batch's names. Its random choices are those of `draw`."""
@@ -232,38 +232,37 @@ class SegmentPairs:
             used = end + 1
         labels, mask = np.full(s, IGNORE_INDEX, np.int64), (np.arange(s) < used).astype(np.int64)
         row[:used], labels[:used] = self.masking(row[:used], draw)
-        found = {"input_ids": row, "token_type_ids": types, "attention_mask": mask, "labels": labels}
-        return found | ({"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {})
+        batch = {"input_ids": row, "token_type_ids": types, "attention_mask": mask, "labels": labels}
+        return batch | ({"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {})
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a row that is not scored: [CLS], which softmax needs something to see for, and padding."""
+        """Return a row that is not scored: padding after a [CLS], because softmax needs one visible token."""
         vocabulary, s = self.masking.vocabulary, self.sequence_length
-        row, first = np.full(s, vocabulary.padding, np.int64), (np.arange(s) < 1).astype(np.int64)
+        row, mask = np.full(s, vocabulary.padding, np.int64), (np.arange(s) < 1).astype(np.int64)
         row[0] = vocabulary.classifier
         labels = np.full(s, IGNORE_INDEX, np.int64)
-        found = {"input_ids": row, "token_type_ids": np.zeros(s, np.int64), "attention_mask": first, "labels": labels}
-        return found | ({"next_sentence_label": np.array(IGNORE_INDEX, np.int64)} if self.sentence_order else {})
+        batch = {"input_ids": row, "token_type_ids": np.zeros(s, np.int64), "attention_mask": mask, "labels": labels}
+        return batch | ({"next_sentence_label": np.array(IGNORE_INDEX, np.int64)} if self.sentence_order else {})
 
     def _window(self, windows: DocumentWindows, w: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window w, without the one that ends documents, and where sentences begin after the
-        first."""
+        """Return the tokens of window w, without the one that ends documents, and the starts of later sentences."""
         corpus, length = windows.corpus, windows.length
         document, j = windows.locate(w)
         first, size = corpus.extent(document)
-        at = j * length
-        if at:
-            lowest = at - length // 2  # a sentence as long as a window would be all of it each time
-            begun = corpus.sequences(first + lowest, at - lowest + 1)
-            at = lowest + int(begun[-1]) if len(begun) else at
-        stop = min(at + length, size)
-        begins = corpus.sequences(first + at + 1, stop - at - 1) + 1
+        start = j * length
+        if start:
+            lowest = start - length // 2  # a sentence as long as a window would be all of it each time
+            starts = corpus.sequences(first + lowest, start - lowest + 1)
+            start = lowest + int(starts[-1]) if len(starts) else start
+        stop = min(start + length, size)
+        begins = corpus.sequences(first + start + 1, stop - start - 1) + 1
         if self.sentence_order and len(begins):
             after = corpus.sequences(first + stop, min(length, size - stop))
             if len(after) or stop + length >= size:
                 stop = stop + int(after[0]) if len(after) else size
             else:  # a sentence as long as a window: its end would tell which segment is the later one
                 begins = begins[:0]
-        tokens = corpus.read(first + at, stop - at)
+        tokens = corpus.read(first + start, stop - start)
         if stop == size and tokens[-1] == self.masking.vocabulary.end:
             tokens = tokens[:-1]
         return tokens, begins[begins < len(tokens)]
@@ -274,10 +273,9 @@ def _batch(rows: Sequence[dict[str, npt.NDArray[np.int64]]]) -> MaskedBatch:
 
 
 class MaskedSamples(TrainingSamples[MaskedBatch]):
-    """Training samples of the masked objective are one infinite sequence: see `TrainingSamples`.
+    """Training samples of the masked objective, one infinite sequence: see `TrainingSamples`.
 
-    Where its segments meet, whether they are swapped and what is masked is drawn anew for each sample, from
-    (seed, its number).
+    The place where segments meet, their order and the masks are drawn for each sample from (seed, its number).
 
     Args:
         prefixes: corpus prefix → weight, in any unit (only their proportions count).
@@ -297,20 +295,25 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
     def identities(self, *, whole: bool = True) -> dict[str, dict[str, Any]]:
         """Return prefix → what its corpus is, and `vocabulary`: what masking knows of the tokenizer, hashed."""
         vocabulary = {"vocabulary": self.pairs.masking.vocabulary.sha256()}
-        return {prefix: found | vocabulary for prefix, found in super().identities(whole=whole).items()}
+        return {prefix: identity | vocabulary for prefix, identity in super().identities(whole=whole).items()}
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
-        source = self.source(k)
-        return self.pairs.row(self._windows[source.corpus], source.window, uniforms(self.seed, _TRAINING, k))
+        return self._rows([k])[0]
+
+    def _rows(self, numbers: Sequence[int]) -> list[dict[str, npt.NDArray[np.int64]]]:
+        corpora, _, windows = (part.tolist() for part in self.sources(np.array(numbers, np.int64)))
+        return [
+            self.pairs.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
+            for k, corpus, window in zip(numbers, corpora, windows, strict=True)
+        ]
 
     def _batch(self, numbers: range) -> MaskedBatch:
-        return _batch([self[k] for k in numbers])
+        return _batch(self._rows(numbers))
 
 
 class MaskedValidation(FixedSamples[MaskedBatch]):
-    """Validation samples of the masked objective are all windows of the held-out corpora, with masks that are the same
-    each time and in every run."""
+    """Validation samples of the masked objective: all windows of held-out corpora, with the same masks each time."""
 
     def __init__(self, prefixes: Iterable[str], pairs: SegmentPairs) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
@@ -318,8 +321,8 @@ class MaskedValidation(FixedSamples[MaskedBatch]):
         super().__init__(corpora, [len(windows) for windows in self._windows])
 
     def _batch(self, numbers: list[int], rows: int) -> MaskedBatch:
-        found = []
-        for n in numbers:
-            corpus, w = self._located(n)
-            found.append(self.pairs.row(self._windows[corpus], w, uniforms(_VALIDATION, n)))
-        return _batch(found + [self.pairs.empty()] * (rows - len(found)))
+        batch = [self.pairs.empty()] * rows
+        for i, n in enumerate(numbers):
+            corpus, w = self._locate(n)
+            batch[i] = self.pairs.row(self._windows[corpus], w, uniforms(_VALIDATION, n))
+        return _batch(batch)

@@ -13,14 +13,14 @@ import json
 import shutil
 import time
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_tp.data.collection import Documents, choose_validation, write_output
+from zero_tp.data.records import DroppedRecord, RecordCounts
 from zero_tp.data.settings import FORMAT, Counted, PreparedFile, damage, describe_files
-from zero_tp.data.spool import JOURNAL, MOST_PROBLEMS, DroppedRecord, Spool
+from zero_tp.data.spool import JOURNAL, Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.work import ENCODED, READ, DocumentEncoder
 from zero_tp.errors import UserError
@@ -79,10 +79,10 @@ class Parts(Spool):
         first = self.manifests[0]
         for path, part in zip(paths, self.manifests, strict=True):
             keys = sorted(first.settings.keys() | part.settings.keys())
-            other = [key for key in keys if first.settings.get(key) != part.settings.get(key)]
-            other += ["number of tasks"] if part.tasks != first.tasks else []
-            if other:
-                raise UserError(f"{path}: made with another {', '.join(other)} than {paths[0].name}: {_AGAIN}")
+            different = [key for key in keys if first.settings.get(key) != part.settings.get(key)]
+            different += ["number of tasks"] if part.tasks != first.tasks else []
+            if different:
+                raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_AGAIN}")
             if int(path.name) != part.part:
                 raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_AGAIN}")
         if missing := sorted(set(range(first.tasks)) - {part.part for part in self.manifests}):
@@ -112,17 +112,15 @@ class Parts(Spool):
         )
         self.sources = array("q", [source for source, _, _ in order])
         self._entries = [(spools[part], entry) for _, part, entry in order]
-        counted = [part.documents for part in self.manifests]
-        self.read, self.dropped = sum(each.read for each in counted), Counter[str]()
-        for each in counted:
-            self.dropped.update(each.dropped)
-        problems = [DroppedRecord(**problem.model_dump()) for each in counted for problem in each.problems]
-        self.problems = [(0, 0, problem) for problem in problems[:MOST_PROBLEMS]]
+        self.counts = RecordCounts()
+        for part in self.manifests:
+            problems = [DroppedRecord(**problem.model_dump()) for problem in part.documents.problems]
+            self.counts.add(part.documents.read, part.documents.dropped, problems)
 
     def part(self, entry: int, column: str) -> bytes:
         """Return the bytes of a column that belong to an entry."""
-        spool, its = self._entries[entry]
-        return spool.part(its, column)
+        spool, own_entry = self._entries[entry]
+        return spool.part(own_entry, column)
 
     def output_identity(self, validation: float) -> dict[str, Any]:
         """Return what decides the output."""

@@ -1,6 +1,6 @@
-"""A shuffled order needs no memory here: entry i of a permutation is computed from its size and key alone.
+"""Shuffled orders and random numbers as pure functions of a key, which no library's version can change.
 
-Random numbers of a sample are such a pure function of a key too. Neither can change with a library's version.
+An order needs no memory: entry i of a permutation is computed from its size and key alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy.typing as npt
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ROUNDS = 8
-# Halves of at least 3 bits: with fewer, a Feistel network reaches only some of the orders of a tiny corpus.
+# Halves have at least 3 bits: with fewer, a Feistel network reaches only some of the orders of a tiny corpus.
 _SMALLEST_HALF = 3
-_BLOCK = 256  # random numbers that are made at once
+_BLOCK = 256  # random numbers that are computed at once
 
 
 def _mix(x: int) -> int:
-    """Mix 64 bits well: the finalizer of SplitMix64."""
+    """Mix 64 bits: the finalizer of SplitMix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _WORD
     return x ^ (x >> 31)
@@ -32,7 +32,7 @@ def _mix_all(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _folded(key: tuple[int, ...]) -> int:
+def _fold_key(key: tuple[int, ...]) -> int:
     state = 0
     for part in key:
         state = _mix((state ^ (part & _WORD)) + _GOLDEN & _WORD)
@@ -41,7 +41,7 @@ def _folded(key: tuple[int, ...]) -> int:
 
 def uniforms(*key: int) -> Iterator[float]:
     """Yield random numbers of [0, 1) without end, a pure function of `key` (SplitMix64, its upper 53 bits)."""
-    state, steps = np.uint64(_folded(key)), np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    state, steps = np.uint64(_fold_key(key)), np.arange(1, _BLOCK + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     while True:
         x = state + steps
         state = x[-1]
@@ -60,35 +60,26 @@ class Permutation:
         assert size > 0
         self.size = size
         self._half = max(_SMALLEST_HALF, ((size - 1).bit_length() + 1) // 2)
-        state = _folded(key)
+        state = _fold_key(key)
         self._keys = [_mix(state + round_ * _GOLDEN & _WORD) for round_ in range(1, _ROUNDS + 1)]
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, i: int) -> int:
-        if not 0 <= i < self.size:
-            raise IndexError(f"entry {i} of a permutation of {self.size}")
-        half, mask = self._half, (1 << self._half) - 1
-        while True:
-            left, right = i >> half, i & mask
-            for key in self._keys:
-                left, right = right, left ^ (_mix(right ^ key) & mask)
-            i = left << half | right
-            if i < self.size:
-                return i
+        return int(self.entries(np.array([i]))[0])
 
     def entries(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the entries of many numbers at once, int64 as they are. IndexError: one lies outside."""
+        """Return the entries at many indices at once, int64 as they are. IndexError: one is outside 0 … size-1."""
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.size):
             raise IndexError(f"entries {numbers.min()} to {numbers.max()} of a permutation of {self.size}")
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
-        found = numbers.astype(np.uint64)
-        walking = np.arange(found.size)
+        entries = numbers.astype(np.uint64)
+        walking = np.arange(entries.size)
         while walking.size:
-            left, right = found[walking] >> half, found[walking] & mask
+            left, right = entries[walking] >> half, entries[walking] & mask
             for key in self._keys:
                 left, right = right, left ^ (_mix_all(right ^ np.uint64(key)) & mask)
-            found[walking] = left << half | right
-            walking = walking[found[walking] >= self.size]
-        return found.astype(np.int64)
+            entries[walking] = left << half | right
+            walking = walking[entries[walking] >= self.size]
+        return entries.astype(np.int64)

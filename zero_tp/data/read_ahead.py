@@ -1,4 +1,4 @@
-"""What the next step trains on is read while this one trains."""
+"""Read the next step's batches while this step trains."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """A thread reads the next step's batches while this one trains; it is a context manager, which ends the thread.
+    """Reads the next step's batches in a thread while this step trains; a context manager ends the thread.
 
-    What a step trains on stays a function of its number alone.
+    The batches of a step depend on its number alone.
     """
 
     def __init__(self, read: Callable[[int], T], last: int) -> None:
@@ -29,7 +29,7 @@ class ReadAhead(Generic[T]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> T:
-        """Return the batches of `step`, and begin with those after it. Raises what reading them raises."""
+        """Return the batches of `step`, and start to read those after it. Raises what reading them raises."""
         pending, self._pending = self._pending, None
         batches = pending[1].result() if pending is not None and pending[0] == step else self._read(step)
         if step < self._last:

@@ -1,10 +1,11 @@
-"""A record of a file becomes a document, or a problem that says why it is none."""
+"""A record of an input becomes a document, or a problem that says why it is none."""
 
 from __future__ import annotations
 
 import codecs
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zero_tp.errors import UserError, did_you_mean, json_kind, one_line
@@ -12,44 +13,45 @@ from zero_tp.files import MOST_BYTES
 from zero_tp.strict_json import InvalidJson, parse_json
 
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
-"""Fields in which a text is looked for, where none is named."""
+"""Fields in which the text is searched if none is named."""
 TITLE = "title"
 EVERY_STRING = "\0"
-"""Instead of a field: all strings of a record."""
+"""Stands for a field: all strings of a record are its text."""
 MOST_LINE = MOST_BYTES
 MOST_TEXT = 2**25
 """Characters of a document that are encoded at once: tokenizers takes about 130 bytes of memory for each."""
+MOST_PROBLEMS = 10
 Content = bytes | dict[str, Any]
 
 
 class Problem(NamedTuple):
-    """A problem says why a record is no document: one of a few reasons, by which they are counted, and what exactly."""
+    """Why a record is no document: one of a few reasons, which are counted, and the details."""
 
     reason: str
     detail: str
 
 
 class Document(NamedTuple):
-    """A document is a text, with the title that its record gives it, if any."""
+    """A text, with the title that its record has, if any."""
 
     text: str
     title: str | None = None
 
 
 class Record(NamedTuple):
-    """A record is what a file holds at `place` (a line or row, from 1; 0: the whole file)."""
+    """The content of an input at `place` (a line or row, from 1; 0: the whole file)."""
 
     place: int
-    content: Content | Document | Problem
+    content: Content | Problem
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block holds some records of a source that follow each other.
+    """Consecutive records of a source.
 
     Attributes:
         number: of the block in its source, from 0.
-        key: the field of the text, where records have fields.
+        key: the field of the text, if records have fields.
     """
 
     source: str
@@ -60,12 +62,55 @@ class Block:
     def documents(self) -> Iterator[tuple[int, Document | Problem]]:
         """Yield the place and the document of each record, in order."""
         for place, content in self.records:
-            found = document_of(content, self.key)
-            if isinstance(found, Document) and len(found.text) > MOST_TEXT:
-                found = Problem(
-                    "too long", f"a document of {len(found.text):,} characters, at most {MOST_TEXT:,} are read"
-                )
-            yield place, found
+            document = document_of(content, self.key)
+            if isinstance(document, Document) and len(document.text) > MOST_TEXT:
+                detail = f"a document of {len(document.text):,} characters, at most {MOST_TEXT:,} are read"
+                document = Problem("too long", detail)
+            yield place, document
+
+
+class DroppedRecord(NamedTuple):
+    """A record that is no document: its place, the reason and the details."""
+
+    where: str
+    reason: str
+    detail: str
+
+
+@dataclass
+class RecordCounts:
+    """Counts of records.
+
+    Attributes:
+        read: all of them.
+        dropped: those that are not in the output, by reason.
+        problems: the first records that are no documents.
+    """
+
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    problems: list[DroppedRecord] = field(default_factory=list)
+
+    def drop(self, place: str, reason: str, detail: str) -> None:
+        """Count a record that is no document."""
+        self.add(0, {reason: 1}, [DroppedRecord(place, reason, detail)])
+
+    def add(self, read: int, dropped: Mapping[str, int], problems: Sequence[DroppedRecord]) -> None:
+        """Add other counts."""
+        self.read += read
+        self.dropped.update(dropped)
+        self.problems += problems[: MOST_PROBLEMS - len(self.problems)]
+
+    @property
+    def kept(self) -> int:
+        """Return the number of records that are not dropped."""
+        return self.read - self.dropped.total()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as report.json has them."""
+        dropped = dict(sorted((+self.dropped).items()))
+        problems = [problem._asdict() for problem in self.problems]
+        return {"read": self.read, "kept": self.kept, "dropped": dropped, "problems": problems}
 
 
 def where(source: str, place: int) -> str:
@@ -73,56 +118,47 @@ def where(source: str, place: int) -> str:
     return f"{source}:{place}" if place else source
 
 
-def document_of(content: Content | Document | Problem, key: str | None) -> Document | Problem:
-    """Return the document of a record: bytes with a `key` are a line of JSON, without one a text."""
-    if isinstance(content, Document | Problem):
+def document_of(content: Content | Problem, key: str | None) -> Document | Problem:
+    """Return the document of a record: bytes are a line of JSON if there is a `key`, else a text."""
+    if isinstance(content, Problem):
         return content
-    if isinstance(content, bytes) and key is not None:
-        found = object_of(content)
-        return found if isinstance(found, Problem) else _document_of_object(found, key)
-    if isinstance(content, dict):
-        assert key is not None
-        return _document_of_object(content, key)
-    assert isinstance(content, bytes)
-    text = _decoded(content)
-    return text if isinstance(text, Problem) else Document(text.removeprefix("\ufeff").replace("\r\n", "\n"))
+    if isinstance(content, bytes) and key is None:
+        text = _decode(content)
+        return text if isinstance(text, Problem) else Document(text.removeprefix("\ufeff").replace("\r\n", "\n"))
+    fields = object_of(content) if isinstance(content, bytes) else content
+    assert key is not None
+    return fields if isinstance(fields, Problem) else _document_of_object(fields, key)
 
 
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str | bytes):
         yield value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _document_of_object(record: Mapping[str, Any], key: str) -> Document | Problem:
     if key == EVERY_STRING:
         return Document("\n".join(_strings(record)).encode("utf-8", "replace").decode())
     if key not in record:
-        return Problem("no text", f"no key {key!r}; the keys found are {_named(record)}: choose one with --text-key")
+        return Problem("no text", f"no key {key!r}; the keys found are {_names(record)}: choose one with --text-key")
     text, title = record[key], record.get(TITLE)
     if isinstance(text, bytes):
-        text = _decoded(text)
+        text = _decode(text)
         if isinstance(text, Problem):
             return text
     if not isinstance(text, str):
         return Problem("no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}")
-    if not text.isascii() and (bad := _surrogate(text)) is not None:
-        return bad
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # an unpaired surrogate
+        return Problem("not UTF-8", f"not UTF-8 at character {error.start}")
     title = title.decode("utf-8", "replace") if isinstance(title, bytes) else title
     return Document(text, title if isinstance(title, str) else None)
 
 
-def _surrogate(text: str) -> Problem | None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return Problem("not UTF-8", f"not UTF-8 at character {error.start}")
-    return None
-
-
-def _decoded(data: bytes) -> str | Problem:
+def _decode(data: bytes) -> str | Problem:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -130,6 +166,7 @@ def _decoded(data: bytes) -> str | Problem:
 
 
 def object_of(line: bytes) -> dict[str, Any] | Problem:
+    """Parse the JSON object of a line."""
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
     except InvalidJson as error:
@@ -139,16 +176,16 @@ def object_of(line: bytes) -> dict[str, Any] | Problem:
     return record
 
 
-def _named(fields: Iterable[str]) -> str:
+def _names(fields: Iterable[str]) -> str:
     return one_line(", ".join(sorted(map(repr, fields))), 500) or "none"
 
 
 def text_of(record: dict[str, Any], place: str, text_key: str) -> str:
     """Return the string under `text_key` of a line's object. UserError: there is none."""
-    found = _document_of_object(record, text_key)
-    if isinstance(found, Problem):
-        raise UserError(f"{place}: {found.detail}")
-    return found.text
+    document = _document_of_object(record, text_key)
+    if isinstance(document, Problem):
+        raise UserError(f"{place}: {document.detail}")
+    return document.text
 
 
 def choose_key(fields: Mapping[str, bool], wanted: str | None, source: str) -> str:
@@ -158,21 +195,19 @@ def choose_key(fields: Mapping[str, bool], wanted: str | None, source: str) -> s
         fields: name → whether it is a string.
 
     Raises:
-        UserError: there is no such field; names those seen.
+        UserError: there is no such field; names those of the source.
     """
-    if wanted == EVERY_STRING:
-        return wanted
     if wanted is not None:
-        if fields.get(wanted):
+        if wanted == EVERY_STRING or fields.get(wanted):
             return wanted
-        what = "is not a string" if wanted in fields else "is not there"
+        problem = "is not a string" if wanted in fields else "is not there"
         near = f" ({did_you_mean(wanted, fields)})" if fields and wanted not in fields else ""
         raise UserError(
-            f"{source}: no key {wanted!r} with a text ({what}); the keys found are {_named(fields)}: "
+            f"{source}: no key {wanted!r} with a text ({problem}); the keys found are {_names(fields)}: "
             f"choose one with --text-key{near}"
         )
     texts = [name for name, is_text in fields.items() if is_text]
     for name in (*TEXT_KEYS, *(texts if len(texts) == 1 else ())):
         if name in texts:
             return name
-    raise UserError(f"{source}: no key 'text'; the keys found are {_named(fields)}: choose one with --text-key")
+    raise UserError(f"{source}: no key 'text'; the keys found are {_names(fields)}: choose one with --text-key")

@@ -1,4 +1,4 @@
-"""Samples say which tokens training step k sees, and which ones validation scores.
+"""The tokens that training step k sees, and those that validation scores.
 
 The contract: step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, B being the global batch. That
 sequence is a pure function of the corpora, their weights, the sequence length and the seed; TP, DP, micro-batch and
@@ -35,7 +35,7 @@ BLEND_PERIOD = 10_000
 
 @dataclass(frozen=True)
 class SampleSource:
-    """One training sample is `window` of `corpus` (its index in the given order), in its pass number `epoch`."""
+    """A training sample: `window` of `corpus` (its index in the given order), in its pass number `epoch`."""
 
     corpus: int
     epoch: int
@@ -43,10 +43,10 @@ class SampleSource:
 
 
 class TrainingSamples(ABC, Generic[BatchType]):
-    """Training samples are one infinite sequence, numbered from 0.
+    """Training samples: one infinite sequence, numbered from 0.
 
-    Each corpus has windows, of which one pass has each once. Each pass goes through them in an order of its own, a pure
-    function of (seed, epoch, index of the corpus in `weights`); paths play no part, so a corpus can move.
+    One pass over a corpus has each of its windows once, in an order of its own. The order is a pure function of (seed,
+    epoch, index of the corpus in `weights`), not of paths, so a corpus can move.
 
     Several corpora are interleaved by largest deficit, as Megatron-LM blends them: the next sample comes from the
     corpus that is furthest behind its share. The schedule repeats every `BLEND_PERIOD` samples, with weights rounded to
@@ -74,25 +74,27 @@ class TrainingSamples(ABC, Generic[BatchType]):
         return {corpus.prefix: corpus.identity(whole=whole) for corpus in self.corpora}
 
     def source(self, k: int) -> SampleSource:
-        """Return the corpus, epoch and window of sample k."""
-        if k < 0:
-            raise IndexError(f"sample {k}")
-        corpus, nth = self._blend.locate(k)
-        epoch, position = divmod(nth, self.windows[corpus])
-        order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
-        return SampleSource(corpus, epoch, order[position])
+        """Return the corpus, epoch and window of sample k. IndexError: k is negative."""
+        return SampleSource(*(int(part[0]) for part in self.sources(np.array([k]))))
 
-    def sources(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the corpus and the window of each of many samples, int64 as `numbers`; the same as `source`."""
-        corpora, nth = self._blend.locate_all(numbers)
-        passes = np.array(self.windows)[corpora]
-        epochs, positions = nth // passes, nth % passes
+    def sources(
+        self, numbers: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the corpus, the epoch and the window of each of many samples, int64 as `numbers`.
+
+        Raises:
+            IndexError: a number is negative.
+        """
+        if (numbers < 0).any():
+            raise IndexError(f"sample {numbers.min()}")
+        corpora, counts = self._blend.locate(numbers)
+        epochs, positions = np.divmod(counts, np.array(self.windows)[corpora])
         windows = np.empty_like(numbers)
         for corpus, epoch in set(zip(corpora.tolist(), epochs.tolist(), strict=True)):
             chosen = (corpora == corpus) & (epochs == epoch)
             order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
             windows[chosen] = order.entries(positions[chosen])
-        return corpora, windows
+        return corpora, epochs, windows
 
     def rank_batches(
         self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
@@ -164,19 +166,19 @@ class PackedSamples(TrainingSamples[Batch]):
         """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
         return self._rows(numbers, IndexedCorpus.documents)
 
-    def _rows(self, numbers: Iterable[int], of: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]]) -> Tensor:
+    def _rows(self, numbers: Iterable[int], read: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]]) -> Tensor:
         s = self.sequence_length
-        corpora, windows = self.sources(np.fromiter(numbers, np.int64))
+        corpora, _, windows = self.sources(np.fromiter(numbers, np.int64))
         rows = np.empty((len(corpora), s + 1), np.int64)
         for row, corpus, window in zip(rows, corpora.tolist(), windows.tolist(), strict=True):
-            row[:] = of(self.corpora[corpus], window * s, s + 1)
+            row[:] = read(self.corpora[corpus], window * s, s + 1)
         return torch.from_numpy(rows)
 
 
 def _open(prefixes: Iterable[str | Path], separate: bool) -> list[IndexedCorpus]:
     corpora = [IndexedCorpus(prefix) for prefix in prefixes]
     for corpus in corpora if separate else ():
-        if corpus.longest_document(2) < 2:
+        if not corpus.has_document_of(2):
             raise UserError(
                 f"{corpus.prefix}: no document has 2 tokens, so there is nothing to predict inside one; "
                 'set zero_tp.data.document_attention to "continue"'
@@ -193,7 +195,7 @@ def _whole_windows(corpus: IndexedCorpus, s: int) -> int:
 
 
 class _Blend:
-    """A blend says which corpus sample k comes from, and how many samples of it came before."""
+    """The order in which several corpora give samples."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -216,31 +218,24 @@ class _Blend:
     def _schedule(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         corpus = np.zeros(self.period, np.int64)
         before = np.zeros(self.period, np.int64)
-        taken = np.zeros_like(self.shares)
+        counts = np.zeros_like(self.shares)
         for i in range(self.period):
             # Integers, so that the schedule can't depend on rounding. Ties go to the first corpus.
-            chosen = int(np.argmax(self.shares * (i + 1) - taken * self.period))
-            corpus[i], before[i] = chosen, taken[chosen]
-            taken[chosen] += 1
-        assert (taken == self.shares).all()
+            chosen = int(np.argmax(self.shares * (i + 1) - counts * self.period))
+            corpus[i], before[i] = chosen, counts[chosen]
+            counts[chosen] += 1
+        assert (counts == self.shares).all()
         return corpus, before
 
-    def locate(self, k: int) -> tuple[int, int]:
-        """Return (corpus, number of samples of it before sample k)."""
-        periods, i = divmod(k, self.period)
-        corpus = int(self._corpus[i])
-        return corpus, periods * int(self.shares[corpus]) + int(self._before[i])
-
-    def locate_all(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return `locate` of each of many samples."""
-        periods, i = numbers // self.period, numbers % self.period
+    def locate(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the corpus of each of many samples, and the number of samples of that corpus before it."""
+        periods, i = np.divmod(numbers, self.period)
         corpora = self._corpus[i]
         return corpora, periods * self.shares[corpora] + self._before[i]
 
 
 class FixedSamples(ABC, Generic[BatchType]):
-    """Validation samples are the windows of held-out corpora in a fixed order, corpus after corpus; weights (a
-    mapping's values) have no meaning here.
+    """Validation samples: the windows of held-out corpora in a fixed order, corpus after corpus.
 
     Sum the losses and divide by the number of labels that aren't -100: a mean of means would count padding.
 
@@ -258,8 +253,8 @@ class FixedSamples(ABC, Generic[BatchType]):
         """Return the number of windows."""
         return int(self._first[-1])
 
-    def _located(self, i: int) -> tuple[int, int]:
-        """Return the corpus of window i, and which of its windows it is."""
+    def _locate(self, i: int) -> tuple[int, int]:
+        """Return the corpus of window i, and the window's number in it."""
         corpus = int(np.searchsorted(self._first, i, side="right")) - 1
         return corpus, i - int(self._first[corpus])
 
@@ -287,7 +282,7 @@ class FixedSamples(ABC, Generic[BatchType]):
 
 
 class ValidationSamples(FixedSamples[Batch]):
-    """Validation samples of the causal objective are held-out tokens: all but a corpus' first are targets exactly once.
+    """Validation samples of the causal objective: all held-out tokens but a corpus' first are targets exactly once.
 
     Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. With documents
     kept apart, the first token of each document is no target either.
@@ -314,7 +309,7 @@ class ValidationSamples(FixedSamples[Batch]):
 
         The numbers are all 0 where documents are not kept apart. Token 0 of document PADDING fills the window up.
         """
-        number, window = self._located(i)
+        number, window = self._locate(i)
         corpus, s = self.corpora[number], self.sequence_length
         start = window * s
         count = min(s + 1, corpus.tokens - start)

@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from zero_tp.data.formats import needed
-from zero_tp.data.indexed import REPORT, content_path
+from zero_tp.data.content import REPORT, content_path
+from zero_tp.data.formats import FORMATS, needed
 from zero_tp.data.show import SPLITS
-from zero_tp.data.sources import COLUMNAR, DOCUMENTS, KINDS, Source, file_sha256
+from zero_tp.data.sources import DOCUMENTS, Source, file_sha256
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import InvalidJson, read_object
@@ -21,27 +21,28 @@ from zero_tp.validation import Block as Record
 from zero_tp.validation import Count, Positive, validate
 
 FORMAT = 1  # raised when the same settings would give other files
-SPOOL_FORMAT = 2  # raised when what is kept of an interrupted preparation is stored otherwise
+SPOOL_FORMAT = 3  # raised when what is kept of an interrupted preparation is stored otherwise
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """These settings and the inputs decide the output.
+    """Settings that decide the output, together with the inputs.
 
     Attributes:
         tokenizer: `bpe:SIZE`, `unigram:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
         seed: of the split.
-        text_key: field of the text, where documents have fields; None: it is found.
+        text_key: field of the text, if records have fields; None: it is found.
         documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
-        stdin: kind of standard input, one of `KINDS`.
+        stdin: kind of standard input, one of `FORMATS`.
         repair: mend Unicode with ftfy.
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
-        decontaminate: files of evaluation sets: documents that overlap with one are dropped.
-        eos: the token that ends documents, of a given tokenizer; None: its own eos token, or the one that is found.
+        decontaminate: files of evaluation sets; documents that overlap with one are dropped.
+        eos: the token that ends documents, if the tokenizer is a directory; None: its own eos token, or the one that
+            `load_tokenizer` finds.
         tokenizer_documents: train the tokenizer on so many of the training documents; None: all.
-        sentences: split documents into sentences, by the rules of the language of this ISO 639 code.
+        sentences: ISO 639 code: split documents into sentences by the rules of this language.
     """
 
     tokenizer: str
@@ -59,7 +60,7 @@ class PrepareSettings:
     tokenizer_documents: int | None = None
 
     def steps(self) -> dict[str, Any]:
-        """Return the steps that are taken beyond reading, tokenising and splitting, those alone."""
+        """Return the settings of the optional steps that are on."""
         steps = {
             **{"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate},
             "decontaminate": [file_sha256(path) for path in self.decontaminate],
@@ -69,13 +70,13 @@ class PrepareSettings:
         return {name: value for name, value in steps.items() if value}
 
     def document_settings(self) -> dict[str, Any]:
-        """Return the settings that decide what is made of each document by itself."""
+        """Return the settings that decide how each document is processed."""
         return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents, **self.steps()}
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """This is what `prepare` returns.
+    """The result of `prepare`.
 
     Attributes:
         report: the content of report.json.
@@ -119,7 +120,7 @@ class DroppedDocument(Record):
 
 
 class Counted(Record):
-    """read = kept + the sum of dropped, by reason; the first problems are told."""
+    """Counts of records: read = kept + the sum of dropped, by reason; and the first problems."""
 
     read: Count
     kept: Count
@@ -128,7 +129,7 @@ class Counted(Record):
 
 
 class Report(Record):
-    """This is report.json."""
+    """The content of report.json."""
 
     identity: dict[str, Any]
     inputs: list[str]
@@ -146,7 +147,7 @@ class Report(Record):
 def output_identity(
     sources: Sequence[Source], hashes: Sequence[str], spec: TokenizerSpec, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """Return what decides the output. What is as by default and was not always there is left out."""
+    """Return all that decides the output. Settings that were added later are left out if they are the default."""
     inputs = [
         {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
         for source, sha256 in zip(sources, hashes, strict=True)
@@ -164,7 +165,7 @@ def output_identity(
 
 
 def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
-    """Return what decides what is read into a spool, as JSON has it."""
+    """Return all that decides the content of a spool, as a JSON object."""
     identity = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
@@ -172,22 +173,22 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
         "settings": settings.document_settings(),
         "tokenizer": spec.fingerprint(),
         "versions": library_versions(),
-        # A tokenizer is trained on what is not held out.
+        # A tokenizer is trained on the documents that are not held out.
         **({"validation": settings.validation} if spec.directory is None else {}),
     }
-    found: dict[str, Any] = json.loads(json.dumps(identity))
-    return found
+    as_json: dict[str, Any] = json.loads(json.dumps(identity))
+    return as_json
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the names of what a person chose otherwise, of two identities of a reading; "" where nothing."""
-    last, this = ({**each, **each.get("settings", {})} for each in (before, now))
-    given = (last.keys() | this.keys()) - {"format", "versions", "sizes and times", "settings"}
-    return ", ".join(sorted(key for key in given if last.get(key) != this.get(key)))
+    """Return the names of the choices that differ between two identities of a reading; "" if none does."""
+    old, new = ({**identity, **identity.get("settings", {})} for identity in (before, now))
+    choices = (old.keys() | new.keys()) - {"format", "versions", "sizes and times", "settings"}
+    return ", ".join(sorted(name for name in choices if old.get(name) != new.get(name)))
 
 
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the size and the SHA-256 of each file below a directory, but those that hold times."""
+    """Return the size and the SHA-256 of each file below a directory, except those that contain times."""
     memories = [content_path(directory / split) for split in SPLITS]
     return {
         str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -201,7 +202,7 @@ def check_settings(settings: PrepareSettings) -> None:
         raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
     if settings.documents not in DOCUMENTS:
         raise UserError(f"documents {settings.documents!r}: one of {', '.join(DOCUMENTS)}")
-    if settings.stdin not in KINDS.values() or settings.stdin in COLUMNAR:
+    if settings.stdin not in FORMATS or FORMATS[settings.stdin].is_columnar:
         raise UserError(f"standard input of kind {settings.stdin!r}: one of jsonl, json, txt, csv")
     if settings.deduplicate not in (None, "exact", "near"):
         raise UserError(f"deduplicate {settings.deduplicate!r}: exact or near")
@@ -265,11 +266,11 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
 def damage(
     directory: Path, files: Mapping[str, PreparedFile], listed_in: str, needed_files: Iterable[str]
 ) -> str | None:
-    """Return what is wrong with the first of a directory's files that is not as recorded, or None.
+    """Describe the first of a directory's files that differs from its record; None if none does.
 
     Args:
-        files: as `describe_files` gave them, which `listed_in` in the directory holds.
-        needed_files: which must be among them.
+        files: the result of `describe_files`, from the file `listed_in` of the directory.
+        needed_files: names that must be among them.
     """
     for name, recorded in files.items():
         if problem := _difference(directory, name, recorded, listed_in):
@@ -287,8 +288,8 @@ def _difference(directory: Path, name: str, recorded: PreparedFile, listed_in: s
         return "is missing"
     if actual != recorded.bytes:
         return f"has {actual:,} bytes instead of {recorded.bytes:,}"
-    if (found := file_sha256(path)) != recorded.sha256:
-        return f"has SHA-256 {found[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
+    if (sha256 := file_sha256(path)) != recorded.sha256:
+        return f"has SHA-256 {sha256[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
     return None
 
 
@@ -297,7 +298,7 @@ def library_versions() -> dict[str, str]:
 
 
 def stamp_of(source: Source) -> tuple[int, int]:
-    """Return what differs once a file was written to."""
+    """Return the size and time of a file, which a write changes; (0, 0) without a file."""
     try:
         status = source.path.stat() if source.path is not None else None
     except OSError as error:

@@ -26,10 +26,10 @@ def corpora_of(path: Path) -> dict[str, IndexedCorpus]:
     """
     if idx_path(path).is_file():
         return {path.name: IndexedCorpus(path)}
-    found = {split: IndexedCorpus(path / split) for split in SPLITS if idx_path(path / split).is_file()}
-    if not found:
+    corpora = {split: IndexedCorpus(path / split) for split in SPLITS if idx_path(path / split).is_file()}
+    if not corpora:
         raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
-    return found
+    return corpora
 
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase:

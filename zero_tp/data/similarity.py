@@ -1,9 +1,9 @@
-"""Documents that say the same: exact and near duplicates, and those that overlap with evaluation sets.
+"""Find exact and near duplicates, and documents that overlap with evaluation sets.
 
-Near duplicates share most of their shingles, 5 words in a row: a MinHash sketch of 128 numbers estimates the Jaccard
-similarity of two sets of shingles, and locality-sensitive hashing (32 bands of 4) finds the documents to compare, a
-pair at 0.7 with a chance of 0.9998 (Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", 3.4;
-Megatron-LM, section 4.1, which removed documents at 0.7).
+Near duplicates share most of their shingles, 5 consecutive words each. A MinHash sketch of 128 numbers estimates the
+Jaccard similarity of two sets of shingles. Locality-sensitive hashing (32 bands of 4) finds the documents to compare: a
+pair at 0.7 with a chance of 0.9998. Sources: Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets",
+3.4; Megatron-LM, section 4.1, which removed documents at 0.7.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text in lower case, without what is between them."""
+    """Return the words of a text, runs of letters and digits, in lower case."""
     return re.findall(r"\w+", text.lower())
 
 
@@ -38,58 +38,61 @@ def words(text: str) -> list[str]:
 
 
 def shingles(text: str) -> list[str]:
-    """Return every 5 words in a row; of a shorter text, all its words."""
+    """Return all shingles of a text; a shorter text is one."""
     tokens = words(text)
-    return [" ".join(tokens[at : at + SHINGLE]) for at in range(max(1, len(tokens) - SHINGLE + 1))] if tokens else []
+    return [" ".join(tokens[i : i + SHINGLE]) for i in range(max(1, len(tokens) - SHINGLE + 1))] if tokens else []
 
 
 def sketches(texts: Sequence[str]) -> list[bytes]:
     """Return a sketch of each text; empty for one without words."""
     rensa = needed("rensa", "--deduplicate near")
-    of_texts = [shingles(text) for text in texts]
-    minhashes = rensa.RMinHash.from_token_sets(of_texts, num_perm=_NUMBERS, seed=_SEED)
-    return [sketch.__reduce__()[2] if its else b"" for sketch, its in zip(minhashes, of_texts, strict=True)]
+    sets = [shingles(text) for text in texts]
+    minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUMBERS, seed=_SEED)
+    return [minhash.__reduce__()[2] if words else b"" for minhash, words in zip(minhashes, sets, strict=True)]
 
 
-def _restored(sketch: bytes) -> Any:
+def _restore(sketch: bytes) -> Any:
     minhash = needed("rensa", "--deduplicate near").RMinHash(_NUMBERS, _SEED)
     minhash.__setstate__(sketch)
     return minhash
 
 
 class Near(NamedTuple):
-    """A document is near an earlier one, with this estimated Jaccard similarity."""
+    """A near copy of an earlier document, with their estimated Jaccard similarity."""
 
     document: int
     earlier: int
     similarity: float
 
 
-def near_duplicates(given: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]) -> Iterator[Near]:
-    """Yield the documents, given as (number, sketch), whose similarity with one before, that is itself no duplicate, is
-    at least 0.7.
+def near_duplicates(numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]) -> Iterator[Near]:
+    """Yield the documents whose similarity with an earlier one, that is itself no duplicate, is at least 0.7.
 
-    Memory: 0.7 to 1.4 KB a document that is none (measured with 40,000).
+    Memory: 0.7 to 1.4 KB a document that is no duplicate (measured with 40,000).
+
+    Args:
+        numbered: number and sketch of each document.
+        sketch_of: returns the sketch of an earlier document.
     """
     rensa = needed("rensa", "--deduplicate near")
     index = rensa.RMinHashDeduplicator(THRESHOLD, _NUMBERS, True, _BANDS, _SEED)
-    for number, sketch in given:
+    for number, sketch in numbered:
         if not sketch:
             continue
-        its = _restored(sketch)
-        if not index.add(str(number), its):
-            first = min(map(int, index.get_duplicates(its)))
-            yield Near(number, first, its.jaccard(_restored(sketch_of(first))))
+        minhash = _restore(sketch)
+        if not index.add(str(number), minhash):
+            earlier = min(map(int, index.get_duplicates(minhash)))
+            yield Near(number, earlier, minhash.jaccard(_restore(sketch_of(earlier))))
 
 
 def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return the number of the first document with the same content, [documents], by 128-bit hashes (V16)."""
     halves = content.view("<u8").reshape(-1, 2)
     order = np.lexsort((np.arange(len(halves)), halves[:, 1], halves[:, 0]))
-    begins = np.ones(len(order), np.bool_)
-    begins[1:] = (halves[order[1:]] != halves[order[:-1]]).any(axis=1)
+    is_first = np.ones(len(order), np.bool_)
+    is_first[1:] = (halves[order[1:]] != halves[order[:-1]]).any(axis=1)
     firsts = np.empty(len(order), np.int64)
-    firsts[order] = order[begins][np.cumsum(begins) - 1]
+    firsts[order] = order[is_first][np.cumsum(is_first) - 1]
     return firsts
 
 
@@ -97,13 +100,13 @@ def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 
 def overlaps(text: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of every 13 words in a row, uint64 [words - 12]."""
+    """Return a hash of every 13 consecutive words, uint64 [words - 12]."""
     hashes = np.array([zlib.crc32(word.encode()) + 1 for word in words(text)], np.uint64) * _FACTOR
     count = len(hashes) - OVERLAP + 1
-    found = np.zeros(max(count, 0), np.uint64)
-    for at in range(OVERLAP if count > 0 else 0):
-        found = (found ^ (found >> np.uint64(29))) * _FACTOR + hashes[at : at + count]
-    return found
+    combined = np.zeros(max(count, 0), np.uint64)
+    for i in range(OVERLAP if count > 0 else 0):
+        combined = (combined ^ (combined >> np.uint64(29))) * _FACTOR + hashes[i : i + count]
+    return combined
 
 
 def _title(text: str) -> str:
@@ -112,12 +115,12 @@ def _title(text: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """Evaluation sets are known by their 13-word overlaps and, where they are WikiText's, by their articles' titles.
+    """Evaluation sets: the hashes of their 13-word overlaps and, of WikiText's, their articles' titles.
 
     Attributes:
         overlaps: sorted hashes, see `overlaps`.
         titles: normalised.
-        short: texts of fewer than 13 words, which can't be found.
+        short: number of texts with fewer than 13 words, which are not searched.
     """
 
     overlaps: npt.NDArray[np.uint64]
@@ -140,16 +143,15 @@ class EvaluationSets:
                     if isinstance(document, Problem):
                         raise UserError(f"--decontaminate: {where(source.name, place)}: {document.detail}")
                     texts += 1
-                    its = overlaps(document.text)
-                    short += not len(its)
-                    parts.append(its)
-                    titles |= {_title(found) for found in _HEADING.findall(document.text)}
+                    parts.append(overlaps(document.text))
+                    short += not len(parts[-1])
+                    titles |= set(map(_title, _HEADING.findall(document.text)))
             if texts == before:
                 raise UserError(f"--decontaminate: {source.name}: no text in it")
         return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}), texts, short)
 
     def has(self, document: Document) -> bool:
-        """Return whether a document has 13 words in a row, or a title, of one of the sets.
+        """Return whether a document has 13 consecutive words, or a title, of one of the sets.
 
         Its title is that of its record, or its first line.
         """
@@ -157,8 +159,7 @@ class EvaluationSets:
             first = document.text.lstrip().partition("\n")[0]
             if _title(first) in self.titles or (document.title is not None and _title(document.title) in self.titles):
                 return True
-        its = overlaps(document.text)
-        if not len(self.overlaps) or not len(its):
-            return False
-        at = np.minimum(np.searchsorted(self.overlaps, its), len(self.overlaps) - 1)
-        return bool((self.overlaps[at] == its).any())
+        hashes = overlaps(document.text)
+        positions = np.searchsorted(self.overlaps, hashes)  # np.isin would sort the sets for each document
+        hashes, positions = hashes[positions < len(self.overlaps)], positions[positions < len(self.overlaps)]
+        return bool((self.overlaps[positions] == hashes).any())

@@ -12,36 +12,26 @@ import json
 import os
 import time
 from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
+from zero_tp.data.records import DroppedRecord, RecordCounts
 from zero_tp.errors import UserError
 from zero_tp.files import remove
 
 COMMIT_SECONDS = 5.0
 """A kill loses at most this much work."""
 JOURNAL = "journal.jsonl"
-MOST_PROBLEMS = 10
-
-
-class DroppedRecord(NamedTuple):
-    """A record that is no document: its place, the reason and the details."""
-
-    where: str
-    reason: str
-    detail: str
 
 
 class Spool:
     """A list of entries, one for each block, each with its bytes of every column.
 
     Attributes:
-        sources, numbers: of each entry: which block of which source it is.
-        read: documents that were read so far. dropped: how many of them were dropped, by reason.
-        problems: the first of them, each with its source and block.
-        done: source → what is known of it once it was read to its end.
+        sources, numbers: source and number of each entry's block.
+        counts: of the records that were read so far.
+        sha256: source → hash of a source that was read to its end.
         committed: something would be lost with it.
 
     Raises:
@@ -49,36 +39,37 @@ class Spool:
     """
 
     def __init__(self, directory: Path, columns: Sequence[str] = (), identity: Mapping[str, Any] | None = None) -> None:
-        """Open `directory` and resume from it. One with another identity is emptied first. None: open read-only."""
+        """Open `directory` and resume from it. It is emptied first if it has another identity.
+
+        Args:
+            identity: a JSON object of all that decides the entries; None: open read-only.
+        """
         self.directory, self.columns = directory, tuple(columns)
         self.sources, self.numbers = array("q"), array("q")
         self._ends = {name: array("q", [0]) for name in columns}
-        self.read, self.dropped, self.problems = 0, Counter[str](), list[tuple[int, int, DroppedRecord]]()
+        self.counts, self.sha256 = RecordCounts(), dict[int, str]()
         self.identity: dict[str, Any] = {}
-        self.done: dict[int, dict[str, Any]] = {}
         self._files: dict[str, IO[bytes]] = {}
         self._pending: list[str] = []
-        whole = self._load(identity)
-        self.committed = whole > 0 and len(self.sources) + len(self.done) > 0
+        valid_bytes = self._load(identity)
+        self.committed = len(self.sources) + len(self.sha256) > 0
         if identity is None:
             return
-        self.identity = json.loads(json.dumps(identity))
-        if whole == 0:
+        if valid_bytes == 0:
+            self.identity = dict(identity)
+            self._pending.append(json.dumps({"identity": identity}))
             for path in directory.iterdir() if directory.is_dir() else ():
                 remove(path)
         directory.mkdir(parents=True, exist_ok=True)
-        for name in columns:
-            file = self._files[name] = open(directory / f"{name}.bin", "ab")  # noqa: SIM115
-            file.truncate(self._ends[name][-1])
-        self._journal = open(directory / JOURNAL, "ab")  # noqa: SIM115
-        self._journal.truncate(whole)
-        if whole == 0:
-            self._pending.append(json.dumps({"identity": identity}))
+        sizes = {f"{name}.bin": self._ends[name][-1] for name in columns} | {JOURNAL: valid_bytes}
+        for name, size in sizes.items():
+            file = self._files[name] = open(directory / name, "ab")  # noqa: SIM115
+            file.truncate(size)
         self._next_commit = time.monotonic() + COMMIT_SECONDS
 
     def _load(self, identity: Mapping[str, Any] | None) -> int:
         """Read the journal; return the length of its valid part in bytes."""
-        whole = 0
+        valid_bytes = 0
         with (
             contextlib.suppress(OSError, ValueError, KeyError, TypeError),
             open(self.directory / JOURNAL, "rb") as file,
@@ -87,65 +78,47 @@ class Spool:
                 if not line.endswith(b"\n"):
                     break
                 entry = json.loads(line)
-                if whole == 0 and identity is not None and entry["identity"] != json.loads(json.dumps(identity)):
-                    return 0
-                if whole:
+                if valid_bytes:
                     self._take(entry)
+                elif identity is not None and entry["identity"] != identity:
+                    return 0
                 else:
                     self.identity = entry["identity"]
-                whole += len(line)
-        sizes = {name: self._ends[name][-1] for name in self.columns}
-        for name, size in sizes.items():
+                valid_bytes += len(line)
+        for name in self.columns:
             path = self.directory / f"{name}.bin"
-            if size > (path.stat().st_size if path.is_file() else 0):
+            if self._ends[name][-1] > (path.stat().st_size if path.is_file() else 0):
                 raise UserError(f"{path} is shorter than {self.directory / JOURNAL} says: remove {self.directory}")
-        return whole
+        return valid_bytes
 
     def _take(self, entry: dict[str, Any]) -> None:
-        if "done" in entry:
-            self.done[entry["done"]] = entry["about"]
+        if "ended" in entry:
+            self.sha256[entry["ended"]] = entry["sha256"]
             return
         ends = entry["ends"]
         for name in self.columns:
             self._ends[name].append(ends[name])
         self.sources.append(entry["source"])
         self.numbers.append(entry["number"])
-        self.read += entry["read"]
-        self.dropped.update(entry["dropped"])
-        at = entry["source"], entry["number"]
-        self.problems += [
-            (*at, DroppedRecord(*each)) for each in entry["problems"][: MOST_PROBLEMS - len(self.problems)]
-        ]
+        self.counts.add(entry["read"], entry["dropped"], [DroppedRecord(*problem) for problem in entry["problems"]])
 
     def __len__(self) -> int:
         """Return the number of entries."""
         return len(self.sources)
 
     def append(
-        self,
-        source: int,
-        number: int,
-        columns: Mapping[str, bytes],
-        read: int = 0,
-        dropped: Mapping[str, int] | None = None,
-        problems: Sequence[DroppedRecord] = (),
+        self, source: int, number: int, columns: Mapping[str, bytes], counts: RecordCounts | None = None
     ) -> None:
-        """Append the columns of a block."""
+        """Append the columns of a block, and the counts of its records."""
         for name in self.columns:
-            self._files[name].write(columns[name])
-        entry = {
-            "source": source,
-            "number": number,
-            "ends": {name: self._ends[name][-1] + len(columns[name]) for name in self.columns},
-            "read": read,
-            "dropped": dict(dropped or {}),
-            "problems": list(problems[: MOST_PROBLEMS - len(self.problems)]),
-        }
-        self._note(entry)
+            self._files[f"{name}.bin"].write(columns[name])
+        ends = {name: self._ends[name][-1] + len(columns[name]) for name in self.columns}
+        counted = vars(counts or RecordCounts())
+        self._note({"source": source, "number": number, "ends": ends, **counted})
 
-    def finish(self, source: int, about: Mapping[str, Any]) -> None:
-        """Note that a source was read to its end, and what is known of it now."""
-        self._note({"done": source, "about": dict(about)})
+    def finish(self, source: int, sha256: str) -> None:
+        """Note that a source was read to its end."""
+        self._note({"ended": source, "sha256": sha256})
 
     def _note(self, entry: dict[str, Any]) -> None:
         self._take(entry)
@@ -155,12 +128,11 @@ class Spool:
 
     def commit(self) -> None:
         """Write all to the disk, then the journal's lines."""
-        for file in self._files.values():
+        for name, file in self._files.items():
+            if name == JOURNAL:  # the last one
+                file.write("".join(f"{line}\n" for line in self._pending).encode())
             file.flush()
             os.fsync(file.fileno())
-        self._journal.write("".join(f"{line}\n" for line in self._pending).encode())
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
         self._pending.clear()
         self.committed = True
         self._next_commit = time.monotonic() + COMMIT_SECONDS
@@ -179,7 +151,7 @@ class Spool:
 
     def close(self) -> None:
         """Close the files. What was not committed is lost to the next start, as by a kill."""
-        for file in (*self._files.values(), *([self._journal] if self._files else [])):
+        for file in self._files.values():
             with contextlib.suppress(OSError):  # a full disk: what is buffered is not committed
                 file.close()
         self._files = {}

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory is opened, and looked at for what training needs to know of it."""
+"""Open the tokenizer of a Hugging Face directory, and read from it what training needs to know."""
 
 from __future__ import annotations
 
@@ -40,24 +40,23 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found: PreTrainedTokenizerBase = _opener(directory).from_pretrained(
+            tokenizer: PreTrainedTokenizerBase = _opener(directory).from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-            found.decode(found.encode("a"))  # which use settings that nothing has looked at
+            tokenizer.decode(tokenizer.encode("a"))  # uses settings that from_pretrained does not check
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
-    return found
+    return tokenizer
 
 
 def _opener(directory: Path) -> Any:
-    """Return AutoTokenizer, or the class that it would choose where it has no choice: it loads torch, which takes a
-    second."""
+    """Return AutoTokenizer, or the only class that it could choose, because it loads torch, which takes a second."""
     from transformers import PreTrainedTokenizerFast
 
     described = directory / "tokenizer_config.json"
     if is_regular(described) and not (directory / "config.json").exists():
-        found = read_json(described)
-        if found.get("tokenizer_class") == PreTrainedTokenizerFast.__name__ and "auto_map" not in found:
+        config = read_json(described)
+        if config.get("tokenizer_class") == PreTrainedTokenizerFast.__name__ and "auto_map" not in config:
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
@@ -66,13 +65,13 @@ def _opener(directory: Path) -> Any:
 
 def _check_ids(path: Path) -> None:
     """Raise a UserError if a file of a tokenizer isn't strict JSON, or has an id for which tables would fill memory."""
-    found = read_json(path)
-    model, added, decoder = (found.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
+    content = read_json(path)
+    model, added, decoder = (content.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
     ids: list[Any] = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     ids += decoder if isinstance(decoder, dict) else []
     vocabularies = [model.get("vocab") if isinstance(model, dict) else None]
     if path.name in ("vocab.json", "added_tokens.json"):
-        vocabularies.append(found)
+        vocabularies.append(content)
     for vocabulary in vocabularies:
         ids += vocabulary.values() if isinstance(vocabulary, dict) else []
     for id_ in ids:
@@ -85,12 +84,12 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
     """Load the tokenizer of a Hugging Face directory.
 
     Args:
-        eos: a token that it has, which is its eos token from now on. None: its own, or the one token of the well-known
-            names that it has, unless it is one for the masked objective.
+        eos: one of its tokens, which becomes its eos token. None: its own, or its only token of a well-known name,
+            unless it is a tokenizer for the masked objective.
 
     Raises:
-        UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has no eos token and is none for the
-            masked objective either.
+        UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has neither an eos token nor the
+            tokens of the masked objective.
     """
     try:
         tokenizer = open_tokenizer(directory)
@@ -121,14 +120,14 @@ def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """This is what masking knows of a vocabulary of v tokens.
+    """The properties of a vocabulary of v tokens that masking uses.
 
     Attributes:
         mask, separator, classifier, padding: special tokens' ids.
-        end: the token that ends documents, which no sample holds; None: there is none.
-        special: whether a token is never masked and replaces none, bool [v]: a special one, or one that the tokenizer
-            does not have.
-        begins: whether a word begins with it. ends: whether one begins after it. bool [v] each.
+        end: the token that ends documents, which no sample contains; None: there is none.
+        special: whether a token is never masked and replaces none, bool [v]: a special one, or an id without a token.
+        begins: whether a word begins with it, bool [v].
+        ends: whether a word begins after it, bool [v].
     """
 
     mask: int
@@ -172,28 +171,28 @@ class MaskingVocabulary:
         return cls(*ids, tokenizer.eos_token_id, special, begins, ends)
 
     def sha256(self) -> str:
-        """Return what is the same for the same vocabulary."""
+        """Return a hash of the vocabulary."""
         ids = (self.mask, self.separator, self.classifier, self.padding, self.end)
         parts = (repr(ids).encode(), *(np.packbits(part).tobytes() for part in (self.special, self.begins, self.ends)))
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def word_begins(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which of a row's tokens begin a word, bool [s]: also the first, and the first after a special one."""
-        found = self.begins[row]
-        found[:1] = True
-        found[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
-        return found & ~self.special[row]
+        begins = self.begins[row]
+        begins[:1] = True
+        begins[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
+        return begins & ~self.special[row]
 
 
 @dataclass(frozen=True)
 class _Marks:
-    """These are a tokenizer's marks.
+    """A tokenizer's marks of words.
 
     Attributes:
-        continued: what a token that goes on with a word starts with.
-        last: what a word's last token ends with.
-        space: what the space before a word is written as; it may be a token of its own.
-        breaks: what other white space is written as.
+        continued: prefix of a token that continues a word.
+        last: suffix of a word's last token.
+        space: the space before a word; it may be a token of its own.
+        breaks: other white space.
     """
 
     continued: str = ""
@@ -226,17 +225,17 @@ class _Marks:
         return token.endswith(self.breaks) if self.breaks else bool(self.last) and token.endswith(self.last)
 
 
-def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
-    """Return a run's tokenizer directory: `given`, else `tokenizer/` beside the corpus `prefix`, else None.
+def tokenizer_beside(name: str | None, prefix: str) -> Path | None:
+    """Return a run's tokenizer directory: `name`, else `tokenizer/` beside the corpus `prefix`, else None.
 
     Raises:
-        UserError: `given` is neither a directory nor a name that the hub gives.
+        UserError: `name` is neither a directory nor a tokenizer of the hub.
     """
-    if given is not None:
-        directory = resolve(given, "zero_tp.tokenizer", weights=False).directory
+    if name is not None:
+        directory = resolve(name, "zero_tp.tokenizer", weights=False).directory
         if not directory.is_dir():
             raise UserError(
-                f"zero_tp.tokenizer: no directory {given}; put there the tokenizer that the corpus was prepared with"
+                f"zero_tp.tokenizer: no directory {name}; put there the tokenizer that the corpus was prepared with"
             )
         return directory
     beside = Path(prefix).parent / "tokenizer"
@@ -244,7 +243,7 @@ def tokenizer_beside(given: str | None, prefix: str) -> Path | None:
 
 
 def files_sha256(directory: Path) -> str:
-    """Return the SHA-256 of a tokenizer's files, in hexadecimal: the same for copies."""
+    """Return the SHA-256 of a tokenizer's files, in hexadecimal."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if is_regular(directory / name):
@@ -262,9 +261,9 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, i
 
 
 def check_same_tokens(data: Path, model: Path) -> None:
-    """Check that a model's weights mean the same by each token id as the corpus does.
+    """Check that each token id is the same token for a model's weights and for the corpus.
 
-    Either may have ids that the other lacks, such as added tokens; a directory without tokenizer.json or vocab.json is
+    Either may have ids that the other lacks, such as added tokens. A directory without tokenizer.json or vocab.json is
     not compared.
 
     Args:
@@ -272,7 +271,7 @@ def check_same_tokens(data: Path, model: Path) -> None:
         model: the Hugging Face directory that the weights come from.
 
     Raises:
-        UserError: an id is one token here and another there; names the first.
+        UserError: an id is not the same token in both; names the first.
     """
     ours, theirs = _tokens(data), _tokens(model)
     for token in sorted(ours.keys() & theirs.keys()):
@@ -284,7 +283,7 @@ def check_same_tokens(data: Path, model: Path) -> None:
 
 
 def _tokens(directory: Path) -> dict[int, str]:
-    """Return each token by its id; empty where the directory does not say."""
+    """Return each token by its id; empty without a vocabulary in the directory."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"

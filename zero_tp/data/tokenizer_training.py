@@ -1,4 +1,4 @@
-"""A corpus' tokenizer is named by its kind and size, and trained on the corpus."""
+"""Train a tokenizer of a named kind and size on a corpus."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 class Trained(NamedTuple):
-    """One kind of tokenizer that is trained on the corpus.
+    """A kind of tokenizer that is trained on the corpus.
 
     Attributes:
-        train: from what gives all texts anew, and the number of tokens.
-        smallest: number of tokens, and why.
+        train: takes a function that returns all texts, and the number of tokens.
+        smallest: number of tokens.
+        why: the reason for it.
     """
 
     train: Callable[[Callable[[], Iterator[str]], int], PreTrainedTokenizerFast]
@@ -49,7 +50,7 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer is named by `KIND:SIZE` (kinds: `TRAINED`) or by a directory.
+    """A tokenizer to train, `KIND:SIZE` (kinds: `TRAINED`), or the directory of a finished one.
 
     Attributes:
         kind: None with a directory.
@@ -86,7 +87,7 @@ class TokenizerSpec:
         return cls(directory=path)
 
     def fingerprint(self) -> str:
-        """Return what is the same for the same tokenizer: `KIND:SIZE`, or the SHA-256 of the directory's files."""
+        """Return what identifies the tokenizer: `KIND:SIZE`, or the SHA-256 of the directory's files."""
         if self.directory is None:
             return f"{self.kind}:{self.size}"
         digest = hashlib.sha256()
@@ -99,8 +100,7 @@ class TokenizerSpec:
         return f"sha256:{digest.hexdigest()}"
 
     def train(self, texts: Callable[[], Iterator[str]]) -> PreTrainedTokenizerFast:
-        """Return the tokenizer of the kind and size, trained on what `texts` gives each time. UserError as
-        `train_wordpiece`."""
+        """Train the tokenizer on the texts that `texts` returns at each call. UserError as `train_wordpiece`."""
         assert self.kind is not None
         return TRAINED[self.kind].train(texts, self.size)
 
@@ -129,18 +129,20 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _cut(words: PreTokenizer) -> PreTokenizer:
-    """Return what cuts texts into words, and those into pieces of at most `LONGEST_WORD`."""
+    """Return a pre-tokenizer that splits texts into words, and those into pieces of at most `LONGEST_WORD`."""
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
 
 
 def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: bool) -> PreTrainedTokenizerFast:
-    """Train a WordPiece vocabulary as BERT's on what `texts` gives, twice; special tokens are [PAD] (id 0), [UNK],
-    [CLS], [SEP] and [MASK].
+    """Train a WordPiece vocabulary like BERT's; special tokens are [PAD] (id 0), [UNK], [CLS], [SEP] and [MASK].
 
-    Text is cleaned as BERT's is: control characters go, and without `cased` capitals and accents too. Characters that
-    are not among the 1,000 most frequent are unknown.
+    Text is cleaned like BERT's: control characters are removed, and without `cased` capitals and accents too. Only the
+    1,000 most frequent characters are known.
+
+    Args:
+        texts: returns all texts; it is called twice.
 
     Raises:
         UserError: the characters alone are more than `size` tokens.
@@ -165,8 +167,8 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
         vocabulary: dict[str, int] = trained.get_vocab()
         return vocabulary
 
-    # tokenizers numbers the pieces of one character in the order of a hash table, another one each time, and by these
-    # numbers it chooses between merges that are as frequent. So a first training only finds them.
+    # tokenizers numbers pieces of one character in a hash table's order, which differs each time, and chooses between
+    # equally frequent merges by these numbers. So a first training only finds the pieces.
     pieces = train(0, []).keys()
     counts: Counter[str] = Counter()
     for raw, count in seen.items():
@@ -181,14 +183,13 @@ def train_wordpiece(texts: Callable[[], Iterator[str]], size: int, *, cased: boo
 
 
 def train_unigram(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
-    """Train a unigram vocabulary by SentencePiece on `texts`, the same one each time; `<|endoftext|>` (id 0) is its eos
-    and bos, `<unk>` its unk.
+    """Train a unigram vocabulary by SentencePiece; `<|endoftext|>` (id 0) is its eos and bos, `<unk>` its unk.
 
-    A character that it lacks is written as its bytes in UTF-8, and nothing is normalised, so every text can be encoded
-    and decoded back exactly, but for U+2581, which is how a space is written. A small corpus can give fewer than `size`
-    tokens. Memory holds the texts.
+    Characters outside the vocabulary become their bytes in UTF-8, and nothing is normalised. So every text can be
+    encoded and decoded back exactly, except U+2581, which stands for a space. A small corpus can give fewer than `size`
+    tokens. The texts are held in memory.
 
-    tokenizers' own trainer adds in the order of a hash table, and gives other scores each time.
+    The result is the same each time. The trainer of tokenizers adds in a hash table's order, so its scores differ.
 
     Raises:
         UserError: the characters and bytes alone are more than `size` tokens, or sentencepiece is missing.
@@ -224,8 +225,8 @@ def train_unigram(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
             ) from error
         raise UserError(f"tokenizer unigram:{size}: can't be trained: {first_line(error)}") from error
     pieces = sentencepiece.SentencePieceProcessor(model_proto=serialized.getvalue())
-    # A text that spells <0x41> or <unk> is text to sentencepiece. To tokenizers it is that piece, unless others, which
-    # the characters above give it, are more likely.
+    # sentencepiece encodes a text that spells <0x41> or <unk> as text. tokenizers takes it for that piece, unless other
+    # pieces are more likely; `required_chars` provides them.
     vocabulary = [
         (pieces.id_to_piece(i), pieces.get_score(i) if i >= _SPECIAL_PIECES else -1e4)
         for i in range(pieces.get_piece_size())
@@ -237,7 +238,7 @@ def train_unigram(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _causal(tokenizer: Tokenizer, unknown: str) -> PreTrainedTokenizerFast:
-    """Return what transformers calls the tokenizer of a causal model, whose texts begin and end alike."""
+    """Return transformers' class of a causal model's tokenizer, whose bos and eos are the same token."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -250,7 +251,7 @@ def _causal(tokenizer: Tokenizer, unknown: str) -> PreTrainedTokenizerFast:
 
 
 def suggested_size(size: int) -> int:
-    """Return the vocabulary size from `size` up that TP of any usual size and tensor cores like: a multiple of 128."""
+    """Return the next multiple of 128, which suits any usual TP size and tensor cores."""
     return -(-size // 128) * 128
 
 

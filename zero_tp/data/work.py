@@ -1,6 +1,6 @@
-"""Each document by itself, in worker processes: read, checked, hashed, tokenized.
+"""Process each document by itself, in worker processes: read, check, hash and tokenize it.
 
-`Reading` is the work on one block of records, `Encoding` that on stored texts; `in_order` runs either in several
+`Reading` processes one block of records, `Encoding` the stored texts of one block. `in_order` runs either in several
 processes and yields the results in the order of the items.
 """
 
@@ -9,12 +9,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import multiprocessing
-import multiprocessing.connection
 import os
 import signal
-import threading
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,9 +26,8 @@ import zstandard
 
 from zero_tp.data.formats import needed
 from zero_tp.data.indexed import token_dtype
-from zero_tp.data.records import Block, Document, Problem, where
+from zero_tp.data.records import Block, Document, Problem, RecordCounts, where
 from zero_tp.data.similarity import EvaluationSets, sketches
-from zero_tp.data.spool import MOST_PROBLEMS, DroppedRecord
 from zero_tp.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,12 +36,11 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_SET_PDEATHSIG = 1  # prctl(2)
-_AHEAD = 3  # items a process that are read and not yet done
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_ITEMS_AHEAD = 3  # of each process: they are read and not yet done
 
 _work: Callable[[Any], Any]
-"""The work of this worker process: the one place that concurrent.futures lets an initializer leave it for later calls.
-"""
+"""The work of this worker process: concurrent.futures has no other place where an initializer can leave it."""
 
 DOCUMENT = np.dtype(
     [
@@ -52,12 +48,12 @@ DOCUMENT = np.dtype(
         *(("content", "V16"), ("sketch", "<i4"), ("contaminated", "?")),
     ]
 )
-"""What is kept of each document: 64 bits by which the split is drawn, its place in the input, its sizes, 128 bits of
-its content where duplicates are looked for, the bytes of its sketch, and whether it overlaps with an evaluation set."""
+"""What is stored of each document: 64 bits by which the split is drawn, its place in the input, its sizes, 128 bits of
+its content if duplicates are removed, the bytes of its sketch, and whether it overlaps with an evaluation set."""
 READ, ENCODED = ("documents", "texts", "sketches"), ("sizes", "tokens", "sentences")
 """The columns of a spool that hold documents, and those that hold their tokens."""
-Encoded = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
-"""A document's token ids [tokens], and whether a sentence begins with each [tokens], or [0] where nobody asked."""
+EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
+"""A document's token ids [tokens], and whether a sentence begins with each [tokens], or [0] without a language."""
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -66,11 +62,11 @@ Encoded = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
 class DocumentEncoder:
     """Encodes documents in batches; can be pickled for another process.
 
-    A text that happens to spell a special token (`<|endoftext|>`) is encoded as ordinary text: only the end of a
-    document gives the eos token, where the tokenizer has one (BERT's has none).
+    A text that spells a special token (`<|endoftext|>`) is encoded as ordinary text. Only the end of a document gives
+    the eos token, if the tokenizer has one (BERT's has none).
 
     Args:
-        language: ISO 639 code of the language by whose rules documents are split into sentences; None: they aren't.
+        language: ISO 639 code: documents are split into sentences by the rules of this language; None: they aren't.
 
     Attributes:
         ends: tokens that end a document: 0 or 1.
@@ -83,7 +79,11 @@ class DocumentEncoder:
         from tokenizers import Tokenizer
 
         self._state = (serialized, end, vocabulary_size, language)
-        self._end, self.vocabulary_size, self.language = [] if end is None else [end], vocabulary_size, language
+        self._end, self.vocabulary_size, self.language = (
+            array("I", [] if end is None else [end]),
+            vocabulary_size,
+            language,
+        )
         self.ends = len(self._end)
         # A copy: the tokenizer that is saved keeps its own settings.
         self._backend = Tokenizer.from_str(serialized)
@@ -100,20 +100,16 @@ class DocumentEncoder:
     def __reduce__(self) -> tuple[Callable[..., DocumentEncoder], tuple[Any, ...]]:
         return _encoder, self._state
 
-    def encode(self, texts: list[str]) -> list[Encoded]:
-        """Return each text's token ids, eos at the end, and where its sentences begin, if there is a language."""
+    def encode(self, texts: list[str]) -> list[EncodedDocument]:
+        """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
         encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # has no offsets
         encodings = encode(texts, add_special_tokens=False)
-        ids = (self._ended(encoding.ids) for encoding in encodings)
-        begins = map(self._begins, texts, encodings)
-        return list(zip(ids, begins, strict=True))
+        return list(zip(map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True))
 
-    def _ended(self, ids: list[int]) -> npt.NDArray[np.uintc]:
-        ended = array("I", ids)  # three times as fast as np.array
-        ended.extend(self._end)
-        return np.frombuffer(ended, np.uintc)
+    def _ids(self, encoding: TokenizerEncoding) -> npt.NDArray[np.uintc]:
+        return np.frombuffer(array("I", encoding.ids) + self._end, np.uintc)  # np.array would take three times as long
 
-    def _begins(self, text: str, encoding: TokenizerEncoding) -> npt.NDArray[np.bool_]:
+    def _sentence_starts(self, text: str, encoding: TokenizerEncoding) -> npt.NDArray[np.bool_]:
         if self.language is None:
             return np.zeros(0, np.bool_)
         from sentencex import segment
@@ -122,10 +118,10 @@ class DocumentEncoder:
         assert sum(lengths) == len(text)
         # A token that also holds the space before it is of the sentence of its last character.
         ends = [end for _, end in encoding.offsets]
-        found = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
-        begins = np.zeros(len(ends) + len(self._end), np.bool_)
-        begins[found[found < len(ends)]] = True
-        return begins
+        first_tokens = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
+        starts = np.zeros(len(ends) + len(self._end), np.bool_)
+        starts[first_tokens[first_tokens < len(ends)]] = True
+        return starts
 
 
 def _encoder(*state: Any) -> DocumentEncoder:
@@ -138,14 +134,19 @@ def _encoder(*state: Any) -> DocumentEncoder:
 
 
 class BlockColumns(NamedTuple):
-    """Columns of one block's documents, and the reasons why other records were dropped."""
+    """Columns of one block's documents, and the counts of its records."""
 
     source: int
     number: int
     columns: dict[str, bytes]
-    read: int
-    dropped: Counter[str]
-    problems: list[DroppedRecord]
+    counts: RecordCounts
+
+
+class SourceEnd(NamedTuple):
+    """All blocks of a source have been read."""
+
+    source: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -167,51 +168,48 @@ class Reading:
     deduplicate: str | None = None
     sets: EvaluationSets | None = None
 
-    def __call__(self, item: tuple[int, Block]) -> BlockColumns:
-        source, block = item
-        read, dropped, problems = 0, Counter[str](), list[DroppedRecord]()
+    def __call__(self, item: tuple[int, Block] | SourceEnd) -> BlockColumns | SourceEnd:
+        return item if isinstance(item, SourceEnd) else self.columns(*item)
 
-        def drop(place: int, reason: str, detail: str) -> None:
-            dropped[reason] += 1
-            if len(problems) < MOST_PROBLEMS:
-                problems.append(DroppedRecord(where(block.source, place), reason, detail))
-
-        chosen, places = list[Document](), list[int]()
+    def columns(self, source: int, block: Block) -> BlockColumns:
+        """Return the columns of a block of the source with this number."""
+        counts, documents, places = RecordCounts(), list[Document](), list[int]()
         for place, document in block.documents():
-            read += 1
+            counts.read += 1
             if isinstance(document, Problem):
-                drop(place, *document)
+                counts.drop(where(block.source, place), *document)
             elif not document.text.strip():
-                drop(place, "empty", "an empty document")
+                counts.drop(where(block.source, place), "empty", "an empty document")
             else:
-                chosen.append(self._repaired(document))
+                documents.append(self._repair(document))
                 places.append(place)
         columns = {}
         if self.encoder is not None:
-            encodings = self.encoder.encode([document.text for document in chosen])
+            encodings = self.encoder.encode([document.text for document in documents])
             long = [len(ids) - self.encoder.ends >= self.min_tokens for ids, _ in encodings]
-            dropped["short"] += long.count(False)
-            chosen, places = list(compress(chosen, long)), list(compress(places, long))
+            if short := long.count(False):
+                counts.dropped["short"] += short
+            documents, places = list(compress(documents, long)), list(compress(places, long))
             columns = token_columns(list(compress(encodings, long)), self.encoder)
-        stored = [document.text.encode("utf-8") for document in chosen]
-        found = sketches([document.text for document in chosen]) if self.deduplicate == "near" else []
-        described = self._described(chosen, stored, places)
-        described["sketch"] = [len(sketch) for sketch in found] if found else 0
-        columns |= {"documents": described.tobytes(), "texts": packed(stored), "sketches": b"".join(found)}
-        return BlockColumns(source, block.number, columns, read, +dropped, problems)
+        stored = [document.text.encode("utf-8") for document in documents]
+        sketched = sketches([document.text for document in documents]) if self.deduplicate == "near" else []
+        described = self._describe(documents, stored, places)
+        described["sketch"] = [len(sketch) for sketch in sketched] if sketched else 0
+        columns |= {"documents": described.tobytes(), "texts": packed(stored), "sketches": b"".join(sketched)}
+        return BlockColumns(source, block.number, columns, counts)
 
-    def _repaired(self, document: Document) -> Document:
+    def _repair(self, document: Document) -> Document:
         if not self.repair:
             return document
         fix: Callable[[str], str] = needed("ftfy", "--repair-unicode").fix_text
         return Document(fix(document.text), document.title)
 
-    def _described(
+    def _describe(
         self, documents: Sequence[Document], stored: Sequence[bytes], places: Sequence[int]
     ) -> npt.NDArray[Any]:
         described, key = np.zeros(len(documents), DOCUMENT), self.seed.to_bytes(8, "little")
-        drawn = b"".join(hashlib.blake2b(data, digest_size=8, key=key).digest() for data in stored)
-        described["split"] = np.frombuffer(drawn, "<u8")
+        hashes = b"".join(hashlib.blake2b(data, digest_size=8, key=key).digest() for data in stored)
+        described["split"] = np.frombuffer(hashes, "<u8")
         described["place"] = places
         described["characters"] = [len(document.text) for document in documents]
         described["bytes"] = [len(data) for data in stored]
@@ -231,23 +229,23 @@ class Encoding:
 
     def __call__(self, item: tuple[bytes, npt.NDArray[np.int64], npt.NDArray[np.bool_]]) -> dict[str, bytes]:
         texts, lengths, kept = item
-        chosen = [text.decode("utf-8") for text, wanted in zip(unpacked(texts, lengths), kept, strict=True) if wanted]
-        sizes = np.zeros(len(kept), np.int64)
+        chosen = [text.decode("utf-8") for text in compress(unpacked(texts, lengths), kept)]
         columns = token_columns(self.encoder.encode(chosen), self.encoder)
+        sizes = np.zeros(len(kept), np.int64)
         sizes[kept] = np.frombuffer(columns["sizes"], np.int64)
         return {**columns, "sizes": sizes.tobytes()}
 
 
-def token_columns(documents: Sequence[Encoded], encoder: DocumentEncoder) -> dict[str, bytes]:
+def token_columns(documents: Sequence[EncodedDocument], encoder: DocumentEncoder) -> dict[str, bytes]:
     """Return the columns of documents: their tokens joined, tokens of each document (int64), and, if the encoder has a
     language, whether a sentence begins with each token (bool)."""
     sizes = np.array([len(ids) for ids, _ in documents], np.int64)
     tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in documents)])
-    begins = np.concatenate([np.zeros(0, np.bool_), *(begins for _, begins in documents)])
+    starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in documents)])
     return {
         "sizes": sizes.tobytes(),
         "tokens": tokens.astype(token_dtype(encoder.vocabulary_size)).tobytes(),
-        "sentences": begins.tobytes(),
+        "sentences": starts.tobytes(),
     }
 
 
@@ -275,7 +273,7 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: i
     """Yield `work(item)` for each item, in order; with one process all is done in this one.
 
     Args:
-        work: is pickled once for each process, as items and results are each time.
+        work: is pickled once for each process; items and results are pickled each time.
 
     Raises:
         UserError: a process was killed.
@@ -285,11 +283,12 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: i
         return
     # Forks of a process with threads may hang: tokenizers, torch and pyarrow have some.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(work,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(work,)) as pool:
         source, pending = iter(items), deque[Future[Result]]()
         try:
             while True:
-                pending.extend(pool.submit(_do, item) for item in islice(source, _AHEAD * processes - len(pending)))
+                ahead = islice(source, _ITEMS_AHEAD * processes - len(pending))
+                pending.extend(pool.submit(_run, item) for item in ahead)
                 if not pending:
                     return
                 yield pending.popleft().result()
@@ -302,21 +301,17 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], processes: i
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(work: Callable[[Any], Any]) -> None:
+def _start_worker(work: Callable[[Any], Any]) -> None:
     global _work
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it was killed before the call
+        os.kill(os.getpid(), signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # where C code holds the interpreter's lock
     _work = work
 
 
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _do(item: Any) -> Any:
+def _run(item: Any) -> Any:
     return _work(item)

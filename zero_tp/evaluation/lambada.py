@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero_tp.data.documents import document_kind, read_documents, read_objects
 from zero_tp.data.records import text_of
 from zero_tp.errors import UserError
-from zero_tp.evaluation.eval_model import EvalModel, continuation_rows
+from zero_tp.evaluation.rows import continuation_rows
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, file_origin, read_hub
 from zero_tp.training.metrics import perplexity
+
+if TYPE_CHECKING:
+    from zero_tp.evaluation.eval_model import EvalModel
 
 
 class Passage(NamedTuple):

@@ -19,7 +19,8 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_tp.errors import UserError
-from zero_tp.evaluation.eval_model import EvalModel, Row, continuation_rows
+from zero_tp.evaluation.eval_model import EvalModel
+from zero_tp.evaluation.rows import Row, continuation_rows
 
 SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 """lm-eval's own defaults."""

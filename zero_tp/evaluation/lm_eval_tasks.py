@@ -1,37 +1,49 @@
 """lm-eval's tasks: loaded by its `TaskManager`, evaluated by its `evaluate`.
 
-The task files of a directory (`--include-path`) are data unless `--allow-task-code` is given. This module reads them,
-so lm-eval never imports the Python that they name, and their templates run in jinja2's sandbox.
+The task files of a directory (`--include-path`) are data unless `--allow-task-code` is given.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from unittest import mock
 
+import lm_eval.api.task
 import lm_eval.tasks
 import lm_eval.utils
 import numpy as np
 import torch
 import yaml
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
-from lm_eval.tasks import TaskManager
+from lm_eval.tasks import TaskManager, _yaml_loader
 
-from zero_tp.errors import UserError, first_line, in_json_words, one_line, shown
+from zero_tp.data.documents import document_kind
+from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import SEEDS, LMEvalModel
-from zero_tp.evaluation.task import Origin, Task, TaskOptions, hash_records
-from zero_tp.process.quiet import hushed
+from zero_tp.evaluation.task import (
+    CHOICE_FIELDS,
+    MULTIPLE_CHOICE,
+    Origin,
+    Task,
+    TaskOptions,
+    hash_records,
+    require_fields,
+)
+from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.files import is_regular
 
 BOOTSTRAP = 1000
@@ -39,6 +51,14 @@ BOOTSTRAP = 1000
 
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
+OWN_TASK_FILE = {
+    "task": MULTIPLE_CHOICE,
+    "output_type": "multiple_choice",
+    "test_split": "test",
+    **dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True)),
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+"""The task file of `multiple_choice`."""
 IN_REPORT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 
 
@@ -49,124 +69,75 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
     Output of lm-eval and datasets goes to stderr if the block fails.
 
     Args:
-        sandbox: render templates in jinja2's sandbox. In lm-eval's own environment a template can run any Python.
+        sandbox: see `task_files_as_data`.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork this process with its connections
-    logger, environment = logging.getLogger("lm_eval"), lm_eval.utils.env
-    level, states = logger.level, (random.getstate(), np.random.get_state())
+    logger = logging.getLogger("lm_eval")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(logger.setLevel, logger.level)
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         logger.setLevel(logging.ERROR)
         if sandbox:
-            lm_eval.utils.env = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-            lm_eval.utils.env.filters |= environment.filters
-        with torch.random.fork_rng(devices), hushed(stderr=True):
-            random.seed(SEEDS["random"])
-            np.random.seed(SEEDS["numpy"])
-            torch.manual_seed(SEEDS["torch"])
-            yield
-    finally:
-        lm_eval.utils.env = environment
-        logger.setLevel(level)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+            stack.enter_context(task_files_as_data())
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(suppress_output(stderr=True))
+        random.seed(SEEDS["random"])
+        np.random.seed(SEEDS["numpy"])
+        torch.manual_seed(SEEDS["torch"])
+        yield
 
 
-class RefusedCode:
-    """Stands in a task file's content for code. lm-eval copies the content of a task that it builds: that is refused.
+@contextlib.contextmanager
+def task_files_as_data() -> Iterator[None]:
+    """Have lm-eval load task files that are not its own without running code.
 
-    Raises:
-        UserError: on the copy.
+    A function or a metric of another package raises a UserError. Templates run in jinja2's sandbox: in lm-eval's own
+    environment a template can run any Python.
     """
+    environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= lm_eval.utils.env.filters
+    import_function, get_metric = _yaml_loader._import_func_in_yml, lm_eval.api.task.get_metric
+    if_trusted = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
 
-    def __init__(self, problem: str):
-        self.problem = problem
+    def import_own_function(name: str, directory: Path) -> Any:
+        if not directory.is_relative_to(LM_EVAL_TASKS):
+            raise UserError(f"a task file in {directory} runs Python (!function {name}); {if_trusted}")
+        return import_function(name, directory)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise UserError(self.problem)
+    def get_own_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in metric_registry:
+            raise UserError(f"the metric {shown(name)} is none of lm-eval's own, and would run code; {if_trusted}")
+        return get_metric(name)
 
-
-class TaskFileLoader(yaml.SafeLoader):
-    """Loads a task file as data: `!function` becomes `RefusedCode`."""
-
-    def refuse_function(self, node: yaml.Node) -> RefusedCode:
-        return RefusedCode(f"{self.name}: it runs Python (!function {node.value}); {_if_trusted()}")
-
-
-TaskFileLoader.add_constructor("!function", TaskFileLoader.refuse_function)
-
-
-def _if_trusted() -> str:
-    return "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
+    with (
+        mock.patch.object(lm_eval.utils, "env", environment),
+        mock.patch.object(_yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),
+        mock.patch.object(_yaml_loader, "_import_func_in_yml", import_own_function),
+        mock.patch.object(lm_eval.api.task, "get_metric", get_own_metric),
+    ):
+        yield
 
 
-def read_task_file(file: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a task file with the files that it includes, whose keys it overrides, as lm-eval does.
+def check_task_file(file: Path) -> None:
+    """Check that lm-eval can read a task file, which it would otherwise skip, and that its names are strings.
 
     Raises:
-        UserError: it can't be read, is no mapping, or includes itself.
+        UserError: it can't be read, or `task`, `group` or a tag is not a string.
     """
     is_regular(file)  # reading a pipe would wait for its writer
     try:
-        with file.open("rb") as stream:
-            own = yaml.load(stream, TaskFileLoader)
-    except Exception as error:  # YAML and the file system raise anything
-        reason = one_line(in_json_words(str(error)) or first_line(error), 160)
+        config = _yaml_loader.load_yaml(file, resolve_func=False)
+    except Exception as error:  # YAML, the file system and lm-eval raise anything
+        reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
         raise UserError(f"{file} can't be read ({reason}); correct that file") from error
-    if not isinstance(own, dict):
-        raise UserError(f"{file} is not an object; correct that file")
-    if file in including:
-        raise UserError(f"{file} includes itself; correct that file")
-    includes = own.pop("include", [])
-    config: dict[str, Any] = {}
-    for name in includes if isinstance(includes, list) else [includes]:
-        if not isinstance(name, str):
-            raise UserError(f"{file}: include is {shown(name)}, not a string; write the name of a file")
-        config |= read_task_file((file.parent / name).resolve(), (*including, file))
-    return config | own
-
-
-def check_names(config: Mapping[str, Any], file: Path) -> None:
-    """Check `task`, `group` and `tag` of a task file: lm-eval sorts them as strings.
-
-    Raises:
-        UserError: one is not a string.
-    """
     key = "group" if "group" in config and "class" not in config else "task"
     tags = config.get("tag") or []
     names = [(key, config.get(key, "")), *(("tag", tag) for tag in (tags if isinstance(tags, list) else [tags]))]
     for field, name in names:
-        if not isinstance(name, str | RefusedCode):
+        if not isinstance(name, str):
             raise UserError(f"{file}: {field} is {shown(name)}, not a string; write the name in quotes")
-    if key == "group":
-        _check_members(config.get("task"), file)
-
-
-def _check_members(members: Any, file: Path) -> None:
-    """Check the names in a group's `task` list. UserError: one is not a string."""
-    for member in members if isinstance(members, list) else []:
-        name = member.get("task", member.get("group")) if isinstance(member, dict) else member
-        if isinstance(name, list):
-            _check_members(name, file)
-        elif not isinstance(name, str | RefusedCode):
-            raise UserError(f"{file}: a task of the group is {shown(name)}, not a string; write the name in quotes")
-
-
-def refuse_metrics(config: Any) -> None:
-    """Put `RefusedCode` in place of a `metric_list` with a metric that the package evaluate would load, as code.
-
-    Entries of a group's `task` list may have one, too.
-    """
-    if not isinstance(config, dict):
-        return
-    metrics, members = config.get("metric_list"), config.get("task")
-    for metric in metrics if isinstance(metrics, list) else []:
-        name = metric.get("metric") if isinstance(metric, dict) else None
-        if isinstance(name, str) and (metric.get("hf_evaluate") or name not in metric_registry):
-            problem = f"the metric {shown(name)} is none of lm-eval's own, and would run code; {_if_trusted()}"
-            config["metric_list"] = RefusedCode(problem)
-    for member in members if isinstance(members, list) else []:
-        refuse_metrics(member)
 
 
 @functools.cache
@@ -185,15 +156,13 @@ class TaskDirectory:
         UserError: no such directory, no task in it, a file that can't be read, or a name that is not a string.
     """
 
-    def __init__(self, path: Path, *, allow_code: bool):
+    def __init__(self, path: Path):
         if not path.is_dir():
             raise UserError(f"--include-path {path}: no such directory")
-        self.path, self.allow_code = path, allow_code
-        self._configs = {file: read_task_file(file) for file in sorted(path.rglob("*.yaml"))}
-        for file, config in self._configs.items():
-            check_names(config, file)
-            refuse_metrics(config)
-        self._without_defaults = self._task_manager(include_defaults=False)
+        self.path = path
+        for file in sorted(path.rglob("*.yaml")):
+            check_task_file(file)
+        self._without_defaults = TaskManager(include_path=str(path), include_defaults=False)
         self.names: list[str] = list(self._without_defaults.all_tasks)
         if not self.names:
             raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
@@ -201,19 +170,62 @@ class TaskDirectory:
     def task_manager(self, name: str) -> Any:
         """Return a `TaskManager` for a task; for a group or tag one with lm-eval's tasks (seconds) that it may name."""
         own = self._without_defaults
-        return own if name in own.all_subtasks else self._task_manager(include_defaults=True)
+        return own if name in own.all_subtasks else TaskManager(include_path=str(self.path), include_defaults=True)
 
-    def _task_manager(self, *, include_defaults: bool) -> Any:
-        """Have lm-eval index the directory, and build its tasks from what was read here instead of from the files."""
-        manager = TaskManager(include_path=str(self.path), include_defaults=include_defaults)
-        for entry in manager.task_index.values():
-            if entry.yaml_path and not entry.yaml_path.is_relative_to(LM_EVAL_TASKS) and not self.allow_code:
-                entry.cfg, entry.yaml_path = self._configs[entry.yaml_path], None
-        return manager
+
+def _file_as_data(file: Path, split: str) -> dict[str, Any]:
+    """Return the keys of a task file by which a split is read from a file."""
+    kind = "json" if document_kind(file) == "jsonl" else "text"
+    return {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(file)}}}
+
+
+def _manager_of(name: str, directory: TaskDirectory | None) -> Any:
+    return lm_eval_task_manager() if directory is None else directory.task_manager(name)
+
+
+def _describe_failure(name: str, directory: TaskDirectory | None, file: Path | None, error: Exception) -> str:
+    """Return why a task can't be loaded, and the remedy.
+
+    Raises:
+        UserError: the file lacks fields that the task reads.
+    """
+    cause = first_line(error)
+    if file is not None and (name != MULTIPLE_CHOICE or directory is not None):
+        entry = _manager_of(name, directory).task_index[name]
+        require_fields(name, file, _fields_of(entry.yaml_path, allow_code=directory is None))
+    if directory is not None:
+        return (
+            f"{name}: lm-eval can't load it ({cause}); correct its task file or its data; without a network its data "
+            "must be files on this machine"
+        )
+    return (
+        f"{name}: its data can't be read ({cause}); without a network give the evaluated split's file with "
+        f"--data {name}=FILE, or a task file that names it with --include-path"
+    )
+
+
+def _fields_of(task_file: Path, *, allow_code: bool) -> list[str]:
+    """Return the fields of a document that the functions and the templates of a task file read, sorted.
+
+    Args:
+        allow_code: import its functions; else only its templates count.
+    """
+    config = _yaml_loader.load_yaml(task_file, resolve_func=allow_code)
+    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
+    fields = set[str]()
+    for value in (config.get(part) for part in parts):
+        if callable(value):  # it reads them as `doc["question"]`
+            fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.isidentifier():
+                fields.add(text)
+            elif isinstance(text, str):
+                fields |= meta.find_undeclared_variables(lm_eval.utils.env.parse(text))
+    return sorted(fields)
 
 
 class LMEvalTask(Task):
-    """A task, group or tag of lm-eval, with its documents.
+    """A task, group or tag of lm-eval, with its documents; or `multiple_choice`, whose file has all that it needs.
 
     Args:
         directory: has the task; None: lm-eval itself has it.
@@ -226,55 +238,46 @@ class LMEvalTask(Task):
     def __init__(self, name: str, directory: TaskDirectory | None, options: TaskOptions, file: Path | None):
         self.name, self.options, self.limit = name, options, options.limit
         self.sandbox = directory is not None and not options.allow_task_code
-        manager = lm_eval_task_manager() if directory is None else directory.task_manager(name)
-        spec: Any = name if file is None else self._with_file(manager.task_index[name], file)
+        if file is not None and options.num_fewshot:
+            raise UserError(
+                f"--data {name}={file}: it has no examples for --num-fewshot {options.num_fewshot}; use a task file "
+                "with all splits and --include-path"
+            )
         try:
             with lm_eval_settings(sandbox=self.sandbox):
-                self.loaded = manager.load([spec])
-                if not self.loaded["tasks"]:
-                    raise UserError("a group without tasks; write their names as a list: task: [NAME, ...]")
+                self.loaded = self._load(directory, file)
                 for task in self.loaded["tasks"].values():
                     _check_documents(task, self.limit)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
-            if directory is not None:
-                problem = f"lm-eval can't load it ({first_line(error)})"
-                remedy = "correct its task file or its data; without a network its data must be files on this machine"
-            else:
-                problem = f"its data can't be read ({first_line(error)})"
-                remedy = (
-                    f"without a network give the evaluated split's file with --data {name}=FILE, or a task file that "
-                    "names it with --include-path"
-                )
-            raise UserError(f"{name}: {problem}; {remedy}") from error
-        if file is not None:
-            self.loaded = {"tasks": self.loaded["tasks"], "groups": {}, "group_map": {}}
+            raise UserError(_describe_failure(name, directory, file, error)) from error
         for task in self.loaded["tasks"].values():
             self._set_fewshot(task)
 
-    def _with_file(self, entry: Any, file: Path) -> dict[str, Any]:
-        """Return a group of this task alone: lm-eval's way to override keys of a task file."""
-        config = entry.cfg or {}
-        split = config.get("test_split") or config.get("validation_split")
+    def _load(self, directory: TaskDirectory | None, file: Path | None) -> dict[str, Any]:
+        """Return lm-eval's tasks and groups by name."""
+        if self.name == MULTIPLE_CHOICE and directory is None:
+            assert file is not None
+            own_task = {**OWN_TASK_FILE, **_file_as_data(file, "test")}
+            loaded: dict[str, Any] = TaskManager(include_defaults=False).load([own_task])
+            return loaded
+        manager = _manager_of(self.name, directory)
+        if file is None:
+            loaded = manager.load([self.name])
+            if not loaded["tasks"]:
+                raise UserError("a group without tasks; write their names as a list: task: [NAME, ...]")
+            return loaded
+        config = manager.task_index[self.name].cfg or {}
+        split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
         if not isinstance(config.get("task"), str) or split is None:
-            raise UserError(f"--data {entry.name}={file}: {entry.name} is a group of tasks; give files to its tasks")
-        if self.options.num_fewshot:
-            raise UserError(
-                f"--data {entry.name}={file}: it has no examples for --num-fewshot {self.options.num_fewshot}; use a "
-                "task file with all splits and --include-path"
-            )
-        kind = file.name.removesuffix(".gz").rpartition(".")[2]
-        changed = {
-            **dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split")),
-            "task": entry.name,
-            "dataset_path": {"jsonl": "json"}.get(kind, "text"),
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": {split: str(file)}},
-            "test_split" if config.get("test_split") else "validation_split": split,
-            "num_fewshot": 0,
-        }
-        return {"group": f"{entry.name} of a file", "task": [changed]}
+            raise UserError(f"--data {self.name}={file}: it is a group of tasks; give files to its tasks")
+        # A group of this task alone is lm-eval's way to override keys of a task file.
+        others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
+        changed = {**others, split: config[split], "task": self.name, "num_fewshot": 0}
+        task = changed | _file_as_data(file, config[split])
+        loaded = manager.load([{"group": f"{self.name} of a file", "task": [task]}])
+        return {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
 
     def _set_fewshot(self, task: Any) -> None:
         """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file is not overridden."""

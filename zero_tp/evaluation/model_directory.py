@@ -1,44 +1,116 @@
-"""Open what `--model` names: a Hugging Face directory, a training run, or one of its checkpoints."""
+"""Find and open what `--model` names: a Hugging Face directory, a training run, or one of its checkpoints.
+
+To find it needs neither torch nor transformers, so that a wrong path is reported at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
-
-from zero_tp.architectures import ARCHITECTURES
-from zero_tp.checkpoint.convert import config_of, tokenizer_of
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, is_run, passed_over, read_manifest
-from zero_tp.checkpoint.reader import CheckpointReader
-from zero_tp.checkpoint.resume_point import verify_checkpoint
-from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
-from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.topology import Topology
-from zero_tp.weights.files import find_weights, resolve
-from zero_tp.weights.load import open_config, open_model
+from zero_tp.weights.files import find_weights, resolve, tokenizer_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from zero_tp.checkpoint.manifest import Manifest
+    from zero_tp.evaluation.eval_model import EvalModel
+    from zero_tp.topology import Topology
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A directory whose files make a model with a tokenizer. None of them is open.
+
+    Attributes:
+        path: a Hugging Face directory, or a checkpoint's.
+        manifest: of the checkpoint; None of a Hugging Face directory. Everything that differs between them asks this.
+        tokenizer_path: directory of the tokenizer.
+        note: a line for the person who evaluates it; may be empty.
+        allow_pickle: accept pickled weights.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    tokenizer_path: Path
+    note: str = ""
+    allow_pickle: bool = False
+
+    @property
+    def step(self) -> int | None:
+        """Return the checkpoint's step; None of a Hugging Face directory."""
+        return None if self.manifest is None else self.manifest.step
+
+    def open(self) -> ModelDirectory:
+        """Open the config and the tokenizer.
+
+        Raises:
+            UserError: there is no causal language model; or its tokenizer does not fit it.
+        """
+        from zero_tp.architectures import ARCHITECTURES
+        from zero_tp.checkpoint.convert import config_of
+        from zero_tp.data.tokenizer import open_tokenizer
+        from zero_tp.weights.load import open_config
+
+        config = open_config(self.path) if self.manifest is None else config_of(self.manifest)
+        architecture = ARCHITECTURES.get(config.model_type)
+        if architecture is not None and not architecture.causal:
+            raise UserError(
+                f"{self.path}: {config.model_type} is an encoder, whose tokens see those after them: it neither "
+                "continues a text nor is scored by tasks of causal models; its run's validation has its masked accuracy"
+            )
+        tokenizer = open_tokenizer(self.tokenizer_path)
+        check_tokenizer(tokenizer, config, self.tokenizer_path)
+        return ModelDirectory(self, config, tokenizer)
+
+
+def find_model(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelFiles:
+    """Find the files of a model in a directory or by its name on the Hugging Face hub.
+
+    Args:
+        allow_pickle: accept pickled weights.
+        tokenizer: a directory to take the tokenizer from, instead of the model's own.
+
+    Raises:
+        UserError: no such directory; or it lacks config, weights or tokenizer.
+    """
+    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
+    if not path.is_dir():
+        raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
+    if is_run(path):
+        checkpoint = find_checkpoint(path)
+        manifest = read_manifest(checkpoint)
+        check_sizes(checkpoint, manifest.files)
+        tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
+        if tokenizer is None:
+            raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
+        note = "; ".join(passed_over(path, manifest.step))
+        return ModelFiles(checkpoint, manifest, tokenizer, note, allow_pickle)
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
+            "a run, or RUN/checkpoints/step_N"
+        )
+    find_weights(path, allow_pickle)
+    return ModelFiles(path, None, tokenizer_of(tokenizer, None) or path, allow_pickle=allow_pickle)
+
+
+def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
+    """Find and open a model; see `find_model` and `ModelFiles.open`."""
+    return find_model(path, allow_pickle=allow_pickle, tokenizer=tokenizer).open()
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A directory with a model whose config and tokenizer are open and fit each other. Its weights are not read yet.
+    """A model whose config and tokenizer are open and fit each other. Its weights are not read yet."""
 
-    Attributes:
-        path: a Hugging Face directory, or a checkpoint's.
-        step: of the checkpoint; None of a Hugging Face directory.
-        note: a line for the person who evaluates it; may be empty.
-    """
-
-    path: Path
+    files: ModelFiles
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    allow_pickle: bool = False
-    step: int | None = None
-    note: str = ""
 
     def sequence_length(self, requested: int | None) -> int:
         """Return the tokens of a window: `requested`, or all positions that the config has.
@@ -48,11 +120,11 @@ class ModelDirectory:
         """
         positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and positions < 1:
-            raise UserError(f"{self.path}: its config's max_position_embeddings is {positions}: a positive number")
+            raise UserError(f"{self.files.path}: its config's max_position_embeddings is {positions}, not positive")
         if requested is None:
             if positions is None:
                 raise UserError(
-                    f"{self.path}: its config doesn't say how many positions it has: give --sequence-length"
+                    f"{self.files.path}: its config doesn't say how many positions it has: give --sequence-length"
                 )
             return positions
         if requested < 1:
@@ -75,6 +147,12 @@ class ModelDirectory:
         Raises:
             UserError: weights are missing or damaged, no such device, or the architecture can't be split over TP ranks.
         """
+        import torch
+
+        from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
+        from zero_tp.huggingface import ZeroTPForCausalLM
+        from zero_tp.topology import Topology
+
         topology = topology or Topology()
         model = self.load_module(getattr(torch, dtype), device, topology).eval()
         return EvalModel(
@@ -93,23 +171,41 @@ class ModelDirectory:
 
         Each rank reads its own slices, of a checkpoint's fp32 masters or of the weights.
         """
-        if self.step is None and topology.tensor == 1:
+        if self.files.manifest is not None:
+            return self._load_checkpoint(self.files.manifest, dtype, device, topology)
+        if topology.tensor == 1:
             return self._load_native(dtype, device)
+        from zero_tp.huggingface import ZeroTPForCausalLM
+
+        dtype = "float32" if dtype == "auto" else dtype
+        return ZeroTPForCausalLM.from_pretrained(
+            self.files.path, topology, dtype=dtype, device=device, allow_pickle=self.files.allow_pickle
+        )
+
+    def _load_checkpoint(
+        self, manifest: Manifest, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology
+    ) -> Any:
+        import torch
+        from transformers import GenerationConfig
+
+        from zero_tp.checkpoint.reader import CheckpointReader
+        from zero_tp.checkpoint.resume_point import verify_checkpoint
+        from zero_tp.huggingface import ZeroTPForCausalLM
+
+        verify_checkpoint(self.files.path, manifest)
+        source = CheckpointReader(self.files.path, manifest)
         dtype = torch.float32 if dtype == "auto" else dtype
-        if self.step is None:
-            return ZeroTPForCausalLM.from_pretrained(
-                self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
-            )
-        manifest = read_manifest(self.path)
-        verify_checkpoint(self.path, manifest)
-        source = CheckpointReader(self.path, manifest)
         model = ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
         if manifest.generation is not None:
             model.generation_config = GenerationConfig(**manifest.generation)
         return model
 
     def _load_native(self, dtype: torch.dtype | Literal["auto"], device: str) -> Any:
-        model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
+        import torch
+
+        from zero_tp.weights.load import open_model
+
+        model = open_model(self.files.path, self.config, dtype, allow_pickle=self.files.allow_pickle)
         try:
             model.to(device)
         except (RuntimeError, AssertionError) as error:
@@ -121,52 +217,9 @@ class ModelDirectory:
             raise
         except Exception as error:  # an architecture that is unknown here raises anything
             raise UserError(
-                f"{self.path}: the model that its config.json describes computes nothing: {first_line(error)}"
+                f"{self.files.path}: the model that its config.json describes computes nothing: {first_line(error)}"
             ) from error
         return model
-
-
-def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
-    """Check a directory, or a name on the Hugging Face hub, and open its config and tokenizer.
-
-    Args:
-        allow_pickle: accept pickled weights.
-        tokenizer: a directory to take the tokenizer from, instead of the model's own.
-
-    Raises:
-        UserError: no such directory; it lacks config, weights or tokenizer; it has no causal language model; or its
-            tokenizer has more tokens than the model.
-    """
-    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
-    tokenizer = None if tokenizer is None else resolve(tokenizer, "--tokenizer", weights=False).directory
-    if not path.is_dir():
-        raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
-    if is_run(path):
-        checkpoint = find_checkpoint(path)
-        manifest = read_manifest(checkpoint)
-        check_sizes(checkpoint, manifest.files)
-        config, tokenizer = config_of(manifest), tokenizer_of(tokenizer, manifest.tokenizer)
-        if tokenizer is None:
-            raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
-        step, note, path = manifest.step, "; ".join(passed_over(path, manifest.step)), checkpoint
-    else:
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
-                "a run, or RUN/checkpoints/step_N"
-            )
-        find_weights(path, allow_pickle)
-        config, tokenizer = open_config(path), tokenizer or path
-        step, note = None, ""
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is not None and not architecture.causal:
-        raise UserError(
-            f"{path}: {config.model_type} is an encoder, whose tokens see those after them; tasks score causal models, "
-            "and the masked accuracy of an encoder is in its run's validation"
-        )
-    opened = open_tokenizer(tokenizer)
-    check_tokenizer(opened, config, tokenizer)
-    return ModelDirectory(path, config, opened, allow_pickle, step, note)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path) -> None:

@@ -13,14 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from zero_tp.errors import UserError
-from zero_tp.evaluation.eval_model import EvalModel, Row, Tokens
+from zero_tp.evaluation.rows import Row, Tokens
 from zero_tp.evaluation.task import Origin, Task, TaskOptions, read_hub, read_texts, require_lm_eval
 from zero_tp.training import metrics
+
+if TYPE_CHECKING:
+    from zero_tp.evaluation.eval_model import EvalModel
 
 WIKITEXT_OVERLAP = 32
 WIKITEXT_TEST_TOKENS = 245_566
@@ -161,8 +164,6 @@ class WikitextTask(PerplexityTask):
     logged = ("perplexity", "perplexity_released_code", "perplexity_subword")
 
     def __init__(self, file: Path | None, options: TaskOptions):
-        if options.limit is not None:
-            raise UserError(f"--limit {options.limit}: wikitext103 is one text; leave the limit out, or the task")
         require_lm_eval("the detokeniser of wikitext103")
         text, self.origin = wikitext_split(file, options.text_key)
         self.documents, self.original_tokens = [detokenize(text)], original_tokens(text)
@@ -178,5 +179,5 @@ class WikitextTask(PerplexityTask):
         perplexities = {
             name: metrics.perplexity(result["nll"] / count) if count else None for name, count in divisors.items()
         }
-        kept = {name: result[name] for name in ("data", "overlap", "nll", "tokens", "windows", "tokens_computed")}
-        return {**kept, "original_tokens": self.original_tokens, **perplexities}
+        shared = {name: result[name] for name in ("data", "overlap", "nll", "tokens", "windows", "tokens_computed")}
+        return {**shared, "original_tokens": self.original_tokens, **perplexities}

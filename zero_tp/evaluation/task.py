@@ -1,28 +1,32 @@
-"""A task of zero-shot evaluation: its options, its data, its interface."""
+"""A task of zero-shot evaluation: its options, its data, its interface. Reading its data needs no torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from zero_tp.data.documents import read_documents
+from zero_tp.data.documents import document_kind, read_documents, read_objects
 from zero_tp.data.sources import file_sha256
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.eval_model import EvalModel
+
+if TYPE_CHECKING:
+    from zero_tp.evaluation.eval_model import EvalModel
 
 Origin = dict[str, Any]
 """Where data are from, in a report: the path or data set, and a SHA-256."""
 
+MULTIPLE_CHOICE, CHOICE_FIELDS = "multiple_choice", ("query", "choices", "gold")
+"""A task of lm-eval's kind without a task file: the fields of its file."""
 LEAST = {"batch_size": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 MOST = 2**31 - 1
 
@@ -129,6 +133,24 @@ def read_texts(path: Path, text_key: str, limit: int | None = None) -> tuple[lis
     if not texts:
         raise UserError(f"{path}: no text in it")
     return texts, file_origin(path)
+
+
+def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
+    """Check the fields of the first record of a file of JSON lines; other files have none.
+
+    Raises:
+        UserError: it lacks one that the task reads.
+    """
+    if document_kind(file) != "jsonl":
+        return
+    fields = list(next((record for _, record in read_objects(file)), {}))
+    if lacking := [field for field in wanted if field not in fields]:
+        other = ", ".join(CHOICE_FIELDS)
+        hint = "" if task == MULTIPLE_CHOICE else f", or give a file with {other} as --tasks {MULTIPLE_CHOICE}"
+        raise UserError(
+            f"--data {task}={file}: no field {lacking[0]}: {task} reads {', '.join(wanted)}, the file has "
+            f"{', '.join(fields) or 'none'}; rename its fields{hint}"
+        )
 
 
 def read_hub(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:

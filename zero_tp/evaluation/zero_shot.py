@@ -1,4 +1,8 @@
-"""Zero-shot evaluation: the settings, the table of tasks, the order of the steps, the report."""
+"""Zero-shot evaluation: the settings, the table of tasks, the order of the steps, the report.
+
+Options, files and the data of zero_tp's own tasks are checked before torch, transformers or lm-eval are imported, which
+takes up to half a minute.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +14,54 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
 from zero_tp.checkpoint.manifest import versions
 from zero_tp.constants import DTYPES
 from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError, first_line
-from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lambada import LambadaTask
-from zero_tp.evaluation.model_directory import open_directory
+from zero_tp.evaluation.model_directory import find_model
 from zero_tp.evaluation.perplexity import PerplexityTask, WikitextTask
-from zero_tp.evaluation.task import Task, TaskOptions, as_json, require_lm_eval
-from zero_tp.parallel.agreement import all_gather_object, tensor_bytes
-from zero_tp.process.connect import connect
-from zero_tp.process.environment import RankEnvironment
+from zero_tp.evaluation.task import (
+    CHOICE_FIELDS,
+    MULTIPLE_CHOICE,
+    Task,
+    TaskOptions,
+    as_json,
+    require_fields,
+    require_lm_eval,
+)
 from zero_tp.topology import Topology
-from zero_tp.training.guards import check_replicas
 
 if TYPE_CHECKING:
-    from zero_tp.evaluation.lm_eval_tasks import TaskDirectory
+    from torch import nn
+
+    from zero_tp.evaluation.eval_model import EvalModel
+    from zero_tp.process.environment import RankEnvironment
+
+
+def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
+    """Make a task of lm-eval's kind from a file alone.
+
+    Raises:
+        UserError: there is no file, lm-eval is not installed, or the file lacks a field.
+    """
+    if file is None:
+        needed = ", ".join(CHOICE_FIELDS)
+        raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
+    require_lm_eval(MULTIPLE_CHOICE)
+    require_fields(MULTIPLE_CHOICE, file, CHOICE_FIELDS)
+    from zero_tp.evaluation.lm_eval_tasks import LMEvalTask
+
+    return LMEvalTask(MULTIPLE_CHOICE, None, options, file)
+
 
 OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
-    task.name: task for task in (PerplexityTask, WikitextTask, LambadaTask)
+    PerplexityTask.name: PerplexityTask,
+    LambadaTask.name: LambadaTask,
+    WikitextTask.name: WikitextTask,
+    MULTIPLE_CHOICE: multiple_choice,
 }
+"""In the order in which they are made: the last ones import lm-eval."""
 TASK_NAMES = f"{', '.join(OWN_TASKS)} and all of lm-eval's"
 LM_EVAL_OPTIONS = ("num_fewshot", "apply_chat_template", "log_samples")
 """Options that change lm-eval's tasks alone."""
@@ -63,6 +91,19 @@ class EvaluationSettings(TaskOptions):
     tensor_parallel: int = 1
     tokenizer: Path | None = None
     allow_pickle: bool = False
+
+    def check_ranks(self, world: int) -> None:
+        """Check what needs no device. UserError: a setting is out of range."""
+        self.check()
+        if self.dtype not in DTYPES.values():
+            raise UserError(f"--dtype {self.dtype}: one of {', '.join(DTYPES.values())}")
+        if self.tensor_parallel < 1 or world % self.tensor_parallel:
+            raise UserError(
+                f"--tensor-parallel {self.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
+                f"deepspeed --num_accelerators N starts N"
+            )
+        if world > 1 and self.device not in (None, "cuda", "cpu"):
+            raise UserError(f"--device {self.device}: with several ranks cuda or cpu, each rank takes its own")
 
 
 def parse_tasks(text: str) -> list[str]:
@@ -98,7 +139,7 @@ def check_data(data: Mapping[str, Path], tasks: Sequence[str]) -> None:
 
 
 def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOptions) -> list[Task]:
-    """Make the tasks in order and read their data. The model isn't needed.
+    """Make the tasks in order and read their data, those of zero_tp's own first. The model isn't needed.
 
     A name means a task of `include_path`, else one of zero_tp's, else one of lm-eval's.
 
@@ -106,32 +147,40 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         UserError: an unknown task (names the nearest), options that don't fit it, or data that can't be read.
     """
     options.check()
+    if options.limit is not None and set(names) == {WikitextTask.name}:
+        raise UserError(f"--limit {options.limit}: {WikitextTask.name} is one text; leave the limit out")
     directory: TaskDirectory | None = None
-    if options.include_path is not None or any(name not in OWN_TASKS for name in names):
-        require_lm_eval("a task that is none of zero_tp's own")
-        from zero_tp.evaluation import lm_eval_tasks
+    if options.include_path is not None:
+        require_lm_eval("--include-path")
+        from zero_tp.evaluation.lm_eval_tasks import TaskDirectory
 
-        if options.include_path is not None:
-            directory = lm_eval_tasks.TaskDirectory(options.include_path, allow_code=options.allow_task_code)
+        directory = TaskDirectory(options.include_path)
     in_directory = [name for name in names if directory and name in directory.names]
-    own = [name for name in names if name in OWN_TASKS and name not in in_directory]
+    own = [name for name in OWN_TASKS if name in names and name not in in_directory]
     unfit = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
-    if unfit and len(own) == len(names):
+    if unfit and set(own) - {MULTIPLE_CHOICE} == set(names):
         raise UserError(f"--{unfit[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
-    for name in names:
-        if name not in in_directory and name not in own:
-            theirs = lm_eval_tasks.lm_eval_task_manager().all_tasks
-            if name not in theirs:
-                near = difflib.get_close_matches(name, [*OWN_TASKS, *(directory.names if directory else ()), *theirs])
-                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
-                raise UserError(f"{name}: unknown task; {hint}")
     check_data({name: path for name, path in data.items() if name in own}, own)
-    return [
-        OWN_TASKS[name](data.get(name), options)
-        if name in own
-        else lm_eval_tasks.LMEvalTask(name, directory if name in in_directory else None, options, data.get(name))
-        for name in names
-    ]
+    tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
+    others = [name for name in names if name not in own]
+    if others:
+        require_lm_eval("a task that is none of zero_tp's own")
+        from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, lm_eval_task_manager
+
+        for name in others:
+            if name not in in_directory:
+                _check_name(name, [*(directory.names if directory else ()), *lm_eval_task_manager().all_tasks])
+        for name in others:
+            tasks[name] = LMEvalTask(name, directory if name in in_directory else None, options, data.get(name))
+    return [tasks[name] for name in names]
+
+
+def _check_name(name: str, others: Sequence[str]) -> None:
+    """Raise a UserError for a task that nobody has."""
+    if name not in others:
+        near = difflib.get_close_matches(name, [*OWN_TASKS, *others])
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
+        raise UserError(f"{name}: unknown task; {hint}")
 
 
 def evaluate(
@@ -151,17 +200,21 @@ def evaluate(
         environment: of this rank; None: a single process.
 
     Raises:
-        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model; ranks with different weights.
+        UserError: see `find_model`, `ModelFiles.open`, `make_tasks`; settings that don't fit the model; ranks
+            with different weights.
     """
     world = environment.world if environment else 1
-    device = _check_settings(settings, world)
-    directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
-    length = directory.sequence_length(settings.sequence_length)
+    settings.check_ranks(world)
+    files = find_model(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
+    directory = files.open()
+    length = directory.sequence_length(settings.sequence_length)
     for task in tasks:
         task.check(length)
-    topology = Topology()
+    topology, device = Topology(), _choose_device(settings.device, world)
     if environment is not None and world > 1:
+        from zero_tp.process.connect import connect
+
         # No sequence parallelism: without gradients it saves little memory.
         environment.export()
         topology, own_device = connect(environment, device, settings.tensor_parallel)
@@ -170,12 +223,12 @@ def evaluate(
         settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
     if world > 1:
-        check_same_weights(loaded.module, topology, directory.path)
+        check_same_weights(loaded.module, topology, files.path)
     return {
         "model": {
-            "path": str(directory.path),
-            "step": directory.step,
-            **({"note": directory.note} if directory.note else {}),
+            "path": str(files.path),
+            "step": files.step,
+            **({"note": files.note} if files.note else {}),
             "model_type": directory.config.model_type,
             "class": type(loaded.module).__name__,
             "parameters": loaded.module.num_parameters(),
@@ -197,6 +250,9 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
     Raises:
         UserError: on every rank; the weights differ.
     """
+    from zero_tp.parallel.agreement import all_gather_object, tensor_bytes
+    from zero_tp.training.guards import check_replicas
+
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(tensor_bytes(parameter.flatten()[:COMPARED]))
@@ -209,19 +265,11 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
         raise UserError(problem) from error
 
 
-def _check_settings(settings: EvaluationSettings, world: int) -> str:
-    """Return the device to compute on. UserError: a setting is out of range, or the device can't compute."""
-    settings.check()
-    if settings.dtype not in DTYPES.values():
-        raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES.values())}")
-    if settings.tensor_parallel < 1 or world % settings.tensor_parallel:
-        raise UserError(
-            f"--tensor-parallel {settings.tensor_parallel}: it must divide the {world} rank{'s' if world > 1 else ''}; "
-            f"deepspeed --num_accelerators N starts N"
-        )
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if world > 1 and device not in ("cuda", "cpu"):
-        raise UserError(f"--device {device}: with several ranks cuda or cpu, each rank takes its own")
+def _choose_device(requested: str | None, world: int) -> str:
+    """Return the device to compute on. UserError: it can't compute."""
+    import torch
+
+    device = requested or ("cuda" if torch.cuda.is_available() else "cpu")
     if world == 1:  # of several ranks, each takes its own device
         try:
             torch.ones(1, device=device).item()

@@ -33,7 +33,7 @@ class Backbone:
             UserError: the model is split, or an argument is unknown, a cache among them.
         """
         model = self._model
-        if named := sorted(name for name, each in refused.items() if each is not None and each is not False):
+        if named := sorted(name for name, value in refused.items() if value is not None and value is not False):
             raise UserError(f"a forward that returns hidden states alone does not take {', '.join(named)}")
         if model.topology.tensor > 1:
             raise UserError(

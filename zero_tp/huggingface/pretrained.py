@@ -117,9 +117,9 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
     ) -> None:
         """Write the native Hugging Face model.
 
-        By default every rank calls it, and global rank 0 writes while the others wait for it. Called as Trainer and
-        accelerate do, with `is_main_process` or `state_dict`, each rank is by itself as long as it has all weights;
-        where they are split or partitioned and no `state_dict` is given, every rank has to call it then too.
+        By default every rank calls it, and global rank 0 writes while the others wait for it. Trainer and accelerate
+        pass `is_main_process` or `state_dict`: a rank that has all weights then writes them alone. If they are split or
+        partitioned and no `state_dict` is given, every rank must call it then too.
 
         Args:
             is_main_process: whether this rank writes. state_dict: the whole weights by our names, which some rank

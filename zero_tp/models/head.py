@@ -20,7 +20,7 @@ from zero_tp.parallel.loss import (
     vocab_parallel_logits,
     vocab_parallel_loss_and_choices,
 )
-from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.scores import TokenScores, vocab_parallel_token_scores
 
 
@@ -89,7 +89,7 @@ class TokenDecoder(VocabularyLayer):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
         super().__init__(make, spec, embedding)
-        self.bias = make.make("bias", (spec.vocabulary,), split_vocabulary(spec.vocabulary), Constant(0.0))
+        self.bias = make.make("bias", (spec.vocabulary,), split_vocabulary(spec.vocabulary), ConstantInit(0.0))
 
     def forward(
         self, rows: Tensor, labels: Tensor | None, *, per_token: bool = False, divisor: Tensor | float | None = None

@@ -17,7 +17,7 @@ from zero_tp.parallel.collectives import Group, all_reduce
 from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.gradients import GradientSum
 from zero_tp.parallel.layout import Replicated, Sharded
-from zero_tp.parallel.parameter import Constant, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, ParameterMaker
 
 
 class Norm(ElementwiseModule):
@@ -32,7 +32,7 @@ class Norm(ElementwiseModule):
         self.epsilon = epsilon
         self.layout = Replicated("partial" if part else "identical")
         self.gradient_sum = GradientSum(make.topology.tensor_group) if part else None
-        self.weight = make.make("weight", (size,), self.layout, Constant(1.0))
+        self.weight = make.make("weight", (size,), self.layout, ConstantInit(1.0))
 
 
 class _LayerNormOfPart(torch.autograd.Function):
@@ -64,7 +64,7 @@ class LayerNorm(Norm):
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, part: bool):
         super().__init__(make, size, epsilon, part=part)
-        self.bias = make.make("bias", (size,), self.layout, Constant(0.0))
+        self.bias = make.make("bias", (size,), self.layout, ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:
@@ -212,7 +212,7 @@ class SplitRMSNorm(ElementwiseModule):
         self.holders = holders[own.start : own.stop] if shared else None
         self.features = slice(own.start * size, own.stop * size) if shared else slice(None)
         layout = Replicated("partial") if shared else Sharded(0, (self.whole,))
-        self.weight = make.make("weight", (self.whole,), layout, Constant(1.0))
+        self.weight = make.make("weight", (self.whole,), layout, ConstantInit(1.0))
 
     def forward(self, heads: Tensor) -> Tensor:
         share = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.parallel.linear import ColumnParallelLinear, column_parallel_linear
-from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [b, a/t, s, d]; keys and values [b, the KV heads that these need, s, d]."""
@@ -60,7 +60,7 @@ class GroupedProjection(nn.Module):
         kv_layout = Sharded(0, (kv_width,)) if split else replicated
 
         def bias(name: str, size: int, layout: Layout) -> nn.Parameter | None:
-            return make.make(name, (size,), layout, Constant(0.0)) if spec.qkv_bias else None
+            return make.make(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
 
         init = Normal(spec.init_std)
         self.query = make.make("query", (width, spec.hidden), Sharded(0, (width,)), init)

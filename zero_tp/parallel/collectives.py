@@ -21,10 +21,6 @@ from torch.distributed import ProcessGroup, Work
 
 Group = ProcessGroup | None
 
-# torch 2.13 renames these two; the old names warn and stay for older versions.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def group_size(group: Group) -> int:
     """Return the number of ranks in the group; 1 when there is none."""
@@ -64,7 +60,7 @@ def start_all_gather(tensor: Tensor, group: Group, *, async_op: bool = True) -> 
     if size == 1:
         return Pending(tensor)
     gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    return Pending(gathered, _all_gather(gathered, tensor.contiguous(), group=group, async_op=async_op))
+    return Pending(gathered, dist.all_gather_single(gathered, tensor.contiguous(), group=group, async_op=async_op))
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, async_op: bool = True) -> Pending:
@@ -81,7 +77,7 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, async_op: bool = True)
         work = dist.all_to_all_single(received, tensor.contiguous(), group=group, async_op=async_op)
         return Pending(received, work, partial(_sum_pieces, size=size))
     piece = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-    return Pending(piece, _reduce_scatter(piece, tensor.contiguous(), group=group, async_op=async_op))
+    return Pending(piece, dist.reduce_scatter_single(piece, tensor.contiguous(), group=group, async_op=async_op))
 
 
 def _sum_pieces(received: Tensor, size: int) -> Tensor:

@@ -39,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight, self.padding_row)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.count)
-        looked_up = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self.padding_row)
-        looked_up = looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight, self.padding_row)
+        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
-        return leave(looked_up, self.group)
+        return leave(embedded, self.group)

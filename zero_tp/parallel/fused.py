@@ -1,8 +1,8 @@
 """Matrix products fused with their gathers and scatters: torch's "async TP" operators, on CUDA only.
 
 They work on memory that the devices of a TP group share. Results equal those of a separate collective and product up
-to the order of sums: a scatter adds its terms in rank order, and in 16 bits a bias is added after its product was
-rounded, at most half a unit in the last place of the product more.
+to the order of sums, because a scatter adds its terms in rank order. In 16 bits a bias is added after its product was
+rounded, which costs at most half a unit in the product's last place.
 """
 
 from __future__ import annotations

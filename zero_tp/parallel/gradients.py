@@ -60,7 +60,7 @@ class GradientHooks:
 
     @property
     def fired(self) -> dict[str, int]:
-        """Return how often each parameter's gradient was summed; training checks it after the first backward."""
+        """Return how often each parameter's gradient was summed; training checks it."""
         return {name: one.fired for name, one in self.sums.items()}
 
 

@@ -41,7 +41,7 @@ from zero_tp.parallel.collectives import (
 )
 from zero_tp.parallel.fused import gathered_products, scattered_product
 from zero_tp.parallel.layout import Replicated, Sharded
-from zero_tp.parallel.parameter import Constant, Normal, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.topology import Topology
 
 OWN_ROWS_FIRST = True
@@ -269,7 +269,7 @@ class ColumnParallelLinear(nn.Module):
         layout = Sharded(0, parts)
         self.topology = make.topology
         self.weight = make.make("weight", (sum(parts), inputs), layout, init)
-        self.bias = make.make("bias", (sum(parts),), layout, Constant(0.0)) if bias else None
+        self.bias = make.make("bias", (sum(parts),), layout, ConstantInit(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
@@ -284,7 +284,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.topology = make.topology
         self.weight = make.make("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
-        self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0)) if bias else None
+        self.bias = make.make("bias", (outputs,), Replicated(), ConstantInit(0.0)) if bias else None
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
@@ -299,7 +299,7 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, init: Normal):
         super().__init__()
         self.weight = make.make("weight", (outputs, inputs), Replicated(), init)
-        self.bias = make.make("bias", (outputs,), Replicated(), Constant(0.0))
+        self.bias = make.make("bias", (outputs,), Replicated(), ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
         return _linear(tensor, self.weight, self.bias)

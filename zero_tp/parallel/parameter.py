@@ -34,13 +34,13 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantInit:
     """Every element is `value`."""
 
     value: float
 
 
-Init = Normal | Constant
+Init = Normal | ConstantInit
 
 
 class WeightSource(Protocol):
@@ -76,7 +76,7 @@ class SeededInit:
     def fill(
         self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
     ) -> None:
-        if isinstance(init, Constant):
+        if isinstance(init, ConstantInit):
             local.fill_(init.value)
             return
         for start, _, part in layout.rows_of(local, topology.tensor_rank, topology.tensor):

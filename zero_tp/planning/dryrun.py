@@ -185,11 +185,11 @@ class Kind(NamedTuple):
 
 
 def contexts(kinds: Sequence[Kind], reach: int = 1) -> list[tuple[Any, ...]]:
-    """Return what the bytes of each layer depend on.
+    """Return the facts on which the bytes of each layer depend.
 
-    That is its kind, between those of its neighbours; whether it is the first with its window, in backward the last to
-    let go of that window's mask; and, if it recomputes, how many other layers do before and after it, up to `reach`:
-    checkpoints that go to host memory are gone that many layers later, and come back one ahead.
+    They are its kind, between those of its neighbours, and whether it is the first layer with its window: in backward
+    that layer is the last to free the window's mask. If it recomputes, the number of layers before and after it that
+    recompute counts too, up to `reach`: checkpoints in host memory leave that many layers later, and return one ahead.
     """
     neighbours: list[Kind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]

@@ -133,7 +133,7 @@ def sdpa_fused_core(layer: Layer) -> float:
 Core = Callable[[Layer], float]
 
 
-def kept(layer: Layer, core: Core = eager_core) -> float:
+def saved(layer: Layer, core: Core = eager_core) -> float:
     """Return, with nothing recomputed, sbh(10 + 24/t + 5as/(ht)) with the eager core, under SP sbh/t·(34 + 5as/h).
 
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel".
@@ -146,23 +146,23 @@ def kept(layer: Layer, core: Core = eager_core) -> float:
     return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.wide
 
 
-def kept_selective(layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)) -> float:
+def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)) -> float:
     """Return, under `selective`, sbh(10 + 24/t), with SP 34sbh/t; table 2, the two "selective" rows (section 5).
 
     Args:
-        modules: `zero_tp.recompute.modules`. `attention_core` takes away all that the core keeps besides its inputs,
-            Q, K and V in 16 bits; `mlp_activation` 8sbh/t, the activation's output; `norm` 4sbh, under SP 4sbh/t, the
-            outputs of the two norms, or 2sbh, that of the first, where the residual stream itself is normed.
+        modules: `zero_tp.recompute.modules`. `attention_core` saves everything but the core's inputs, Q, K and V in
+            16 bits. `mlp_activation` saves 8sbh/t, the activation's output. `norm` saves the outputs of the two norms,
+            4sbh, under SP 4sbh/t; or 2sbh, that of the first, where the residual stream itself is normed.
     """
-    saved = {
+    recomputed = {
         "attention_core": core(layer),
         "mlp_activation": layer.element * layer.wide,
         "norm": layer.remade_norms * layer.element * layer.residual,
     }
-    return kept(layer, core) - sum(saved[module] for module in modules)
+    return saved(layer, core) - sum(recomputed[module] for module in modules)
 
 
-def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
+def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
     """Return, with `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table 2, row "full".
 
     Args:
@@ -171,7 +171,7 @@ def kept_full(layer: Layer, *, partitioned: bool = False) -> float:
     return layer.element * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
-def kept_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
+def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
     """Return sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section 4.3, with p = 1).
 
     The mask of the embedding's dropout, sbh; the input of the final norm and of the output layer, 2sbh each; the logits
@@ -220,8 +220,8 @@ def tensor_volume(layer: Layer, mode: str = "none") -> float:
     """Return the elements a rank sends over TP a layer and micro-batch: 4 all-reduces of sbh (1909.08053, figure 4).
 
     A ring all-reduce is a reduce-scatter and an all-gather, 2·(t-1)/t of the tensor, so SP has the same volume
-    (2205.05198, section 4.2.2); added to it are SP's all-gather of the two saved input shards in backward, and
-    under `full` recomputation the forward's once more.
+    (2205.05198, section 4.2.2). SP adds the all-gather of the two saved input shards in backward. `full` recomputation
+    adds the forward's volume once more.
     """
     ring = layer.sbh * (layer.t - 1) / layer.t
     forward, again = 4, 2 if layer.sequence else 0

@@ -84,8 +84,8 @@ class Rates:
     def collective(self, size: float, ranks: int, stride: int = 1, pieces: float = 1) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.
 
-        A ring over nodes enters and leaves each of them once, however many of its ranks are there, and has as many of
-        the node's links as fall to one ring: neighbours at a stride are as many rings side by side.
+        A ring over nodes enters and leaves each of them once, however many of its ranks are there. Neighbours at a
+        stride form that many rings side by side, which share the node's links.
 
         Args:
             size: bytes of the whole tensor.

@@ -187,25 +187,25 @@ class PaperView:
         layer, policy = self.layer, self.workload.policy
         core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
         if not recomputes or policy.mode == "none":
-            return formulas.kept(layer, core)
+            return formulas.saved(layer, core)
         if policy.mode == "full":
             if self.workload.to_host:
                 return 0.0
-            return formulas.kept_full(layer, partitioned=self.workload.partitioned)
-        return formulas.kept_selective(layer, core, policy.chosen_modules)
+            return formulas.saved_full(layer, partitioned=self.workload.partitioned)
+        return formulas.saved_selective(layer, core, policy.chosen_modules)
 
     def layers_bytes(self) -> float:
         """Return what the layers keep of one micro-batch: of the one that keeps the most, if some keep everything."""
         layers, policy = self.model.spec.layers, self.workload.policy
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
-        kept = (layers - recomputed) * self.layer_bytes(recomputes=False)
-        return kept + recomputed * self.layer_bytes(recomputes=True)
+        saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
+        return saved + recomputed * self.layer_bytes(recomputes=True)
 
     def outside_bytes(self) -> float:
         """Return what is kept outside the layers."""
         spec = self.model.spec
         vocabulary = self.workload.labelled * spec.vocabulary
-        return formulas.kept_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
+        return formulas.saved_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
 
     def bytes(self) -> dict[str, float]:
         """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_tp import page
 from zero_tp.constants import GIB
-from zero_tp.page import PALETTE, legend, new_figure, style_axes
+from zero_tp.page import PALETTE, legend, new_figure, show_values, style_axes
 from zero_tp.planning import report
 from zero_tp.planning.memory import CATEGORIES, Point
-from zero_tp.planning.plan import Plan
+from zero_tp.planning.plan import Estimate, Plan
 from zero_tp.planning.report import TITLES
 
 COLOURS = {
@@ -21,15 +21,18 @@ COLOURS = {
 }
 PHASES = ("forward", "backward", "optimizer")
 SHOWN_POINTS = 600
+NEAR = 3
+"""A limit is drawn if it is less than this many times the peak."""
 AFTER_BACKWARD = 4
 """The last points of a step, after those of its last micro-batch (`RankMemory.points`)."""
 
 
-def write_page(plan: Plan, path: Path, advice: Sequence[str] = ()) -> list[Path]:
+def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Estimate | None = None) -> list[Path]:
     """Write a plan as a page with a picture.
 
     Args:
         advice: lines about other settings, from `report.advice`.
+        fastest: the settings that a search found, drawn beside the present ones.
 
     Returns:
         The files written: the page, and the picture as PNG.
@@ -37,40 +40,65 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = ()) -> list[Path]
     Raises:
         UserError: matplotlib is missing, or a file can't be written.
     """
-    figure = over_time("Memory over the last micro-batch of a step", plan.memory.points)
+    shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
+    figure = over_time({title: (one.memory.points, one.usable) for title, one in shown.items()})
     text = "\n".join([report.describe(plan), *advice])
     parts = [f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>']
-    parts += [f"<pre>{html.escape(text)}</pre>", page.svg(figure)]
+    parts += [f"<pre>{html.escape(text)}</pre>", "<h2>Memory over the last micro-batch of a step</h2>"]
+    parts.append(page.svg(figure))
     title = f"{plan.config.name}: {plan.ranks} × {plan.device.name}"
     return page.write(path, title, parts, {"over_time": figure})
 
 
-def over_time(title: str, points: Sequence[Point]) -> Any:
-    """Draw memory over a step by category, with its phases named."""
-    drawn = _thinned(points)
-    peak = max(drawn, key=lambda point: point.total)
-    top = (peak.position, peak.total / GIB)
-    figure = new_figure(8.4, 3.6)
-    axes = style_axes(figure.add_subplot(), title)
-    names = [name for name in CATEGORIES if max(point.bytes[name] for point in drawn) > 0.002 * peak.total]
+def over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
+    """Draw memory over a step by category, with its phases named.
+
+    Args:
+        shown: title → the points of a step, and the bytes below which its tensors fit, if they are known. All have one
+            scale.
+    """
+    peaks = [max(points, key=lambda point: point.total) for points, _ in shown.values()]
+    top = max(peak.total for peak in peaks)
+    limits = [limit for _, limit in shown.values() if limit is not None and limit < NEAR * top]
+    names = [
+        name
+        for name in CATEGORIES
+        if any(point.bytes[name] > 0.002 * top for points, _ in shown.values() for point in points)
+    ]
+    figure = new_figure(8.4 if len(shown) == 1 else 11.0, 3.6)
+    for number, ((title, (points, limit)), peak) in enumerate(zip(shown.items(), peaks, strict=True)):
+        axes = style_axes(figure.add_subplot(1, len(shown), number + 1), title)
+        _draw(axes, _thinned(points), names, peak)
+        if limit is not None and limit in limits:
+            axes.axhline(limit / GIB, color="#000000", linewidth=1, linestyle="--", label="fits below, with margins")
+        axes.set_ylim(0, 1.08 * max(top, *limits, 0) / GIB)
+        if number == 0:
+            axes.set_ylabel("GiB on one device", fontsize=9)
+        fits = "" if limit is None else f", fits below {limit / GIB:.4g}"
+        axes.set_xlabel(f"peak {peak.total / GIB:.4g} GiB{fits}", fontsize=9)
+    legend(axes, reverse=True)
+    return figure
+
+
+def _draw(axes: Any, points: Sequence[Point], names: Sequence[str], peak: Point) -> None:
     axes.stackplot(
-        [point.position for point in drawn],
-        [[point.bytes[name] / GIB for point in drawn] for name in names],
+        [point.position for point in points],
+        [[point.bytes[name] / GIB for point in points] for name in names],
         colors=[COLOURS[name] for name in names],
         labels=[TITLES[name] for name in names],
         linewidth=0,
     )
-    axes.plot(*top, "o", color="#222222", markersize=4)
-    axes.annotate(f"{top[1]:.3g} GiB", top, textcoords="offset points", xytext=(0, 5), fontsize=9, ha="center")
-    axes.set_ylim(0, 1.1 * top[1])
+    axes.plot(peak.position, peak.total / GIB, "o", color="#000000", markersize=4)
     axes.set_xlim(0, len(PHASES))
     for start in range(1, len(PHASES)):
         axes.axvline(start, color="#888888", linewidth=0.8)
     axes.set_xticks([start + 0.5 for start in range(len(PHASES))], PHASES)
     axes.tick_params(axis="x", length=0)
-    axes.set_ylabel("GiB on one device", fontsize=9)
-    legend(axes, reverse=True)
-    return figure
+    values = []
+    for point in points:
+        parts = ", ".join(f"{TITLES[name]} {point.bytes[name] / GIB:.3g}" for name in names)
+        values.append((point.position, point.total / GIB, f"{point.total / GIB:.4g} GiB: {parts}"))
+    show_values(axes, values)
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -73,6 +73,12 @@ class Estimate:
         return tensors * (1 + self.device.fragmentation) + self.reserved
 
     @property
+    def usable(self) -> float:
+        """Return what tensors on the device may take, so that they fit with all margins."""
+        host = self.peak.host if self.device.is_cpu else 0.0
+        return (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation) - host
+
+    @property
     def spare(self) -> float:
         """Return what stays free of the device's memory; negative if it is short."""
         return self.device.memory_gib * GIB - self.needed

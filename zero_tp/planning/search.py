@@ -166,7 +166,7 @@ class Search:
                 _divisors(samples), range(4), modes, OFFLOADS, (False, True)
             ):
                 least_stage, optimizer, parameters = offload
-                settings = run_settings.at_stage(
+                settings = run_settings.with_stage(
                     stage,
                     accumulation=samples // micro,
                     offload_optimizer=optimizer,
@@ -204,7 +204,7 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     """
     paper, layers = PaperView(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
-    kept = paper.layers_bytes() + paper.outside_bytes() - logits
+    saved = paper.layers_bytes() + paper.outside_bytes() - logits
     recomputed = paper.layer_bytes(recomputes=False)
     shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
@@ -212,13 +212,17 @@ def _estimated_moments(model: Model, workload: Workload, zero: ZeroMemory) -> li
     gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.element) * shard * model.spec.hidden
     block = workload.element * positions * batch * shard
     stream = 4 * workload.element * paper.layer.residual
-    most = max(zero.gathered_at, key=lambda at: zero.gathered_at[at])[1] if zero.settings.stage == 3 else 0
+    most = (
+        max(zero.gathered_by_layer, key=lambda place: zero.gathered_by_layer[place])[1]
+        if zero.settings.stage == 3
+        else 0
+    )
     total = float(zero.parameters.total)
     return [
-        Moment("forward", layers, kept + gradient, block, 0.0),
-        Moment("backward", layers - 1, kept, recomputed + stream + workload.element * shard * model.spec.hidden, 0.0),
-        Moment("backward", min(max(most, 0), layers - 1), kept / 2, recomputed + stream, total / 2),
-        Moment("backward", 0, kept / layers, recomputed + stream, total),
+        Moment("forward", layers, saved + gradient, block, 0.0),
+        Moment("backward", layers - 1, saved, recomputed + stream + workload.element * shard * model.spec.hidden, 0.0),
+        Moment("backward", min(max(most, 0), layers - 1), saved / 2, recomputed + stream, total / 2),
+        Moment("backward", 0, saved / layers, recomputed + stream, total),
     ]
 
 

@@ -227,7 +227,7 @@ class ZeroSettings:
             return 2 * micro, micro
         return min(self.stage, 1), (1 if self.to_owners else 2) * (micro if self.stage == 2 else 1)
 
-    def at_stage(self, stage: int, **changes: Any) -> ZeroSettings:
+    def with_stage(self, stage: int, **changes: Any) -> ZeroSettings:
         """Return these settings at another stage; to and from stage 3 with that stage's default of `overlap_comm`.
 
         Args:

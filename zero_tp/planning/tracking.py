@@ -189,7 +189,7 @@ def _cut(
 ) -> list[Part]:
     """Return the parts between the clocks `ends`. Activations are allocated before `turned` and freed after it."""
 
-    def is_kept(one: Allocation) -> bool:
+    def is_activation(one: Allocation) -> bool:
         return one.allocated <= turned and (one.freed is None or one.freed > turned)
 
     sizes = [[0, 0, 0] for _ in ends[1:]]  # transients, activations, gradients
@@ -203,7 +203,7 @@ def _cut(
         if isinstance(one, int):
             size[2] += one
             continue
-        size[is_kept(one)] += sign * one.bytes
+        size[is_activation(one)] += sign * one.bytes
         if sign > 0:
             phase = "forward" if clock <= turned else "backward"
             moments[number].append(Moment(phase, 0, size[1], size[0], size[2]))

@@ -133,8 +133,9 @@ class ZeroMemory:
     def _optimizer_copies(self) -> list[int]:
         """Return the bytes of each tensor that an offloaded optimizer has on the host, without moments.
 
-        At stage 3 those are the gradients, added up and in fp32, and its masters are apart; below it masters, gradients
-        in fp32, weights on their way back, a buffer, and at stage 2 a gradient of each parameter if they are added up.
+        At stage 3 these are the gradients, accumulated and in fp32; its masters are counted elsewhere. Stages 1 and 2
+        have masters, gradients in fp32, weights to copy back and a buffer. Stage 2 also has a gradient of each
+        parameter if it accumulates.
         """
         zero, e = self.settings, self.settings.element
         if not zero.offload_optimizer:
@@ -186,7 +187,7 @@ class ZeroMemory:
         return 0.0 if self.settings.offload_optimizer else self.settings.element * self.grad_buffer_numel
 
     @cached_property
-    def gathered_at(self) -> dict[tuple[str, int], float]:
+    def gathered_by_layer(self) -> dict[tuple[str, int], float]:
         """Return the most bytes gathered, by ("forward" or "backward", the layer's number)."""
         zero, parameters = self.settings, self.parameters
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
@@ -209,7 +210,7 @@ class ZeroMemory:
         buckets = e * self.bucket * (2 if zero.overlap else 1)
         total = self.parameters.total
         if zero.stage == 3:
-            return states._replace(gathered=states.gathered + self.gathered_at[phase, layer])
+            return states._replace(gathered=states.gathered + self.gathered_by_layer[phase, layer])
         with_gradients = total if micro else min(done, total)
         if zero.stage == 0 or zero.single_replica or zero.separate_fp32_grads:
             return states._replace(gradients=e * with_gradients)

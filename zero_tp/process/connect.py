@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zero_tp.errors import UserError
 from zero_tp.parallel.fused import fuse
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.quiet import hushed
+from zero_tp.process.quiet import suppress_output
 from zero_tp.topology import Topology
 from zero_tp.zero import ops
 
@@ -82,7 +82,7 @@ def own_device(environment: RankEnvironment, device_type: str) -> torch.device:
 
 
 def _shown_devices() -> str:
-    """Return what a launcher lets this rank see, as it says it."""
+    """Return the launcher's list of devices for this rank; "" if there is none."""
     from deepspeed.accelerator import get_accelerator
 
     return next((os.environ[name] for name in get_accelerator().visible_devices_envs() if os.environ.get(name)), "")
@@ -103,18 +103,17 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment, verbose: 
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda" and config.zero_tp.training.guard_gradients:
         fix_workspace()
-    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
-    check_accelerator(config.deepspeed_config(), lambda dtype: bool(supported[dtype]()))
+    check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.without_shared_memory_collectives()
-    told = ops.to_compile(config.deepspeed_config(), accelerator)
-    if told is not None and environment.rank == 0:
-        print(told, flush=True)
-    # The watch knows more of a hang than the collective that ends by its limit, so that comes after.
+    message = ops.to_compile(config.deepspeed_config(), accelerator)
+    if message is not None and environment.rank == 0:
+        print(message, flush=True)
+    # The watchdog describes a hang better than a collective that reaches its limit, so it comes first.
     timeout = timedelta(minutes=config.zero_tp.training.timeouts.longest, seconds=AFTER_THE_WATCH_SECONDS)
 
     def join(device: torch.device) -> None:
-        with hushed(verbose):
+        with suppress_output(verbose):
             deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timeout, verbose=verbose)
 
     parallel = config.zero_tp.parallel
@@ -150,26 +149,3 @@ def fix_workspace() -> None:
             f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare; unset "
             "it, or set it to :4096:8"
         )
-
-
-def launch_order_advice(tensor: int, stage: int, device: torch.device) -> str:
-    """Return a line about the variable that makes CUDA kernels begin in the order of their launches; "" if none is due.
-
-    A layer starts its collective before the product that hides it; with several queues the product may take the whole
-    device first. The gathers of ZeRO-3 are behind no product, and want queues of their own. CUDA reads the variable
-    once, before a rank knows its device, so the launcher has to set it. Megatron-LM's `validate_args` does not ask for
-    it from compute capability 10 on.
-
-    Args:
-        tensor: the TP degree.
-        stage: of ZeRO.
-    """
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if device.type != "cuda" or torch.version.hip or tensor == 1 or stage == 3 or name in os.environ:
-        return ""
-    if torch.cuda.get_device_capability(device) >= (10, 0):
-        return ""
-    return (
-        f"{name} is not set: with {name}=1 in the launcher's environment, collectives of TP begin before the products "
-        "that hide them"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from zero_tp.process.job_store import AGENT_STORE, JobStore
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")
-ACCELERATE_NAMES = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
 
 # Names under deepspeed, torchrun and accelerate, then OpenMPI's mpirun, then srun. The process that started a rank
 # comes before the one above it: srun may start torchrun.
@@ -25,7 +23,6 @@ RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-NODE = ("CROSS_RANK", "GROUP_RANK", "SLURM_NODEID")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class RankEnvironment:
 
     rank: int
     world: int
-    node: int
     local_rank: int | None
     local_world: int | None
     parent: psutil.Process | None = None
@@ -53,18 +49,14 @@ class RankEnvironment:
         rank = _number(variables, RANK)
         by_launcher = _number(variables, LOCAL_RANK[:2]) is not None
         launched = by_launcher or (world > 1 and rank is not None)
-        above = _process(os.getppid())
-        # A single process below `accelerate launch` gets no variables that tell.
-        parent = above if above and (launched or _runs(above, ACCELERATE_NAMES)) else None
         slurm = (variables.get("SLURM_PROCID"), variables.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(world))
         slurm_ranks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if slurm else []
         return RankEnvironment(
             rank=(rank or 0) if launched else 0,
             world=world if launched else 1,
-            node=(_number(variables, NODE) or 0) if launched else 0,
             local_rank=_number(variables, LOCAL_RANK),
             local_world=_number(variables, LOCAL_WORLD) or len(slurm_ranks) or None,
-            parent=parent,
+            parent=psutil.Process().parent() if launched else None,
         )
 
     @property
@@ -117,10 +109,8 @@ class RankEnvironment:
         """Return the `deepspeed` command above DeepSpeed's launch.py, where those two started this rank."""
         if self.parent is None or not _runs(self.parent, LAUNCH_NAMES):
             return None
-        with contextlib.suppress(psutil.Error):  # gone, or hidden from this user
-            above = self.parent.parent()
-            return above if above is not None and _runs(above, RUNNER_NAMES) else None
-        return None
+        above = self.parent.parent()
+        return above if above is not None and _runs(above, RUNNER_NAMES) else None
 
 
 def _number(variables: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -146,14 +136,6 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
-
-
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        return process if is_alive(process) else None
-    except psutil.Error:  # gone, or hidden from this user
-        return None
 
 
 def _runs(process: psutil.Process, names: tuple[str, ...]) -> bool:

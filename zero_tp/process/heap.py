@@ -20,7 +20,7 @@ def can_keep_freed_memory() -> bool:
 def keep_freed_memory() -> None:
     """Keep freed memory in this process, where that is possible.
 
-    By default glibc maps each large block anew and returns it when it is freed. A training step allocates the same
+    By default glibc maps each large block and returns it when it is freed. A training step allocates the same
     blocks again, and the system fills their pages with zeros each time. Threads would also have heaps of 64 MiB of
     their own, and map what is larger, as gloo's threads do for each reduction; so all threads share one heap.
     """

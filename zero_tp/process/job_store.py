@@ -1,4 +1,4 @@
-"""Ranks meet in the job's store before their first process group, so that none waits for one that has refused.
+"""Ranks meet in the job's store before their first process group; none waits there for one that has refused.
 
 Each rank posts that it is ready, or that it refuses. The last rank that is ready, or the first one that refuses, sets
 the outcome that all ranks wait for. The store is that of `torch.distributed`: rank 0's, or torchrun's agent's.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -86,20 +85,6 @@ class JobStore:
         except (RuntimeError, OSError):  # what torch raises for a store that is not there, or gone
             return None
         return first == name.encode()
-
-    def wait_until_heard(self) -> None:
-        """Wait a bounded time until all ranks know of the refusal: the store may end with this process' machine."""
-        if not self._several_nodes or self._store is None:
-            return
-        deadline = time.monotonic() + REFUSAL_LIMIT.total_seconds()
-        pause = max(0.05, self._world / 2000)  # at most 2,000 requests a second
-        try:
-            number = self._store.add("heard", 1)
-            while number < self._world and time.monotonic() < deadline:
-                time.sleep(pause)
-                number = self._store.add("heard", 0)
-        except RuntimeError:  # the store has gone first
-            return
 
 
 def allow_connections(world: int) -> None:

@@ -10,7 +10,7 @@
 - Ranks end with their launcher (node.py).
 
 Ranks leave by `os._exit`: with a thread in a collective, destructors can abort or hang. The kernel closes their
-connections, so that the others notice at once.
+connections, which the others notice at once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from zero_tp.process.environment import RankEnvironment, rank_name
 from zero_tp.process.job_store import PeerRefused
 from zero_tp.process.node import NodeWatch, die_with
 from zero_tp.process.signals import Requests, listen
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 
 FAILED, TERMINATED = 1, 143
 
 LAUNCHER_SECONDS = 10.0  # from local rank 0's end to the launcher's SIGTERM
-REFUSAL_SECONDS = 60.0  # to find the store, to post there and to be heard, if a machine does not answer
+STORE_SECONDS = 10.0  # rank 0 may serve the store, where ranks of other machines read why the job ends
+REFUSAL_SECONDS = 60.0  # to find the store and to post there, if a machine does not answer
 PEER_SECONDS = 5.0  # from a broken connection to the end of the rank that broke it
 EXIT_SECONDS = 20.0  # exit functions after success, such as a tracker's upload
 MESSAGE_LIMIT = 600  # characters of an error in its last line; its traceback has them all
@@ -64,7 +65,7 @@ def run_rank(
     verbose: bool,
     environment: RankEnvironment | None = None,
     requests: Requests | None = None,
-    watch: Watch | None = None,
+    watch: Watchdog | None = None,
 ) -> NoReturn:
     """Run `main` as the whole life of this process and exit with its status (None means 0).
 
@@ -150,7 +151,8 @@ class _Rank:
             text = f"{''.join(traceback.format_exception(error)).rstrip()}\n{text}"
         if (not isinstance(error, PeerRefused) and self._prints_refusal()) or self._verbose:
             write_stderr(text)
-        self._environment.store.wait_until_heard()
+        if self._environment.several_nodes and self._environment.rank == 0:
+            time.sleep(STORE_SECONDS)
         return BAD_INPUT
 
     def _prints_refusal(self) -> bool:

@@ -44,7 +44,7 @@ class NodeWatch:
         self._error_files: dict[int, str] = {}
         self._ended: dict[int, int | None] = {}
         self._named = set[int]()
-        self._lock, self._naming = threading.Lock(), threading.Lock()
+        self._naming = threading.Lock()
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
@@ -54,11 +54,10 @@ class NodeWatch:
 
         Only a zombie tells, and launchers reap theirs within a second.
         """
-        with self._lock:
-            for rank, process in self._ranks.items():
-                if rank not in self._ended and not is_alive(process):
-                    self._ended[rank] = _exit_status(process)
-            return dict(self._ended)
+        for rank, process in list(self._ranks.items()):
+            if rank not in self._ended and not is_alive(process):
+                self._ended.setdefault(rank, _exit_status(process))
+        return dict(self._ended)
 
     def unexplained(self) -> list[int]:
         """Return the ranks of which nobody saw how they ended, and which have left torchrun no error file.
@@ -77,7 +76,7 @@ class NodeWatch:
     def is_lowest(self) -> bool:
         """Return whether this rank is the lowest one of this machine that has not ended."""
         ended = self.ended()
-        return all(rank in ended or rank > self._environment.rank for rank in self._ranks)
+        return all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
 
     def _watch(self) -> None:
         exits = select.poll()
@@ -108,9 +107,8 @@ class NodeWatch:
                     rank = next(int(variables[name]) for name in RANK if variables.get(name, "").isdecimal())
                     if rank != own and rank not in self._ranks:
                         new.append(process)
-                        with self._lock:
-                            self._error_files[rank] = variables.get(_ERROR_FILE, "")
-                            self._ranks[rank] = process
+                        self._error_files[rank] = variables.get(_ERROR_FILE, "")
+                        self._ranks[rank] = process
         return new
 
     def _knows_all_ranks(self) -> bool:

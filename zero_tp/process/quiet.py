@@ -69,7 +69,7 @@ def _only_errors(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def hushed(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
+def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
     """Drop what libraries `print` inside the block, unless `verbose`; if the block fails, it goes to stderr.
 
     `deepspeed.init_distributed` and `deepspeed.initialize` print where they could log. After a `UserError`, which is

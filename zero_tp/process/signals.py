@@ -1,8 +1,8 @@
 """Signals end a process, or request something of a training run: SIGTERM to save and stop, SIGUSR1 to save.
 
 A request reaches one rank, or all of them one after another, and only sets that rank's flags. At the next step boundary
-all ranks reduce the flags and act together: on a CPU at once, on an accelerator one step later, so that neither the
-host nor the device waits.
+all ranks reduce the flags and act together: on a CPU at once, on an accelerator one step later. Then neither the host
+nor the device waits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Requests:
     def agreed(self, device: torch.device) -> tuple[bool, bool]:
         """Return (stop, save) as any rank was asked; a save is returned once. All-reduce of two numbers, all ranks.
 
-        Late answers are those of the call before, on every rank alike; the first call then returns (False, False).
+        Late answers are those of the call before, on every rank; the first call then returns (False, False).
         """
         late = device.type != "cpu" if self.late is None else self.late
         save = self.save
@@ -76,27 +76,21 @@ def _all_reduce_flags(flags: list[bool], device: torch.device) -> Deferred:
 
 
 def listen(act: Callable[[set[int]], None]) -> None:
-    """Handle SIGINT, SIGTERM and SIGUSR1 by `act` alone, in a thread.
+    """Handle SIGINT, SIGTERM and SIGUSR1 by `act` alone, in a thread. A forked child has the default actions.
 
     Python's own handlers don't run while the main thread waits in a collective. Blocking the signals for a `sigwait`
     thread would work too, but compilers and data workers would inherit the mask.
+
+    Args:
+        act: called with the numbers of the signals that have arrived.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C
             signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=_restore_handlers)
-    read_signals(act)
-
-
-def read_signals(act: Callable[[set[int]], None]) -> None:
-    """Call `act` in a thread with the numbers of the signals that arrive, whatever the main thread does.
-
-    Python's handlers are called besides. A forked child reports none of its own signals.
-    """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    os.register_at_fork(after_in_child=_restore_handlers)
 
     def read() -> None:
         while True:
@@ -107,6 +101,7 @@ def read_signals(act: Callable[[set[int]], None]) -> None:
 
 def _restore_handlers() -> None:
     """Give a forked child (a data worker) the default actions back."""
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,8 @@
 """A rank's watch ends the rank when its phase makes no progress, or when another rank or the job's store is silent.
 
 Each rank counts its marks; all ranks set the same ones in the same order. A thread writes the newest to the job's
-store, where the first rank whose limit passes reads those of all. Where nobody waits for a rank that is gone (while a
-checkpoint is written, or under NCCL) its silence ends the job. No collective is involved.
+store. The first rank whose limit passes reads those of all ranks from there. A rank can be gone while nobody waits for
+it, for example during a checkpoint; then its silence ends the job. No collective is involved.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ class RankStatus:
         phase, step, doing: in words.
         seconds: since the newest mark.
         message: number of this message.
-        frame: the function that its main thread is in, once a limit has passed.
+        frame: the function that its main thread is in, once half of a limit has passed.
         waiting: whether that function waits for other ranks; None before.
-        collectives: enqueued and completed ones of each process group, likewise (`collective_progress`).
     """
 
     count: int = 0
@@ -55,16 +54,14 @@ class RankStatus:
     message: int = 0
     frame: str = ""
     waiting: bool | None = None
-    collectives: str = ""
 
     def describe(self) -> str:
         where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
-        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}{counts}"
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
 
 
-class Watch:
-    """The watch of one rank: `begin` starts it, `enter` and `mark` set what the rank does.
+class Watchdog:
+    """Watch one rank: `begin` starts it, `enter` and `mark` set the rank's phase and its work.
 
     Attributes:
         end: called in a thread with the reason why the rank ends, "" if another rank prints it.
@@ -78,7 +75,6 @@ class Watch:
         self._rank, self._world = 0, 1
         self._write_seconds = WRITE_SECONDS
         self._store: Any = None
-        self._groups: Sequence[str] = ()
         self._messages = 0
         self._left = threading.Event()
         self._writer = threading.Thread(target=self._write, name="watch writer", daemon=True)
@@ -98,18 +94,17 @@ class Watch:
         self.enter("start")
         threading.Thread(target=self._check, name="watch", daemon=True).start()
 
-    def connect(self, groups: Sequence[str] = (), store: Any = None) -> None:
-        """Begin to write to the store, once the process groups are there.
+    def connect(self, store: Any = None) -> None:
+        """Begin to write to the store, once there is a process group.
 
         Args:
-            groups: names of this rank's process groups, in the order of their creation.
-            store: by default a connection of its own to the job's: the main thread may wait in its one for minutes.
+            store: by default another connection to the job's: the main thread may wait in its own for minutes.
         """
-        self._groups, self._store = groups, store or _new_connection()
+        self._store = store or _new_connection()
         self._writer.start()
 
     def leave(self) -> None:
-        """Watch no more, because the work is done. A last message says so, so that nobody misses this rank."""
+        """Stop watching, because the work is done; a last message tells the other ranks."""
         self.enter("end")
         self._left.set()
         if self._writer.is_alive():
@@ -157,33 +152,24 @@ class Watch:
     def _describe_hang(self, limit: float) -> str:
         """Return the statuses of all ranks, and who waits for whom; "" if another rank was first to ask for them."""
         recorded = _dump_flight_recorder(self._rank)
-        frame, waiting = _describe_frame(self._main)
-        counts = "" if self._store is None else collective_progress(self._groups)
-        self._status = replace(self._status, frame=frame, waiting=waiting, collectives=counts)
-        statuses, first, silent = {self._rank: self._newest()}, [True], set[int]()
-        pause = 3 * self._write_seconds  # others come to their limits, and write where they are
+        statuses, first = dict[int, RankStatus](), [True]
 
         def read() -> None:
             try:
-                self._store.set(str(self._rank), json.dumps(asdict(self._newest())))
                 first[0] = self._store.add("limits", 1) == 1
-                before = self._read(range(self._world))
-                time.sleep(pause)
                 statuses.update(self._read(range(self._world)))
             except RuntimeError:  # the store is gone, and this rank reports what it knows
                 return
-            silent.update(rank for rank, old in before.items() if old.message == statuses[rank].message)
 
         if self._store is not None:
             reading = threading.Thread(target=read, name="watch reader", daemon=True)
             reading.start()
-            reading.join(pause + ANSWER_SECONDS)
+            reading.join(ANSWER_SECONDS)
         if not first[0]:
             time.sleep(ANSWER_SECONDS)  # for that rank to print it
             return ""
-        silent |= set(range(self._world)) - statuses.keys()
-        hang = describe_hang(dict(statuses), silent - {self._rank}, self._world, self._status, limit)
-        return "\n".join([*recorded, hang])
+        own = self._newest()
+        return "\n".join([*recorded, describe_hang({**statuses, self._rank: own}, self._world, own, limit)])
 
     # --- the thread that writes to the store --------------------------------------------------------------------------
 
@@ -222,7 +208,10 @@ class Watch:
         return f"{(self._heartbeat or 0) / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
 
     def _newest(self) -> RankStatus:
-        return replace(self._status, seconds=time.monotonic() - self._marked, message=self._messages)
+        """Return the status as it is now; with the main thread's function if the phase makes little progress."""
+        seconds, limit = time.monotonic() - self._marked, self._limits.get(self._status.phase)
+        frame, waiting = _describe_frame(self._main) if limit is not None and seconds > limit / 2 else ("", None)
+        return replace(self._status, seconds=seconds, message=self._messages, frame=frame, waiting=waiting)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the newest statuses of those ranks that have written one. Two requests, once all have."""
@@ -232,27 +221,21 @@ class Watch:
         return {rank: RankStatus(**parse_json(value.decode())) for rank, value in zip(ranks, values, strict=True)}
 
 
-def describe_hang(
-    statuses: Mapping[int, RankStatus], silent: set[int], world: int, status: RankStatus, limit: float
-) -> str:
+def describe_hang(statuses: Mapping[int, RankStatus], world: int, status: RankStatus, limit: float) -> str:
     """Return a line for each rank, and as the last line who waits for whom.
 
     Args:
-        silent: ranks that write no more.
         status: of the rank whose limit has passed.
         limit: in seconds.
     """
-    lines = [
-        f"rank {rank} {each.describe()}{', silent since' if rank in silent else ''}"
-        for rank, each in sorted(statuses.items())
-    ]
-    least = min(each.count for each in statuses.values())
-    last = [rank for rank, each in statuses.items() if each.count == least]
-    behind = sorted(silent) or [rank for rank in last if statuses[rank].waiting is False] or last
+    lines = [f"rank {rank} {statuses[rank].describe()}" for rank in sorted(statuses)]
+    least = min(status.count for status in statuses.values())
+    last = [rank for rank in sorted(statuses) if statuses[rank].count == least]
+    behind = [rank for rank in last if statuses[rank].waiting is False] or last
     waiting = sorted(set(range(world)) - set(behind))
     who = "no rank is behind another"
     if waiting:
-        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(sorted(behind))}"
+        who = f"{name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
     where = f"{status.phase}{f' {status.step}' if status.step else ''}"
     limits = f"{limit / 60:.3g} minutes, by zero_tp.training.timeout_minutes"
     return "\n".join([*lines, f"error: no progress in {where} for {limits}: {who}"])
@@ -276,29 +259,6 @@ def _describe_frame(thread: int) -> tuple[str, bool]:
     place = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
     caller = frame.f_code.co_name
     return f"{name} ({place})" if name == caller else f"{name}, called by {caller} ({place})", waiting
-
-
-def collective_progress(groups: Sequence[str]) -> str:
-    """Return how many collectives each process group has enqueued and completed: `TP 42/41, DP 7/7`.
-
-    torch's flight recorder counts them, unless `TORCH_FR_BUFFER_SIZE` is 0. It waits for no device.
-
-    Args:
-        groups: names in the order of their creation, by which the recorder numbers them.
-    """
-    from torch._C import _distributed_c10d
-
-    status: dict[str, Any] = {}
-    # A build with NCCL records NCCL's collectives apart from those of the other backends.
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(_distributed_c10d, dump):
-            status |= json.loads(getattr(_distributed_c10d, dump)(False)).get("pg_status", {})
-    names = dict(enumerate(groups))
-    return ", ".join(
-        f"{names.get(int(number), f'group {number}')} "
-        f"{counts['last_enqueued_collective']}/{counts['last_completed_collective']}"
-        for number, counts in sorted(status.items(), key=lambda group: int(group[0]))
-    )
 
 
 def _dump_flight_recorder(rank: int) -> list[str]:

@@ -70,5 +70,5 @@ def _losses(run: Path, step: int) -> str:
     losses = []
     for name, label in LOSSES.items():
         logged = [pair for pair in metrics.series.get(name, {}).items() if pair[0] <= step]
-        losses += [f"{label} {value:.4f} at step {at_step:,}" for at_step, value in logged[-1:]]
+        losses += [f"{label} {value:.4f} at step {last_step:,}" for last_step, value in logged[-1:]]
     return ", ".join(losses)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from zero_tp.page import PALETTE, new_figure, style_axes
+from zero_tp.page import PALETTE, new_figure, scale, show_values, style_axes
 from zero_tp.report.runs import VALIDATION, Run
 
 COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))
+DASHES, LEGEND_COLUMNS = ("-", "--", ":"), 4
+MOST_PALE = 3
+"""If more runs are drawn, only their averages are."""
 SPAN = 50
 """A smoothed curve averages over a fiftieth of what is shown."""
 
@@ -47,8 +50,15 @@ def _has(run: Run, name: str) -> bool:
     return any(values) if name == "skipped_steps" else bool(values)
 
 
+def equals_mfu(runs: list[Run], name: str) -> bool:
+    """Return whether this is HFU, and nothing was computed again: it is the MFU then."""
+    return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
+
+
 def draw_runs(runs: list[Run], against: str) -> Any:
-    """Draw all panels, two in a row.
+    """Draw all panels, two in a row, with one legend of the runs above them.
+
+    If the longest run is more than five times the shortest, the horizontal axis is logarithmic.
 
     Args:
         against: "step" or "tokens".
@@ -58,44 +68,74 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     """
     shown = panels(runs)
     rows = -(-len(shown) // 2)
-    figure = new_figure(11.0, 2.9 * rows + 0.3)
+    several = len(runs) > 1
+    figure = new_figure(11.0, 2.9 * rows + 0.3 + 0.25 * several * -(-len(runs) // LEGEND_COLUMNS))
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     units = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
-    last = max(run.last_step * unit for run, unit in zip(runs, units, strict=True))
+    ends = [run.last_step * unit for run, unit in zip(runs, units, strict=True)]
+    starts = [run.first_step * unit for run, unit in zip(runs, units, strict=True)]
+    logarithmic = max(ends) > 5 * min(ends)
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
-        _draw(axes, runs, units, labels)
-        axes.set_yscale("log" if title in LOGARITHMIC else "linear")
-        axes.set_xlim(-0.02 * last, 1.02 * last)
-        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        values = _draw(axes, runs, units, labels)
+        scale(axes, "y", min(values), max(values), logarithmic=title in LOGARITHMIC)
+        scale(axes, "x", min(starts), max(ends), logarithmic=logarithmic)
+        axes.set_xlim(
+            0.9 * min(starts) if logarithmic else -0.02 * max(ends), (1.1 if logarithmic else 1.02) * max(ends)
+        )
+        axes.grid(axis="y", color="#000000", alpha=0.13, linewidth=0.6)
         axes.set_axisbelow(True)
         if number >= len(shown) - 2:
             axes.set_xlabel(against, fontsize=9)
+    if several:
+        from matplotlib.lines import Line2D
+
+        lines = [Line2D([], [], label=run.name, **_look(number)) for number, run in enumerate(runs)]
+        figure.legend(handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
     return figure
 
 
-def _draw(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> None:
-    """Draw one run with a colour for each series, or several with a colour for each run and dashes for the second."""
-    several = len(runs) > 1
+def _look(number: int) -> dict[str, Any]:
+    """Return the colour and dashes of a run or series, other than those of its neighbours."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
+    }
+
+
+def _draw(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
+    """Draw one run with a colour for each series, or several with a colour for each run; return all finite values."""
+    labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
+    several, drawn = len(runs) > 1, list[float]()
     for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
         for turn, (name, label) in enumerate(labels.items()):
-            if run.finite(name):
-                full_label = ", ".join(part for part in (run.name if several else "", label) if part)
-                colour = COLOURS[(number if several else turn) % len(COLOURS)]
-                look = {"color": colour, "label": full_label, "linestyle": "--" if several and turn else "-"}
-                _draw_series(axes, run, name, unit, look)
-    if several or len(labels) > 1:
+            if finite := run.finite(name):
+                factor = 100 if name in PERCENT else 1
+                look = _look(number if several else turn) | {"label": label if not number else None}
+                if several and turn:
+                    look["linestyle"] = "-."
+                _draw_series(axes, run, name, unit, factor, look, pale=len(runs) <= MOST_PALE)
+                drawn += [factor * value for value in finite.values()]
+                what = ", ".join(part for part in (run.name if several else "", label) if part)
+                texts = [
+                    (unit * step, factor * value, f"{what}: {factor * value:.6g} at step {step:,}".removeprefix(": "))
+                    for step, value in finite.items()
+                ]
+                show_values(axes, texts)
+    if len(labels) > 1 or "mfu" in labels:
         axes.legend(fontsize=8, frameon=False)
+    return drawn
 
 
-def _draw_series(axes: Any, run: Run, name: str, unit: float, look: dict[str, Any]) -> None:
-    """Draw evaluations as points that are joined, and noisy series as pale values below their average."""
+def _draw_series(axes: Any, run: Run, name: str, unit: float, factor: int, look: dict[str, Any], *, pale: bool) -> None:
+    """Draw evaluations as points that are joined, and noisy series as their average above pale values."""
     places = [unit * step for step in run.series[name]]
-    values = [value * (100 if name in PERCENT else 1) for value in run.series[name].values()]
+    values = [factor * value for value in run.series[name].values()]
     if _is_evaluation(name):
         axes.plot(places, values, marker="o", markersize=3.5, linewidth=1.2, **look)
     elif name not in NOT_NOISY and len(values) > SPAN:
-        axes.plot(places, values, alpha=0.3, linewidth=0.8, **look | {"label": None})
+        if pale:
+            axes.plot(places, values, alpha=0.3, linewidth=0.8, **look | {"label": None})
         axes.plot(places, smoothed(values), linewidth=1.5, **look)
     else:
         axes.plot(places, values, linewidth=1.2, **look)

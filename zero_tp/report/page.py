@@ -11,7 +11,7 @@ from pathlib import Path
 from zero_tp import page
 from zero_tp.checkpoint.run import CONFIG
 from zero_tp.errors import UserError
-from zero_tp.report.curves import draw_runs
+from zero_tp.report.curves import draw_runs, equals_mfu
 from zero_tp.report.runs import VALIDATION, Run, Series, differing, read_runs
 from zero_tp.training.metrics_file import METRICS_FILE
 
@@ -59,7 +59,7 @@ def _figures(runs: list[Run]) -> list[tuple[str, ...]]:
         return (label, *(summary(series) if (series := run.finite(name)) else "" for run in runs))
 
     tasks = dict.fromkeys(name for run in runs for name in run.series if "/" in name)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("step", *(f"{run.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "") for run in runs)),
         ("tokens", *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs)),
         row("training loss, mean of the last 50 lines", "loss", _mean_of_last_50),
@@ -68,7 +68,7 @@ def _figures(runs: list[Run]) -> list[tuple[str, ...]]:
         *(row(name, name, _last("{:.4g}")) for name in tasks),
         row("tokens a second, median", "tokens_per_second", _median("{:,.0f}")),
         row("MFU, median", "mfu", _median("{:.1%}")),
-        row("HFU, median", "hfu", _median("{:.1%}")),
+        () if equals_mfu(runs, "hfu") else row("HFU, median", "hfu", _median("{:.1%}")),
         row("peak memory of a rank [GiB]", "memory_gib", _last("{:.2f}")),
         row("skipped steps", "skipped_steps", _last("{:.0f}")),
     ]

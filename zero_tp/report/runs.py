@@ -56,6 +56,10 @@ class Run:
         return value if type(value) is int else None
 
     @property
+    def first_step(self) -> int:
+        return min(min(series) for series in self.series.values())
+
+    @property
     def last_step(self) -> int:
         return max(max(series) for series in self.series.values())
 

@@ -5,17 +5,16 @@ b rows, s tokens of a row.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
+from zero_tp.parallel.agreement import checksum, differ_over
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.deferred import Deferred
 from zero_tp.topology import Topology
@@ -70,10 +69,7 @@ class SampleComparison:
             return
         tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
         self._names = ", ".join(tensors)
-        number = checksum(tensors)
-        ends = torch.stack((number, -number))
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
-        self._differs = Deferred(ends[0] != -ends[1])
+        self._differs = Deferred(differ_over(topology.tensor_group, checksum(tensors)))
 
     def require_same(self) -> None:
         """Wait for the result.
@@ -88,20 +84,6 @@ class SampleComparison:
                 "drawn more random numbers than another; let the data collator and the data set draw from generators "
                 "of their own"
             )
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes, int64 on their device."""
-    kinds = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    total = int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:7], "little")
-    sums = []
-    for number, tensor in enumerate(tensors.values()):
-        numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        places = torch.arange(1, numbers.numel() + 1, device=tensor.device)
-        # An odd factor for each place, so that neither a change nor an exchange of two bytes cancels.
-        factors = (places * 0x1E3779B97F4A7C15 + number).bitwise_xor(places >> 7) | 1
-        sums.append((numbers * factors).sum())
-    return (torch.stack(sums).sum() + total) >> 1
 
 
 def count_labels(

@@ -1,4 +1,4 @@
-"""Trainer's checkpoints hold masters and moments as a run's do, so that any topology can resume them.
+"""Trainer's checkpoints hold masters and moments as a run's do: any topology can resume them.
 
 `checkpoint-500/` is a run directory with one checkpoint: `launch/convert.py` takes it too.
 """

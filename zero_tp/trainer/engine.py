@@ -47,15 +47,12 @@ class SteppedEngine:
 
     def __init__(self, zero: ZeroEngine):
         self.zero, self.engine = zero, zero.engine
-        self._hooks_checked = False
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
         """Run a micro-batch's backward; after the last one of a step clip the gradients and update the weights."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
-        if not self._hooks_checked:
-            check_hooks(self.zero.model.gradient_hooks)
-            self._hooks_checked = True
+        check_hooks(self.zero.model.gradient_hooks)
         if sync_gradients:
             self.zero.step()
 

@@ -75,7 +75,7 @@ class TensorParallel(Base):
             model: one of transformers' own, whole and the same on every rank, which is split here; or one of ours,
                 which has its topology already.
             tensor_parallel: TP degree of a model of transformers'.
-            sequence_parallel: SP beside it.
+            sequence_parallel: also use SP.
 
         Raises:
             UserError: no DeepSpeed config; an argument that is not exact here; an architecture or sizes that TP can't
@@ -133,7 +133,7 @@ class TensorParallel(Base):
 
     def _get_dataloader(self, *arguments: Any, **options: Any) -> Any:
         loader = super()._get_dataloader(*arguments, **options)
-        if loader.worker_init_fn is not None:  # workers of a TP group draw alike
+        if loader.worker_init_fn is not None:  # workers of a TP group draw the same
             workers, rank = self.args.dataloader_num_workers, self.topology.data_rank
             loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
         return loader
@@ -144,7 +144,7 @@ class TensorParallel(Base):
     # ---- the loss ------------------------------------------------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: Any) -> Tensor | None:
-        """Return the labelled tokens of a step on all data-parallel ranks; its labelled rows are kept beside."""
+        """Return the labelled tokens of a step on all data-parallel ranks; keep its labelled rows."""
         counts = count_labels(
             batch_samples,
             self.topology,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zero_tp.checkpoint.manifest import Parent
     from zero_tp.checkpoint.run import RunOwner
     from zero_tp.config import RunConfig
-    from zero_tp.process.watch import Watch
+    from zero_tp.process.watch import Watchdog
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
     from zero_tp.training.run import RunInputs
@@ -65,7 +65,7 @@ class TrainState:
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
         skipped_in_a_row: steps without an update since the last one with an update.
         stop: this step is the last, because a rank requested it.
-        failure: ends the run after this step's callbacks; a callback sets it on all ranks alike.
+        failure: ends the run after this step's callbacks; a callback sets it on all ranks.
         error: the exception that ended the run, for `on_end`.
     """
 
@@ -74,7 +74,7 @@ class TrainState:
     step: int
     parent: Parent | None = None
     owner: RunOwner | None = None
-    watch: Watch | None = None
+    watch: Watchdog | None = None
     requests: Requests = field(default_factory=Requests)
     callbacks: Sequence[Callback] = ()
     skipped_in_a_row: int = 0

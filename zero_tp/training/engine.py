@@ -42,6 +42,21 @@ from zero_tp.zero.states import local_shape
 class TrainingEngine:
     """A model in DeepSpeed's engine on a topology, and its training steps.
 
+    It is built in the one order that works: the model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its
+    gradient hooks) → layouts audited → recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas
+    compared. Collective over all ranks.
+
+    Args:
+        config: the model's Hugging Face config.
+        deepspeed_config: without a `zero_tp` block and without `"auto"`.
+        seed: of weights and dropout.
+        source: of the initial weights instead of the seed.
+        model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
+        recompute: what backward computes again; by default nothing.
+        spike: bounds on loss and gradient norm; by default none.
+        trace_nonfinite: check every layer's output and gradient, for `trace`.
+        compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
+
     Attributes:
         model: the unwrapped model. dtype: of its weights.
         zero: the engine of the ZeRO stage. engine: DeepSpeed's, which `zero` has made.
@@ -50,6 +65,10 @@ class TrainingEngine:
         skipped: whether the last step updated nothing, because its gradients were not finite on some rank.
         spike: why the last step was skipped as a spike; else empty.
         mark: called with a word on the work that this rank begins.
+
+    Raises:
+        ConfigError: DeepSpeed's config has a key that a run's file may not have.
+        UserError: the sizes do not fit the topology, or torch can't compile here.
     """
 
     def __init__(
@@ -67,26 +86,6 @@ class TrainingEngine:
         trace_nonfinite: bool = False,
         compiled: bool | Literal["auto"] = False,
     ):
-        """Build the model and DeepSpeed's engine in the one order that works. Collective over all ranks.
-
-        model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its gradient hooks) → layouts audited →
-        recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas compared.
-
-        Args:
-            config: the model's Hugging Face config.
-            deepspeed_config: without a `zero_tp` block and without `"auto"`.
-            seed: of weights and dropout.
-            source: of the initial weights instead of the seed.
-            model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
-            recompute: what backward computes again; by default nothing.
-            spike: bounds on loss and gradient norm; by default none.
-            trace_nonfinite: check every layer's output and gradient, for `trace`.
-            compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
-
-        Raises:
-            ConfigError: DeepSpeed's config has a key that a run's file may not have.
-            UserError: the sizes do not fit the topology, or torch can't compile here.
-        """
         self.topology, self.device = topology, torch.device(device)
         without_shared_memory_collectives()  # a script that calls no `connect_deepspeed` would wait for a compiler
         check_deepspeed(deepspeed_config, topology, Door.ENGINE, recompute)
@@ -95,8 +94,8 @@ class TrainingEngine:
         # DeepSpeed sends all weights over DP from the first rank: zero.Init each as it is made, else `initialize`.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
-            chosen = model or default_model_class(architecture_of(config).spec(config))
-            self.model = chosen(config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device)
+            model = model or default_model_class(architecture_of(config).spec(config))
+            self.model = model(config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device)
         audit(self.model, topology, local_shape)
         policy = recompute or RecomputePolicy(mode="none")
         settings = deepspeed_config.get("activation_checkpointing", {})
@@ -108,7 +107,7 @@ class TrainingEngine:
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
         check_replicas(self.model, topology)
         self.engine = self.zero.engine
-        self._loss: Tensor | float = float("nan")
+        self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
         self.skipped, self.spike = False, ""
         self._figures = torch.full((len(self.model.figures),), float("nan"))
@@ -116,7 +115,6 @@ class TrainingEngine:
         self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
-        self._hooks_checked = False
 
     @property
     def loss(self) -> float:
@@ -172,9 +170,9 @@ class TrainingEngine:
         """Run forward, backward and one optimizer step.
 
         Reading `loss`, `gradient_norm` or `figures` synchronises with the device. The step itself synchronises where
-        DeepSpeed does: before the update, to know whether the gradients are finite; for gradients that are reduced
-        during backward or copied to the host; under ZeRO-3 for its gathers and reductions; and at each micro-batch if
-        the config turns `timers.throughput` on. Bounds on spikes wait for the two numbers they judge.
+        DeepSpeed does. Before the update it asks whether the gradients are finite. It waits for gradients that are
+        reduced during backward or copied to the host, and under ZeRO-3 for gathers and reductions. With
+        `timers.throughput` it waits at each micro-batch. Bounds on spikes wait for the two numbers they judge.
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
         over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the mean over the rows
@@ -202,6 +200,14 @@ class TrainingEngine:
         shares = self._shares(batches)
         if guarded is not None and guard_gradients:
             self._repeat(batches[0], shares, guarded)
+        self._accumulate(batches, shares, guarded)
+        check_hooks(self.model.gradient_hooks)
+        if guarded is not None:
+            check_duplicates(self.zero, guarded)
+        self._update()
+
+    def _accumulate(self, batches: Sequence[AnyBatch], shares: Mapping[str, Tensor], guarded: int | None) -> None:
+        """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
         if self.trace is not None:
             self.trace.begin()
         self.engine.train()
@@ -220,17 +226,15 @@ class TrainingEngine:
                 figures[number] += getattr(output, name).detach()
             if index < len(batches) - 1:
                 self.zero.step()
-        if not self._hooks_checked:
-            check_hooks(self.model.gradient_hooks)
-            self._hooks_checked = True
         self.mark("update")
-        mean = self._loss = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
+        self._loss = all_reduce(total / len(batches), self.topology.data_group) / self.topology.data
         if self.model.figures:
             self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
-        if guarded is not None:
-            check_duplicates(self.zero, guarded)
+
+    def _update(self) -> None:
+        """Clip the gradients and update the weights, unless the step's loss or norm is a spike."""
         bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
-        self.zero.step(partial(bound.exceeded_on_rank_zero, mean) if bound is not None else None)
+        self.zero.step(partial(bound.exceeded_on_rank_zero, self._loss) if bound is not None else None)
         self._norm, self.skipped = self.zero.outcome()
         self.spike = bound.reason if bound is not None and self.zero.vetoed is not None else ""
 
@@ -250,7 +254,7 @@ class TrainingEngine:
         return model(batch.input_ids, **batch.arguments(), **options)
 
     def _shares(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
-        """Return what a micro-batch's sums of losses are divided by: the mean number of its labels, fp64.
+        """Return the divisors of a micro-batch's sums of losses: the mean number of its labels, fp64.
 
         DeepSpeed takes the mean over micro-batches and DP ranks, which makes it the mean over all labels. One
         all-reduce over DP of the numbers of labels, and of labelled rows. The host does not wait for them.

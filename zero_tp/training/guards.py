@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
-from zero_tp.parallel.agreement import tensor_bytes
+from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
@@ -35,7 +35,7 @@ ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfl
 
 
 def check_hooks(hooks: GradientHooks) -> None:
-    """Check after the first backward that every partial gradient was summed over TP.
+    """Check after a backward that every partial gradient has been summed over TP.
 
     Raises:
         RuntimeError: names a parameter whose partial gradient was not summed over TP.
@@ -65,7 +65,9 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         for name, parameter in model.named_parameters()
         if isinstance(layout_of(parameter), Replicated) and partition_of(parameter).numel() > 0
     }
-    for name, (difference, allowed) in zip(replicas, _read(_spreads(replicas.values(), topology)), strict=True):
+    spreads = _spreads(replicas.values(), topology)
+    differences = torch.stack(spreads).tolist() if spreads else []  # the host waits once
+    for name, (difference, allowed) in zip(replicas, differences, strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
@@ -87,12 +89,6 @@ def _spreads(replicas: Iterable[Tensor], topology: Topology) -> list[Tensor]:
     return spreads
 
 
-def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
-    """Return the pairs' values; the host waits once."""
-    values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
-    return values
-
-
 # --- choices of experts -----------------------------------------------------------------------------------------------
 
 
@@ -112,9 +108,7 @@ def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator
     digests: dict[str, Tensor] = {}
 
     def record(name: str, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
-        chosen = output[1].flatten()
-        factors = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761 % 2**31  # Knuth's hash
-        digests[name] = (chosen * factors).sum()
+        digests[name] = checksum({"choices": output[1]})
 
     hooks = [module.register_forward_hook(partial(record, name)) for name, module in routers.items()]
     try:
@@ -122,10 +116,8 @@ def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator
     finally:
         for hook in hooks:
             hook.remove()
-    own = torch.stack(list(digests.values()))
-    ends = torch.stack((own, -own))
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=topology.tensor_group)
-    for name, differs in zip(digests, (ends[0] != -ends[1]).tolist(), strict=True):
+    differing = differ_over(topology.tensor_group, torch.stack(list(digests.values())))
+    for name, differs in zip(digests, differing.tolist(), strict=True):
         if differs:
             raise UserError(
                 f"in step {step} {name} chose other experts on one tensor parallel rank than on another: their parts "
@@ -224,9 +216,7 @@ def digest(tensor: Tensor) -> int:
 def _equal_over_data(numbers: Sequence[int], topology: Topology, model: nn.Module) -> bool:
     """Return on every rank of the job whether the ranks of each DP group have the same positive numbers."""
     own = torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device)
-    extremes = torch.stack((own, -own))
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.data_group)
-    differs = (extremes[0] != -extremes[1]).any().to(torch.int32)
+    differs = differ_over(topology.data_group, own).any().to(torch.int32)
     dist.all_reduce(differs, dist.ReduceOp.MAX)
     return not differs.item()
 

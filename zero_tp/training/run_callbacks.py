@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
 from zero_tp.parallel.collectives import all_reduce
-from zero_tp.process.watch import Watch
+from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.checkpointing import CheckpointCallback
 from zero_tp.training.guards import check_replicas
@@ -29,7 +29,7 @@ SKIPS_IN_A_ROW = 10
 
 def run_callbacks(state: TrainState, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
-    watchdog = [] if state.watch is None else [Watchdog(state.watch)]
+    watchdog = [] if state.watch is None else [WatchdogCallback(state.watch)]
     log = [StepLogger(), MetricsFile(), Validation()]
     log += [ExpertShares()] if state.config.zero_tp.logging.experts else []
     return [*watchdog, *log, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
@@ -94,10 +94,10 @@ class ExpertShares(Callback):
             self._tokens += len(output[1]) * (row == 0)
 
 
-class Watchdog(Callback):
-    """Enter each phase in the rank's `Watch`, which ends the rank when a phase hangs."""
+class WatchdogCallback(Callback):
+    """Enter each phase in the rank's `Watchdog`, which ends the rank when a phase hangs."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watchdog) -> None:
         self.watch = watch
 
     def on_start(self, state: TrainState) -> None:

@@ -17,7 +17,7 @@ class SpikeBound:
     """A bound on loss and gradient norm that follows the last steps, as in OLMo-core's skip-step optimizer.
 
     A step is a spike if its loss or norm is more than so many standard deviations above the mean of the steps in the
-    window. Spikes enter the window too, so that a new level soon stops being one. It judges once the window is half
+    window. Spikes enter the window too: a new level soon stops being one. It judges once the window is half
     full.
 
     Attributes:
@@ -29,7 +29,7 @@ class SpikeBound:
         self.settings, self.recent, self.reason = settings, recent, ""
 
     def exceeded_on_rank_zero(self, loss: Tensor, norm: Tensor) -> bool:
-        """Judge a step by rank 0's numbers, on all ranks alike. Broadcast of two numbers, which are read at once.
+        """Judge a step by rank 0's numbers, on all ranks. Broadcast of two numbers, which are read at once.
 
         DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
         """

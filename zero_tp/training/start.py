@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,12 +21,13 @@ from zero_tp.config.schema import Timeouts
 from zero_tp.devices import describe_devices
 from zero_tp.files import wait_until_visible
 from zero_tp.models.model import ParallelModel
-from zero_tp.parallel.agreement import most_machines, on_rank_zero, require_same_on_all_ranks
+from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
 from zero_tp.parallel.parameter import Zeros
-from zero_tp.process.connect import connect_deepspeed, launch_order_advice
+from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.process.quiet import hushed
-from zero_tp.process.watch import Watch
+from zero_tp.process.quiet import suppress_output
+from zero_tp.process.watch import Watchdog
+from zero_tp.topology import Topology
 from zero_tp.training.callback import TrainState
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.run import RunInputs
@@ -40,7 +42,7 @@ def start_training(
     environment: RankEnvironment,
     *,
     verbose: bool = False,
-    watch: Watch | None = None,
+    watch: Watchdog | None = None,
     init_from: Path | None = None,
     model: type[ParallelModel] | None = None,
     resume_from: Path | None = None,
@@ -61,50 +63,56 @@ def start_training(
         UserError: nothing says where the ranks meet, a setting does not work here, or a checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
-    config, first, seed = inputs.config, environment.rank == 0, inputs.config.zero_tp.training.seed
+    is_first = environment.rank == 0
     if watch is not None:
-        _begin_watch(watch, config.zero_tp.training.timeouts, environment)
-    with run_directory(inputs.directory) if first else nullcontext() as owner:
-        topology, device = connect_deepspeed(config, environment, verbose)
+        _start_watchdog(watch, inputs.config.zero_tp.training.timeouts, environment)
+    with run_directory(inputs.directory) if is_first else nullcontext() as owner:
+        topology, device = connect_deepspeed(inputs.config, environment, verbose)
         if watch is not None:
-            watch.connect(topology.group_names)
+            watch.connect()
         _check_shared(inputs.directory, owner)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None
         point, parent = _find_checkpoints(inputs, init_from, resume_from, check_owner)
         is_new = point.checkpoint is None and parent.checkpoint is None
         pretrained = inputs.pretrained() if is_new else None
-        with hushed(verbose):
-            engine = TrainingEngine(
-                inputs.model_config,
-                topology,
-                config.deepspeed_config(),
-                seed=seed,
-                device=device,
-                source=pretrained if is_new else Zeros(),
-                model=model,
-                recompute=config.zero_tp.recompute_policy,
-                spike=config.zero_tp.training.spike,
-                trace_nonfinite=trace_nonfinite,
-                compiled=config.zero_tp.compile,
-            )
-            if point.checkpoint is not None:
-                resume(engine.zero, point.checkpoint, seed)
-            elif parent.checkpoint is not None:
-                init_from_parent(engine.zero, parent.checkpoint)
-        machines = most_machines(topology)
-        if first:
+        with suppress_output(verbose):
+            source = pretrained if is_new else Zeros()
+            options: dict[str, Any] = {"source": source, "model": model, "trace_nonfinite": trace_nonfinite}
+            engine = _build_engine(inputs, topology, device, **options)
+            _restore(engine, inputs, point, parent)
+        if is_first:
             print(*_description(inputs, engine, point, pretrained), sep="\n")
             for line in _begin_in_directory(inputs, point, parent, check_owner):
                 print(line)
-            if machines > 1:
-                print(f"TP crosses machines, {machines} of them in a group")
         yield TrainState(inputs, engine, point.step, _lineage(point, parent), owner, watch)
         if watch is not None:
             watch.leave()
 
 
-def _begin_watch(watch: Watch, timeouts: Timeouts, environment: RankEnvironment) -> None:
+def _build_engine(inputs: RunInputs, topology: Topology, device: torch.device, **options: Any) -> TrainingEngine:
+    """Build the engine of a run's config; `options` are its arguments that no config has."""
+    config, block = inputs.config, inputs.config.zero_tp
+    settings: dict[str, Any] = {
+        "recompute": block.recompute_policy,
+        "spike": block.training.spike,
+        "compiled": block.compile,
+    }
+    seed = block.training.seed
+    return TrainingEngine(
+        inputs.model_config, topology, config.deepspeed_config(), seed=seed, device=device, **settings, **options
+    )
+
+
+def _restore(engine: TrainingEngine, inputs: RunInputs, point: ResumePoint, parent: ResumePoint) -> None:
+    """Restore the run's own checkpoint, or else the states of its parent."""
+    if point.checkpoint is not None:
+        resume(engine.zero, point.checkpoint, inputs.config.zero_tp.training.seed)
+    elif parent.checkpoint is not None:
+        init_from_parent(engine.zero, parent.checkpoint)
+
+
+def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
     """Start to watch, with the seconds that each phase may take. A save ends by itself, after two of its limits."""
     limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
@@ -186,8 +194,6 @@ def _description(
         yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
     yield f"attention: {engine.model.spec.attention}"
     yield from (*engine.zero.notes, *engine.activations.notes)
-    if advice := launch_order_advice(engine.topology.tensor, config.zero_stage, engine.device):
-        yield advice
     yield from (f"without effect: {line}" for line in config.without_effect())
     yield from (f"note: {line}" for line in config.cautions())
     auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""

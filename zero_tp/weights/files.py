@@ -128,6 +128,28 @@ def has_commit(model: str) -> bool:
     return is_name(model) and bool(COMMIT.fullmatch(model.partition("@")[2]))
 
 
+def tokenizer_of(requested: Path | None, recorded: str | None) -> Path | None:
+    """Return the tokenizer's directory: the requested one, else the run's.
+
+    Raises:
+        UserError: the directory does not exist, or holds no tokenizer.
+    """
+    if requested is not None:
+        directory = resolve(requested, "--tokenizer", weights=False).directory
+        if not directory.is_dir():
+            raise UserError(f"--tokenizer: no directory {directory}")
+        if not holds_tokenizer(directory):
+            raise UserError(f"--tokenizer: {directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES[:2])}")
+        return directory
+    if recorded is None:
+        return None
+    if has_commit(recorded):
+        return resolve(recorded, f"the run's tokenizer {recorded}", weights=False).directory
+    if not Path(recorded).is_dir():
+        raise UserError(f"the run's tokenizer {recorded} is not there any more; say where it is with --tokenizer DIR")
+    return Path(recorded)
+
+
 def pin_to_first_start(model: Any, before: Any) -> Any:
     """Return the name with the commit that a run began with, where it is of the same name; else `model`."""
     names = isinstance(model, str) and isinstance(before, str) and is_name(model)

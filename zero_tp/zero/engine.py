@@ -185,7 +185,7 @@ class ZeroEngine(ABC):
             self.loss_scale.restore(progress["loss_scale"])
 
     def duplicates(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what is equal on all DP ranks between updates: the module's weights."""
+        """Yield (name, tensor) of the tensors that are equal on all DP ranks between updates: the module's weights."""
         yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     @abstractmethod

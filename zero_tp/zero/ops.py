@@ -69,13 +69,15 @@ def to_compile(config: dict[str, Any], accelerator: Any) -> str | None:
             f"optimizer.type: {kind} needs DeepSpeed's {builder.name}, which is compiled, but there is no {missing}; "
             f"install it, or {other}"
         )
-    if _built(builder.name).exists():
+    from torch.utils import cpp_extension
+
+    if Path(cpp_extension._get_build_directory(builder.name, verbose=False), f"{builder.name}.so").exists():
         return None
     return f"compiling DeepSpeed's {builder.name} for this machine, once, which takes minutes"
 
 
 def _missing_compiler(on_cuda: bool) -> str | None:
-    """Return what a compiler lacks here, in words."""
+    """Return the part of a compiler that this machine lacks, in words."""
     from torch.utils import cpp_extension
 
     compiler = os.environ.get("CXX", "c++")
@@ -88,13 +90,6 @@ def _missing_compiler(on_cuda: bool) -> str | None:
     if not cpp_extension.is_ninja_available():
         return "ninja on PATH (it is in the environment's bin)"
     return None
-
-
-def _built(name: str) -> Path:
-    """Return the library that torch makes of an extension."""
-    from torch.utils import cpp_extension
-
-    return Path(cpp_extension._get_build_directory(name, verbose=False), f"{name}.so")
 
 
 def without_shared_memory_collectives() -> None:

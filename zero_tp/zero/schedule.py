@@ -42,6 +42,17 @@ def set_schedule(schedule: Any, done: int) -> None:
         schedule.step(done if isinstance(schedule, COUNTING_ONE_MORE) else done + 1)
 
 
+class _RateOnly(torch.optim.Optimizer):
+    """An optimizer without parameters. `Optimizer.__init__` would import torch's compiler: seconds."""
+
+    def __init__(self, rate: float) -> None:
+        self.param_groups = [{"lr": rate, "betas": (0.5, 0.5), "params": []}]
+        self.defaults = {"lr": rate}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 def rates(block: dict[str, Any], rate: float, steps: Iterable[int]) -> list[float]:
     """Return the learning rates that a run trains some steps at.
 
@@ -49,14 +60,15 @@ def rates(block: dict[str, Any], rate: float, steps: Iterable[int]) -> list[floa
         block: `scheduler` of a config.
         rate: `optimizer.params.lr`.
     """
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate, momentum=0.5)
-    made = transformers_schedule(block)
-    params = block.get("params", {})
-    if block["type"] == "OneCycle":
-        params = {**params, "cycle_momentum": False}  # it would set the betas of an Adam
-    schedule = made(optimizer) if made is not None else getattr(lr_schedules, block["type"])(optimizer, **params)
-    found = []
+    optimizer = _RateOnly(rate)
+    make_schedule, params = transformers_schedule(block), block.get("params", {})
+    if make_schedule is None:
+        if block["type"] == "OneCycle":
+            params = {**params, "cycle_momentum": False}  # it would set the betas of an Adam
+        make_schedule = functools.partial(getattr(lr_schedules, block["type"]), **params)
+    schedule: Any = make_schedule(optimizer)
+    values = []
     for step in steps:
         set_schedule(schedule, step - 1)
-        found.append(float(optimizer.param_groups[0]["lr"]))
-    return found
+        values.append(float(optimizer.param_groups[0]["lr"]))
+    return values

@@ -1,4 +1,4 @@
-"""One class for each ZeRO stage, so that training and checkpoints never ask for the stage."""
+"""One class for each ZeRO stage; training and checkpoints never ask for the stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure_in_pieces(optimizer: Any) -> None:
         return
 
     def in_pieces(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
-        assert norm_type == 2, "only the 2-norm is taken"
+        assert norm_type == 2, "only the 2-norm is is_applied"
         own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
         norm: Tensor = direct([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
         return norm
@@ -88,13 +88,13 @@ class WithoutZero(ZeroEngine):
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
         refused, self._last_norm = self._refused(norm), norm.item()
-        taken = not refused and math.isfinite(self._last_norm)
-        if taken and self._limit > 0:
+        is_applied = not refused and math.isfinite(self._last_norm)
+        if is_applied and self._limit > 0:
             clip_gradients(parameters, self._last_norm, self._limit)
         if not self._wrapped:
             # A plain torch optimizer checks nothing: remove its gradients, and set the engine's flag.
-            self.optimizer.overflow = not taken
-            if not taken:
+            self.optimizer.overflow = not is_applied
+            if not is_applied:
                 for parameter in parameters:
                     parameter.grad = None
         elif self.vetoed is not None:

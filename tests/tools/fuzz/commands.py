@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.waits import patience
+from zero_tp.commands.check import MISSING
 from zero_tp.errors import BAD_INPUT, visible
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,22 +128,27 @@ def _wait(child: int, begun: float, limit: float) -> int | None:
     return None
 
 
-def broken_promise(ended: Ended) -> str | None:
+def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
     """Return what the command has done that none may, or None: it ended by itself, in time, with status 0 or with
-    status 2 and one line `error: …` that a terminal can show, and no traceback."""
+    status 2 and one line `error: …` that a terminal can show, and no traceback.
+
+    Args:
+        check: it is a check, which has a line for each mistake, and status 1 if something is missing.
+    """
     if ended.status is None:
         return f"was still running after {ended.seconds:.0f} s"
     if "Traceback (most recent call last)" in ended.err + ended.out:
         return f"ended with a traceback: {ended.err[-1500:]}"
-    if ended.status not in (0, BAD_INPUT):
+    if ended.status not in (0, BAD_INPUT, *([MISSING] if check else [])):
         return f"ended with status {ended.status}: {ended.err[-500:]}"
     said = (ended.err + ended.out).replace("\r", "\n")
     if visible(said) != said:
         return f"printed control characters: {ended.err[-500:]!r}"
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-    if ended.status == BAD_INPUT and (len(errors) != 1 or not ended.err.rstrip().endswith(errors[0])):
+    counted = len(errors) == 1 or (check and errors)
+    if ended.status == BAD_INPUT and not (counted and ended.err.rstrip().endswith("\n".join(errors))):
         return f"ended with status {BAD_INPUT} without one line `error: …`: {ended.err[-500:]}"
-    return broken_style(errors[0].removeprefix("error: ")) if errors else None
+    return next(filter(None, (broken_style(line.removeprefix("error: ")) for line in errors)), None)
 
 
 def broken_style(refusal: str) -> str | None:

@@ -21,6 +21,7 @@ import numpy as np
 from tests.tools.fuzz.commands import Ended, broken_promise, run
 from tests.tools.fuzz.fuzzing import scratch
 from zero_tp.data.indexed import IndexedWriter
+from zero_tp.errors import BAD_INPUT
 
 VOCABULARY, TRAINED_SHARE = 64, 0.15
 BASE: dict[str, Any] = {
@@ -163,8 +164,8 @@ def parameters(config: dict[str, Any]) -> float:
     return float(layers * widest * widest) + defaults
 
 
-def plain(ended: Ended, told: str) -> None:
-    assert (problem := broken_promise(ended)) is None, f"{told}: {problem}"
+def plain(ended: Ended, told: str, *, check: bool = False) -> None:
+    assert (problem := broken_promise(ended, check=check)) is None, f"{told}: {problem}"
 
 
 def case(draw: random.Random, directory: Path) -> str:
@@ -183,14 +184,15 @@ def case(draw: random.Random, directory: Path) -> str:
     world = [] if (drawn := draw.random()) < 0.3 else ["--world-size", "1" if drawn < 0.9 else str(draw.choice(ODD))]
     told = f"{changes} {' '.join(world)}"
     checked = run("launch/pretrain.py", ["--check", "run.json", *world], directory)
-    plain(checked, f"--check of {told}")
+    plain(checked, f"--check of {told}", check=True)
     if draw.random() < 0.2:
         options = [*(world or ["--world-size", "1"]), "--device", draw.choice(["cpu", "h100-80gb"])]
         options += draw.choice([[], [], ["--search", "--top", "2"], ["--json"]])
         plain(run("launch/plan.py", ["run.json", *options], directory), f"plan of {told}")
-    if checked.status:
+    if checked.status == BAD_INPUT:
         return "refused"
     told_absent = "not here" in checked.out
+    assert told_absent or not checked.status, told
     if told_absent or world != ["--world-size", "1"] or parameters(config) > 1e6 or draw.random() > TRAINED_SHARE:
         return "absent" if told_absent else "accepted"
     trained = run("launch/pretrain.py", ["--deepspeed_config", "run.json"], directory)

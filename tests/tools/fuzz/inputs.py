@@ -21,6 +21,7 @@ from tests.tools.fuzz import configs
 from tests.tools.fuzz.commands import broken_promise, run
 from tests.tools.fuzz.evaluation_inputs import damaged, edited
 from zero_tp.devices import Device
+from zero_tp.errors import BAD_INPUT
 
 DEVICE: dict[str, Any] = {
     "name": "mine",
@@ -46,8 +47,8 @@ def furnish(workplace: Path) -> Path:
 def tried(script: str, words: Sequence[str], workplace: Path, what: str) -> str | None:
     """What the command prints, or None where it refuses."""
     ended = run(script, words, workplace)
-    assert (problem := broken_promise(ended)) is None, f"{what}: {problem}"
-    return ended.out if ended.status == 0 else None
+    assert (problem := broken_promise(ended, check="--check" in words)) is None, f"{what}: {problem}"
+    return None if ended.status == BAD_INPUT else ended.out
 
 
 # --- kinds of cases ---------------------------------------------------------------------------------------------------

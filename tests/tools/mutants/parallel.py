@@ -99,8 +99,8 @@ MUTANTS: dict[str, Mutant] = {
     "foreign-tokens-look-up-row-zero": Mutant(
         "The embedding adds its first row for every token that another rank holds.",
         "zero_tp/parallel/embedding.py::VocabParallelEmbedding.forward",
-        "looked_up.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
-        "looked_up * 1.0",
+        "embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0)",
+        "embedded * 1.0",
         (LAYERS + "embedding_equals_torch[5-2-True]",),
     ),
     "hook-returns-the-part": Mutant(
