@@ -14,6 +14,8 @@ from tests.compare import check_close
 from tests.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.native import check_gradients, parallel_model
 from zero_tp.architectures import ARCHITECTURES
+from zero_tp.config.model import check_model
+from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.models.flops import model_flops
@@ -137,3 +139,20 @@ def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None
     made = model_of(config, 1, False)
     layers = 2 if model_type == "qwen2_moe" else 3
     assert made.whole - made.active == layers * (7 - 2) * 3 * 24 * 20
+
+
+def test_the_load_balancing_loss_of_a_published_model_can_be_chosen(tmp_path: Path) -> None:
+    """Published configs leave it off."""
+    reference_model(fields("olmoe", output_router_logits=False), 1).save_pretrained(tmp_path)
+    given = {"from_pretrained": str(tmp_path), "output_router_logits": True, "router_aux_loss_coef": 0.2}
+    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    config = check_model(ZeroTP.model_validate({"model": given, **needed}))
+    experts = ARCHITECTURES["olmoe"].spec(config).experts
+    assert experts is not None and experts.loss_weight == 0.2
+
+
+def test_shares_of_experts_are_refused_without_experts() -> None:
+    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    block = ZeroTP.model_validate({"model": {"model_type": "gpt2"}, "logging": {"experts": True}, **needed})
+    with pytest.raises(ConfigError, match=r"zero_tp\.logging\.experts: gpt2 has no experts"):
+        check_model(block)
