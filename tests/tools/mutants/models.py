@@ -67,8 +67,8 @@ MUTANTS: dict[str, Mutant] = {
     "keys-normed-by-own-heads": Mutant(
         "The norm of all heads takes the mean over the rank's own.",
         "zero_tp/models/norm.py::_SplitRMSNorm.forward",
-        "all_reduce(ops.rows(_squares, (rows,), share), group)",
-        "ops.rows(_squares, (rows,), share)",
+        "all_reduce((rows.float().square() * share).sum(-1, keepdim=True), group)",
+        "(rows.float().square() * share).sum(-1, keepdim=True)",
         (EXPERTS.format("olmoe-2-False"),),
     ),
     "shared-heads-counted-twice": Mutant(
