@@ -71,7 +71,12 @@ def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "experts"
     shutil.copytree(model, directory)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     config = OlmoeConfig(
         **sizes,
