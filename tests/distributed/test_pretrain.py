@@ -62,6 +62,7 @@ def trained_steps(run: Path) -> list[dict[str, Any]]:
 def test_a_run(workplace: Path, finished: Output) -> None:
     lines = list(finished)
     assert lines[0].startswith("gpt2: ") and "TP 2 × DP 2, SP, ZeRO-2" in lines[0]
+    assert lines.pop(1) == "weights: drawn from the seed 1234"
     assert lines.pop(1) == "devices: 4 × CPU"
     if Path("/dev/nvidia0").exists():
         assert lines.pop(1).startswith("warning: this machine has /dev/nvidia0, but the run is on CPU: DS_ACCELERATOR")
@@ -70,6 +71,7 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     planned = re.fullmatch(r"plan: at most (\d+\.\d\d) GiB of tensors a rank, in .*", lines.pop(1))
     assert planned and lines.pop().startswith(f"memory: {planned[1]} GiB of tensors planned; the process held ")
     lines.remove("profile of steps 2 to 3: runs/small/profile/steps_2-3.json.gz")
+    lines.remove("next: zero-tp report runs/small, zero-tp convert to-hf runs/small --output exports/small")
     assert lines[1].split()[:3] == ["step", "loss", "lr"]
     steps = [line for line in lines if re.match(r"\s*\d+/8 ", line)]
     assert len(steps) == 8 and len({len(line) for line in [lines[1], *steps]}) == 1, "one aligned line a step"

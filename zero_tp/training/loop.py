@@ -44,6 +44,9 @@ def train(state: TrainState, callbacks: Sequence[Callback], requests: Requests |
                 break
         if state.stop:
             state.print(f"stopped after step {state.step}, as requested; the same command goes on from there")
+        else:
+            name = state.directory
+            state.print(f"next: zero-tp report {name}, zero-tp convert to-hf {name} --output exports/{name.name}")
         dist.barrier()  # rank 0 hosts the store, and other ranks may still ask it about the last save
 
 

@@ -82,7 +82,7 @@ def start_training(
             engine = _build_engine(inputs, topology, device, **options)
             _restore(engine, inputs, point, parent)
         if is_first:
-            print(*_description(inputs, engine, point, pretrained), sep="\n")
+            print(*_description(inputs, engine, point, pretrained if is_new else Zeros()), sep="\n")
             for line in _begin_in_directory(inputs, point, parent, check_owner):
                 print(line)
         yield TrainState(inputs, engine, point.step, _lineage(point, parent), owner, watch)
@@ -175,19 +175,27 @@ def _lineage(point: ResumePoint, parent: ResumePoint) -> Parent | None:
 
 
 def _description(
-    run: RunInputs, engine: TrainingEngine, point: ResumePoint, pretrained: PretrainedSource | None
+    run: RunInputs, engine: TrainingEngine, point: ResumePoint, source: PretrainedSource | Zeros | None
 ) -> Iterator[str]:
-    """Yield lines on what will be trained, how, and from where."""
+    """Yield lines on what will be trained, how, and from where.
+
+    Args:
+        source: of the weights; None if they are drawn, `Zeros` if a checkpoint has them.
+    """
     config, manifest, step = run.config, point.manifest, point.step
     steps = config.zero_tp.training.steps
     yield from point.notes
-    if pretrained is not None and pretrained.new_heads:
-        yield pretrained.describe_new_heads()
     yield (
         f"{run.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
         f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {run.directory}"
     )
+    if isinstance(source, PretrainedSource):
+        yield f"weights: loaded from {config.pretrained}"
+        if source.new_heads:
+            yield source.describe_new_heads()
+    elif source is None:
+        yield f"weights: drawn from the seed {config.zero_tp.training.seed}"
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
     if engine.device.type == "cpu" and os.path.exists("/dev/nvidia0"):
         causes = f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is {torch.__version__}"
