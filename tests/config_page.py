@@ -244,9 +244,9 @@ def _models() -> Iterator[str]:
     yield (
         '`{"from_pretrained": DIR}`: config and weights of a Hugging Face directory of safetensors, relative to the'
         " working directory; the same rules hold for its `config.json`, and a field of it that its class does not"
-        " declare is refused. Beside `from_pretrained` only the dropout probabilities can be given. Each rank reads its"
-        " slices of the weights. A run that resumes takes its weights from the checkpoint, and where"
-        " DIR is gone its config too."
+        " declare is refused. Beside `from_pretrained` only dropout probabilities, `output_router_logits` and"
+        " `router_aux_loss_coef` can be given. Each rank reads its slices of the weights. A run that resumes takes its"
+        " weights from the checkpoint, and where DIR is gone its config too."
     )
     yield ""
     yield "Whatever the model_type, in a written model, a `config.json` and a config object:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from tests.harness import Results, assert_same, native_model, ours, parallel_model, reference
 from tests.lm_eval_tasks import CHOSEN, write_tasks
@@ -59,6 +61,41 @@ def test_lm_evals_tasks_equal_its_own_adapter(
     ranks: Pools, model: Path, tasks: Path, expected: Results, world: int, tensor: int
 ) -> None:
     found = ranks(world).run(answers_on_grid, model, tasks, tensor)
+    assert assert_same(found[0], expected) > 100
+    assert all(each == found[0] for each in found[1:]), "ranks disagree"
+
+
+@pytest.fixture(scope="module")
+def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An OLMoE with the tokenizer of `model`."""
+    directory = tmp_path_factory.mktemp("models") / "experts"
+    shutil.copytree(model, directory)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    config = OlmoeConfig(
+        **sizes,
+        num_experts=5,
+        num_experts_per_tok=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        pad_token_id=None,
+        eos_token_id=0,
+    )
+    OlmoeForCausalLM(config).save_pretrained(str(directory))
+    return directory
+
+
+@THOROUGH
+def test_experts_score_as_by_lm_evals_own_adapter(ranks: Pools, experts: Path, tasks: Path) -> None:
+    expected = reference(experts, tasks, list(CHOSEN), LIMIT) | reference(experts, tasks, ["wikitext_local"], 1)
+    found = ranks(4).run(answers_on_grid, experts, tasks, 2)
     assert assert_same(found[0], expected) > 100
     assert all(each == found[0] for each in found[1:]), "ranks disagree"
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.compare import check_close, grid, whole_gradients
+from tests.distributed.test_checkpoint import VOCABULARY, batch_of, resumed, straight, write_config
 from tests.experts import OWN, ROUTINGS, fields, inputs, reference_model
-from tests.native import gradients, parallel_model, to_ours
+from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
+from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.parallel.layout import audit
 
 
@@ -96,3 +105,92 @@ def test_ranks_that_choose_otherwise_are_stopped(ranks: Pools, guarded: bool) ->
     expected = "in step 2 transformer.layers.1.mlp.router chose other experts" if guarded else ""
     for message in ranks(2).run(train_guarded, guarded):
         assert message.startswith(expected) and bool(message) == guarded
+
+
+def there_and_back(theirs: str, ours: str, world: int) -> None:
+    from zero_tp.huggingface import ZeroTPForCausalLM
+
+    ZeroTPForCausalLM.from_pretrained(theirs, grid(world, True)).save_pretrained(ours)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("model_type", OWN)
+def test_import_and_export_keep_every_bit(ranks: Pools, tmp_path: Path, model_type: str, world: int) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    reference_model(fields(model_type), 1).save_pretrained(theirs)
+    ranks(world).run(there_and_back, str(theirs), str(ours), world)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
+    assert found.keys() == expected.keys() and sum(".experts.6." in name for name in found) >= 2 * 3
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def run_file(path: Path, model_type: str, tensor: int, stage: int) -> Path:
+    """A run whose loss does not depend on the micro-batch: without the load-balancing loss."""
+    config = json.loads(write_config(path, stage, "fp32", tensor).read_text())
+    config["zero_tp"]["model"] = fields(model_type, vocab_size=VOCABULARY, output_router_logits=False)
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(("tensor", "stage"), [(1, 3), (4, 2)])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "olmoe"])
+def test_a_checkpoint_resumes_on_another_grid(
+    ranks: Pools, tmp_path: Path, model_type: str, tensor: int, stage: int
+) -> None:
+    """From TP 2 × DP 2 at ZeRO-1; its export opens in transformers and computes the same."""
+    before, after = (
+        run_file(tmp_path / f"{name}.json", model_type, *of)
+        for name, of in (("before", (2, 1)), ("after", (tensor, stage)))
+    )
+    run = tmp_path / "run"
+    whole = ranks(4).run(straight, str(before), str(run), [3], 6)
+    again = ranks(4).run(resumed, str(after), str(run), 6)
+    for found, expected in zip(again[0]["steps"], whole[0]["steps"][3:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    to_huggingface(run, tmp_path / "export")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert model.config.model_type == model_type
+    assert (model(batch_of(0)[:2, :-1]).logits - whole[0]["logits"]).abs().max() < 1e-5
+
+
+def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """What a step of TP 2 × DP 2 logs, and transformers' counts of its tokens' choices."""
+    from zero_tp.activations.policy import RecomputePolicy
+    from zero_tp.training.engine import TrainingEngine
+    from zero_tp.training.run_callbacks import ExpertShares
+
+    reference, topology = reference_model(fields("qwen2_moe"), seed), grid(2, True)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+    }
+    full = RecomputePolicy(mode="full")
+    engine = TrainingEngine(reference.config, topology, settings, seed=0, source=Native(reference), recompute=full)
+    logged: list[dict[str, float]] = []
+    logging = SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=2)))
+    state: Any = SimpleNamespace(engine=engine, topology=topology, step=1, is_last_step=False, log=logged.append)
+    state.config, state.is_due = logging, lambda interval: state.step % interval == 0
+    shares = ExpertShares()
+    shares.on_start(state)
+    tokens = inputs(61, padded=False, batch=8)["input_ids"]
+    own = tokens.chunk(topology.data)[topology.data_rank].chunk(2)
+    with torch.no_grad():
+        logits = reference(tokens, output_router_logits=True).router_logits
+    for state.step in (1, 2):  # at a rate of 0: both of the weights that transformers has
+        shares.on_step_begin(state)
+        engine.run_step([(rows, rows) for rows in own])
+        shares.on_step_end(state)
+        engine.evaluate([(rows, rows) for rows in own])
+    (line,) = logged
+    return line, [layer.topk(2).indices.flatten().bincount(minlength=7) / tokens.numel() for layer in logits]
+
+
+def test_the_share_of_each_expert_is_logged(ranks: Pools) -> None:
+    for line, expected in ranks(4).run(shares_of_a_step, 3):
+        assert line.pop("step") == 2
+        rows = zip((0, 2), expected, strict=True)
+        wanted = {f"experts/layer_{n}/{e}": share for n, row in rows for e, share in enumerate(row)}
+        assert line == {name: pytest.approx(float(share)) for name, share in wanted.items()}
+        assert sum(line.values()) == pytest.approx(2 * 2)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.compare import check_close
 from tests.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.native import check_gradients, parallel_model
 from zero_tp.architectures import ARCHITECTURES
+from zero_tp.config.model import check_model
+from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError
+from zero_tp.huggingface import ZeroTPForCausalLM
+from zero_tp.models.flops import model_flops
+from zero_tp.parallel.layout import layout_of
+from zero_tp.planning.memory import model_of
 from zero_tp.topology import Topology
 
 
@@ -94,3 +102,57 @@ def test_a_model_in_bf16_counts_as_transformers_does() -> None:
     with torch.no_grad():
         model = parallel_model(reference, Topology(world=1), dtype=torch.bfloat16)
         assert model(**batch).aux_loss.item() == pytest.approx(reference(**batch).aux_loss.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("model_type", OWN)
+def test_a_rank_reads_its_slices_of_published_files(model_type: str, tensor: int, tmp_path: Path) -> None:
+    """What transformers saves: one tensor an expert."""
+    reference = reference_model(fields(model_type), 1)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    whole = parallel_model(reference, Topology(world=1)).state_dict()
+    for rank in range(tensor):
+        model = ZeroTPForCausalLM.from_pretrained(tmp_path, Topology(tensor, world=tensor, rank=rank))
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, layout_of(parameter).shard(whole[name], rank, tensor)), name
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_flops_are_those_that_torch_counts(model_type: str) -> None:
+    """In groups that torch multiplies one by one: it counts no product of all groups."""
+    odd = {"intermediate_size": 17, "moe_intermediate_size": 17}
+    config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
+    for name, size in odd.items():
+        if name in vars(config):
+            setattr(config, name, size)
+    config._attn_implementation = "eager"  # torch counts no fused kernel of a CPU
+    model = ZeroTPForCausalLM(config, Topology(world=1), seed=1).train()
+    batch = inputs(61, padded=False)
+    with FlopCounterMode(display=False) as ran:
+        model(batch["input_ids"], shift_labels=batch["labels"]).loss.backward()
+    assert ran.get_total_flops() == pytest.approx(model_flops(model.spec, 3, LENGTH), rel=0.03)
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None:
+    config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
+    made = model_of(config, 1, False)
+    layers = 2 if model_type == "qwen2_moe" else 3
+    assert made.whole - made.active == layers * (7 - 2) * 3 * 24 * 20
+
+
+def test_the_load_balancing_loss_of_a_published_model_can_be_chosen(tmp_path: Path) -> None:
+    """Published configs leave it off."""
+    reference_model(fields("olmoe", output_router_logits=False), 1).save_pretrained(tmp_path)
+    given = {"from_pretrained": str(tmp_path), "output_router_logits": True, "router_aux_loss_coef": 0.2}
+    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    config = check_model(ZeroTP.model_validate({"model": given, **needed}))
+    experts = ARCHITECTURES["olmoe"].spec(config).experts
+    assert experts is not None and experts.loss_weight == 0.2
+
+
+def test_shares_of_experts_are_refused_without_experts() -> None:
+    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    block = ZeroTP.model_validate({"model": {"model_type": "gpt2"}, "logging": {"experts": True}, **needed})
+    with pytest.raises(ConfigError, match=r"zero_tp\.logging\.experts: gpt2 has no experts"):
+        check_model(block)

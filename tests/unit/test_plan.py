@@ -67,6 +67,32 @@ def test_parameters_of_bert_are_those_of_the_paper(name: str, layers: int, hidde
     assert flops.model_flops(spec, 1024, 512, config.labelled) == pytest.approx(3 * (dense + head))
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "billions", "active"),
+    [
+        ("mixtral_8x7b", 64, 46.7, 12.9),
+        ("qwen1.5_moe_a2.7b", 16, 14.3, 2.7),
+        ("qwen3_30b_a3b", 32, 30.5, 3.3),
+        ("olmoe_1b_7b", 8, 6.9, 1.3),
+    ],
+)
+def test_parameters_and_those_that_are_active_are_the_published_ones(
+    name: str, world: int, billions: float, active: float
+) -> None:
+    config = RunConfig.load(ROOT / "ds_configs" / f"{name}.json", (), world)
+    made = model_of(config.hf_config(), config.zero_tp.parallel.tensor, True)
+    assert made.whole == pytest.approx(billions * 1e9, rel=0.005)
+    assert made.active == pytest.approx(active * 1e9, rel=0.02)
+
+
+def test_a_plan_of_experts_says_what_it_assumes() -> None:
+    made = plan(RunConfig.load(ROOT / "ds_configs" / "olmoe_small.json", (), 4), device("cpu", 4))
+    text = report.describe(made)
+    assert f"({made.model.active:,} active: 2 of 8 experts)" in text
+    assert "assumed: every expert of a layer gets as many tokens as any other" in text
+    assert made.as_json()["model"]["active_parameters"] == made.model.active < made.model.whole
+
+
 @THOROUGH
 @pytest.mark.parametrize("name", NAMES)
 def test_every_device_plans_a_run(name: str) -> None:

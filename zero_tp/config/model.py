@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from zero_tp.architectures.spec import TransformerSpec
 
 FROM = "from_pretrained"
+BALANCE = ("output_router_logits", "router_aux_loss_coef")
+"""Fields of the load-balancing loss, which published configs leave out."""
 ELSEWHERE = {
     "attn_implementation": "zero_tp.attention",
     "_attn_implementation": "zero_tp.attention",
@@ -80,7 +82,7 @@ def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedC
 
 def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
     """Return the config of `{"from_pretrained": DIR}`, or the saved one where DIR is gone, with other dropout
-    probabilities where they are given beside it."""
+    probabilities and another load-balancing loss where they are given beside it."""
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.architectures.configs import config_from, pretrained_config
 
@@ -88,11 +90,12 @@ def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrai
     if not isinstance(directory, str) or not directory:
         raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
     changes = {name: value for name, value in model.items() if name != FROM}
-    dropouts = dict.fromkeys(name for table in ARCHITECTURES.values() for name in table.fields.dropouts)
+    free = dict.fromkeys(name for table in ARCHITECTURES.values() for name in table.fields.dropouts)
+    free |= dict.fromkeys(BALANCE)
     for name in changes:
-        if name not in dropouts:
+        if name not in free:
             problem = f"given beside {FROM}, but {directory} decides it"
-            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(dropouts)} can be given")
+            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(free)} can be given")
     if saved is not None and not Path(directory).exists():
         return config_from(saved, Path(directory), **changes)
     return pretrained_config(resolve(directory, key, weights=False).directory, key, **changes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, all_reduce
 from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
@@ -134,65 +134,33 @@ class RMSNorm(Norm):
         return output
 
 
-def _squares(rows: Tensor, share: Tensor | None) -> Tensor:
-    """Return each row's sum of squares, fp32 [n, 1]."""
-    squares = rows.float().square()
-    return (squares if share is None else squares * share).sum(-1, keepdim=True)
-
-
-def _scaled(rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    return weight * (rows.float() * scale).to(rows.dtype)
-
-
-def _along(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """Return the product of each row's gradient and its normed features, fp32 [n, 1]."""
-    return ((gradient * weight).float() * (rows.float() * scale)).sum(-1, keepdim=True)
-
-
-def _of_split(
-    gradient: Tensor, rows: Tensor, scale: Tensor, along: Tensor, weight: Tensor, share: Tensor | None
-) -> Tensor:
-    """Return the gradient of the rows [n, w]; shared features get their part of what all features share."""
-    normed = rows.float() * scale
-    whole = normed * along if share is None else normed * along * share
-    return (((gradient * weight).float() - whole) * scale).to(rows.dtype)
-
-
 class _SplitRMSNorm(torch.autograd.Function):
     """Compute x / √(Σ x² / N + ε), of N features that are split over TP, times the weight.
 
     Forward all-reduces each row's sum of squares, backward its product of gradient and normed features: [n, 1] in fp32.
+    Of a feature that several ranks have, each adds its `share`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        share: Tensor | None,
-        size: int,
-        epsilon: float,
-        group: Group,
-        ops: ElementwiseOps,
+        ctx: Any, rows: Tensor, weight: Tensor, share: Tensor | float, size: int, epsilon: float, group: Group
     ) -> Tensor:
-        squares = all_reduce(ops.rows(_squares, (rows,), share), group)
+        squares = all_reduce((rows.float().square() * share).sum(-1, keepdim=True), group)
         scale = torch.rsqrt(squares / size + epsilon)
-        ctx.save_for_backward(rows, weight, scale, share)
-        ctx.size, ctx.group, ctx.ops = size, group, ops
-        normed: Tensor = ops.rows(_scaled, (rows, scale), weight)
-        return normed
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.share, ctx.size, ctx.group = share, size, group
+        return weight * (rows.float() * scale).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, scale, share = ctx.saved_tensors
-        operands = (gradient, rows, scale)
-        along = all_reduce(ctx.ops.rows(_along, operands, weight), ctx.group) / ctx.size
-        of_rows = ctx.ops.rows(_of_split, (*operands, along), weight, share)
-        of_weight = ctx.ops.total(_of_weight, operands).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return of_rows, of_weight, None, None, None, None, None
+        rows, weight, scale = ctx.saved_tensors
+        normed, wide = rows.float() * scale, (gradient * weight).float()
+        along = all_reduce((wide * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
+        of_rows = ((wide - normed * along * ctx.share) * scale).to(rows.dtype)
+        return of_rows, _of_weight(gradient, rows, scale).to(weight.dtype), None, None, None, None
 
 
-class SplitRMSNorm(ElementwiseModule):
+class SplitRMSNorm(nn.Module):
     """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] → the same.
 
     Ranks may share heads (see `GroupedProjection`); each then counts as its part of such a head, and the weight's
@@ -210,19 +178,18 @@ class SplitRMSNorm(ElementwiseModule):
         self.size, self.whole, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
         shared = max(holders) > 1
         self.holders = holders[own.start : own.stop] if shared else None
-        self.features = slice(own.start * size, own.stop * size) if shared else slice(None)
+        self.features = slice(own.start * size, own.stop * size)
         layout = Replicated("partial") if shared else Sharded(0, (self.whole,))
         self.weight = make.make("weight", (self.whole,), layout, ConstantInit(1.0))
 
     def forward(self, heads: Tensor) -> Tensor:
-        share = None
+        share: Tensor | float = 1.0
+        weight: Tensor = self.weight
         if self.holders is not None:  # a tensor from the host would synchronise with the device
-            parts = [self.weight.new_full((self.size,), 1 / each, dtype=torch.float32) for each in self.holders]
-            share = torch.cat(parts)
+            parts = [weight.new_full((self.size,), 1 / each, dtype=torch.float32) for each in self.holders]
+            share, weight = torch.cat(parts), weight[self.features]
         joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
-        normed: Tensor = _SplitRMSNorm.apply(
-            _rows(joined), self.weight[self.features], share, self.whole, self.epsilon, self.group, self.elementwise
-        )
+        normed: Tensor = _SplitRMSNorm.apply(_rows(joined), weight, share, self.whole, self.epsilon, self.group)
         return normed.view(*joined.shape[:2], -1, self.size).permute(1, 2, 0, 3)
 
 

@@ -67,8 +67,8 @@ MUTANTS: dict[str, Mutant] = {
     "keys-normed-by-own-heads": Mutant(
         "The norm of all heads takes the mean over the rank's own.",
         "zero_tp/models/norm.py::_SplitRMSNorm.forward",
-        "all_reduce(ops.rows(_squares, (rows,), share), group)",
-        "ops.rows(_squares, (rows,), share)",
+        "all_reduce((rows.float().square() * share).sum(-1, keepdim=True), group)",
+        "(rows.float().square() * share).sum(-1, keepdim=True)",
         (EXPERTS.format("olmoe-2-False"),),
     ),
     "shared-heads-counted-twice": Mutant(
@@ -95,8 +95,8 @@ MUTANTS: dict[str, Mutant] = {
     "balance-counted-on-every-rank": Mutant(
         "The load-balancing loss counts once for each TP rank in the router's gradient.",
         "zero_tp/models/router_balance.py::RouterBalance.backward",
-        "share / self.tensor_size",
-        "share",
+        "of_loss * self.experts.count * share / self.tensor_size",
+        "of_loss * self.experts.count * share",
         (EXPERTS.format("mixtral-2-False"),),
     ),
     "choices-not-normalised": Mutant(
