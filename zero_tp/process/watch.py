@@ -43,6 +43,7 @@ class RankStatus:
         message: number of this message.
         frame: the function that its main thread is in, once half of a limit has passed.
         waiting: whether that function waits for other ranks; None before.
+        collectives: likewise, what each process group has enqueued and completed (`collective_progress`).
     """
 
     count: int = 0
@@ -54,10 +55,12 @@ class RankStatus:
     message: int = 0
     frame: str = ""
     waiting: bool | None = None
+    collectives: str = ""
 
     def describe(self) -> str:
         where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
+        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}{counts}"
 
 
 class Watchdog:
@@ -75,6 +78,7 @@ class Watchdog:
         self._rank, self._world = 0, 1
         self._write_seconds = WRITE_SECONDS
         self._store: Any = None
+        self._groups: Sequence[str] = ()
         self._messages = 0
         self._left = threading.Event()
         self._writer = threading.Thread(target=self._write, name="watch writer", daemon=True)
@@ -94,13 +98,14 @@ class Watchdog:
         self.enter("start")
         threading.Thread(target=self._check, name="watch", daemon=True).start()
 
-    def connect(self, store: Any = None) -> None:
-        """Begin to write to the store, once there is a process group.
+    def connect(self, groups: Sequence[str] = (), store: Any = None) -> None:
+        """Begin to write to the store, once the process groups are there.
 
         Args:
+            groups: names of this rank's process groups, in the order of their creation.
             store: by default another connection to the job's: the main thread may wait in its own for minutes.
         """
-        self._store = store or _new_connection()
+        self._groups, self._store = groups, store or _new_connection()
         self._writer.start()
 
     def leave(self) -> None:
@@ -208,10 +213,14 @@ class Watchdog:
         return f"{(self._heartbeat or 0) / 60:.3g} minutes, by zero_tp.training.timeout_minutes.heartbeat"
 
     def _newest(self) -> RankStatus:
-        """Return the status as it is now; with the main thread's function if the phase makes little progress."""
+        """Return the status as it is now; if the phase makes little progress, with what this rank waits for."""
         seconds, limit = time.monotonic() - self._marked, self._limits.get(self._status.phase)
-        frame, waiting = _describe_frame(self._main) if limit is not None and seconds > limit / 2 else ("", None)
-        return replace(self._status, seconds=seconds, message=self._messages, frame=frame, waiting=waiting)
+        status = replace(self._status, seconds=seconds, message=self._messages)
+        if limit is None or seconds <= limit / 2:
+            return status
+        frame, waiting = _describe_frame(self._main)
+        counts = "" if self._store is None else collective_progress(self._groups)
+        return replace(status, frame=frame, waiting=waiting, collectives=counts)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the newest statuses of those ranks that have written one. Two requests, once all have."""
@@ -259,6 +268,29 @@ def _describe_frame(thread: int) -> tuple[str, bool]:
     place = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
     caller = frame.f_code.co_name
     return f"{name} ({place})" if name == caller else f"{name}, called by {caller} ({place})", waiting
+
+
+def collective_progress(groups: Sequence[str]) -> str:
+    """Return how many collectives each process group has enqueued and completed: `TP 42/41, DP 7/7`.
+
+    torch's flight recorder counts them, unless `TORCH_FR_BUFFER_SIZE` is 0. It waits for no device.
+
+    Args:
+        groups: names in the order of their creation, by which the recorder numbers them.
+    """
+    from torch._C import _distributed_c10d
+
+    status: dict[str, Any] = {}
+    # A build with NCCL records NCCL's collectives apart from those of the other backends.
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if hasattr(_distributed_c10d, dump):
+            status |= json.loads(getattr(_distributed_c10d, dump)(False)).get("pg_status", {})
+    names = dict(enumerate(groups))
+    return ", ".join(
+        f"{names.get(int(number), f'group {number}')} "
+        f"{counts['last_enqueued_collective']}/{counts['last_completed_collective']}"
+        for number, counts in sorted(status.items(), key=lambda group: int(group[0]))
+    )
 
 
 def _dump_flight_recorder(rank: int) -> list[str]:
