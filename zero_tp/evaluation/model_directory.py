@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, is_run, passed_over, read_manifest
 from zero_tp.errors import UserError, first_line
+from zero_tp.topology import Topology
 from zero_tp.weights.files import find_weights, resolve, tokenizer_of
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from zero_tp.checkpoint.manifest import Manifest
     from zero_tp.evaluation.eval_model import EvalModel
-    from zero_tp.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,6 @@ class ModelDirectory:
                     f"{self.files.path}: its config doesn't say how many positions it has: give --sequence-length"
                 )
             return positions
-        if requested < 1:
-            raise UserError(f"--sequence-length {requested}: at least 1")
         if positions is not None and requested > positions:
             raise UserError(f"--sequence-length {requested:,}: the model has {positions:,} positions")
         return requested
@@ -151,7 +149,6 @@ class ModelDirectory:
 
         from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
         from zero_tp.huggingface import ZeroTPForCausalLM
-        from zero_tp.topology import Topology
 
         topology = topology or Topology()
         model = self.load_module(getattr(torch, dtype), device, topology).eval()

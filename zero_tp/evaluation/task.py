@@ -27,7 +27,7 @@ Origin = dict[str, Any]
 
 MULTIPLE_CHOICE, CHOICE_FIELDS = "multiple_choice", ("query", "choices", "gold")
 """A task of lm-eval's kind without a task file: the fields of its file."""
-LEAST = {"batch_size": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
+LEAST = {"batch_size": 1, "sequence_length": 1, "limit": 1, "overlap": 1, "num_fewshot": 0}
 MOST = 2**31 - 1
 
 
