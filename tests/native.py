@@ -33,8 +33,8 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
     weights = weights_of(config)
-    held = {weight.held: ours[weight.ours] for weight in weights if weight.held is not None}
-    return held | tables.to_theirs([weight for weight in weights if weight.held is None], ours.__getitem__)
+    in_memory = {weight.in_memory: ours[weight.ours] for weight in weights if weight.in_memory is not None}
+    return in_memory | tables.to_theirs([weight for weight in weights if weight.in_memory is None], ours.__getitem__)
 
 
 def native_model(config: PretrainedConfig, **options: Any) -> Any:

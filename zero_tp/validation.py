@@ -80,7 +80,7 @@ def validate(model: type[Model], raw: Any, path: str, known: Iterable[ConfigErro
     true is not 1.
 
     Args:
-        known: errors of keys, which come before what is found here.
+        known: errors of keys, which come before what is fields here.
 
     Raises:
         ConfigErrors: not an object, or each unknown key (with the nearest valid one), missing key, wrong type or value.
@@ -130,13 +130,13 @@ def _without(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]:
 
 def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields by every name that JSON may use: the alias, and the field's own where the model allows it."""
-    found: dict[str, FieldInfo] = {}
+    fields: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         if field.alias:
-            found[field.alias] = field
+            fields[field.alias] = field
         if not field.alias or model.model_config.get("populate_by_name"):
-            found[name] = field
-    return found
+            fields[name] = field
+    return fields
 
 
 def nested_names(

@@ -66,4 +66,4 @@ def native_class_of(config: PretrainedConfig) -> str:
 def weights_of(config: PretrainedConfig) -> list[Weight]:
     """Return every parameter of a model of this config, under both names."""
     architecture = architecture_of(config)
-    return list(architecture.each_weight(architecture.spec(config)))
+    return list(architecture.weights_of(architecture.spec(config)))

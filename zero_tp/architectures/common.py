@@ -246,11 +246,11 @@ def expert_weights(
     assert spec.experts is not None
     count, layers = spec.experts.count, spec.expert_layers
     router = f"{OURS}mlp.router.weight"
-    yield Weight(router, f"{THEIRS}{block}.gate.weight", held=f"{THEIRS}mlp.gate.weight", layers=layers)
+    yield Weight(router, f"{THEIRS}{block}.gate.weight", in_memory=f"{THEIRS}mlp.gate.weight", layers=layers)
     for ours, names in (("gate_up", linears[:2]), ("down", linears[2:])):
-        each = tuple(f"{THEIRS}{block}.experts.{number}.{name}.weight" for number in range(count) for name in names)
-        held = f"{THEIRS}mlp.experts.{ours}_proj"
-        yield Weight(f"{OURS}mlp.{ours}.weight", each, experts=count, held=held, layers=layers)
+        matrices = tuple(f"{THEIRS}{block}.experts.{number}.{name}.weight" for number in range(count) for name in names)
+        in_memory = f"{THEIRS}mlp.experts.{ours}_proj"
+        yield Weight(f"{OURS}mlp.{ours}.weight", matrices, experts=count, in_memory=in_memory, layers=layers)
 
 
 def weights(

@@ -123,16 +123,16 @@ def config_from(raw: dict[str, Any], directory: Path, **changes: Any) -> Pretrai
         model_type = _model_type(raw)
         known = fields_of(model_type)
         fixed |= known.fixed.keys()
-        taken = _taken(raw, CONFIG_MAPPING[model_type], known)
-        vocabulary = taken.get("vocab_size")
+        fields = _checked_fields(raw, CONFIG_MAPPING[model_type], known)
+        vocabulary = fields.get("vocab_size")
         for name in TOKEN_IDS:
-            value = taken.get(name)
+            value = fields.get(name)
             if not isinstance(value, int) or not isinstance(vocabulary, int) or 0 <= value < vocabulary:
                 continue
             # transformers gives a padding row to a negative id too, as torch counts from the end.
             has_row = name == "pad_token_id" and name in known.read and -vocabulary <= value < 0
-            taken[name] = value + vocabulary if has_row else None
-        config = written_config({"model_type": model_type, **taken, **changes})
+            fields[name] = value + vocabulary if has_row else None
+        config = written_config({"model_type": model_type, **fields, **changes})
     except ConfigError as error:
         name = error.key.removeprefix(f"{MODEL_KEY}.")
         if name in changes:
@@ -224,7 +224,7 @@ def _model_type(model: dict[str, Any]) -> str:
     raise ConfigError(key, f"{shown(model_type)} is unknown", hint if "?" in hint else listed)
 
 
-def _taken(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
+def _checked_fields(raw: dict[str, Any], config_class: Any, known: Fields) -> dict[str, Any]:
     """Return the fields of a config.json that the model_type has."""
     declared = _fields_model(config_class, known).model_fields
     known.check({name: value for name, value in raw.items() if name not in declared}, written=True)

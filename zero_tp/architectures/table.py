@@ -35,7 +35,7 @@ class Weight:
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where ours are [3, heads, d, …].
         rows: (start, stop, total): ours are rows [start, stop) of theirs, which has `total`, of other weights too.
         experts: ours stacks so many matrices, [experts, out, in]; theirs are one after another, each expert's together.
-        held: the class holds our very parameter by this name, and files have `theirs`.
+        in_memory: the class holds our very parameter by this name, and files have `theirs`.
         layers: numbers of the layers that have it; None: all.
     """
 
@@ -45,7 +45,7 @@ class Weight:
     heads: int | None = None
     rows: tuple[int, int, int] | None = None
     experts: int | None = None
-    held: str | None = None
+    in_memory: str | None = None
     layers: tuple[int, ...] | None = None
 
     @property
@@ -54,14 +54,14 @@ class Weight:
 
     def of_layer(self, number: int) -> Weight:
         theirs = tuple(name.format(layer=number) for name in self.names)
-        held = self.held and self.held.format(layer=number)
-        return replace(self, ours=self.ours.format(layer=number), theirs=theirs, held=held)
+        in_memory = self.in_memory and self.in_memory.format(layer=number)
+        return replace(self, ours=self.ours.format(layer=number), theirs=theirs, in_memory=in_memory)
 
     def as_rows(self, whole: Tensor) -> Tensor:
         """Return our parameter as the rows of all its matrices, a view. [E, o, i] → [E·o, i]"""
         return whole.flatten(0, 1) if self.experts else whole
 
-    def each_matrix(self) -> list[Weight]:
+    def matrices(self) -> list[Weight]:
         """Return a weight for each expert's matrix; without experts, this one."""
         if not self.experts:
             return [self]
@@ -126,9 +126,9 @@ def as_stored(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[
     """Return a class's tensors by the names that files have, views of those that the class holds otherwise."""
     stored = dict(tensors)
     for weight in weights:
-        if weight.held in stored:
-            held = stored.pop(weight.held)
-            stored |= to_theirs([weight], {weight.ours: held}.__getitem__)
+        if weight.in_memory in stored:
+            in_memory = stored.pop(weight.in_memory)
+            stored |= to_theirs([weight], {weight.ours: in_memory}.__getitem__)
     return stored
 
 
@@ -177,7 +177,7 @@ class Architecture:
         self.fields.check_object(config)
         return self.translate(config)
 
-    def each_weight(self, spec: TransformerSpec) -> Iterator[Weight]:
+    def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Yield every parameter of a model of this spec, with its layer's number filled in."""
         aliases = self.tied if spec.tied else {}
         for weight in self.weights(spec):

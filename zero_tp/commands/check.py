@@ -179,8 +179,8 @@ def _schedule(config: RunConfig) -> str:
     from zero_tp.zero.schedule import rates
 
     warmup = next((int(block["params"][name]) for name in WARMUPS if name in block["params"]), 1)
-    at = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})
-    points = zip(at, rates(block, config.typed["optimizer.params.lr"], at), strict=True)
+    chosen = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})
+    points = zip(chosen, rates(block, config.typed["optimizer.params.lr"], chosen), strict=True)
     return f"{block['type']}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)
 
 

@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> None:
     if options.search:
         search = Search(config, chosen)
         shown, best = search.fastest(options.set, options.top)
-        result["candidates"] = [each.as_json() for each in shown]
+        result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
         advice, fastest = report.advice(search, shown, run_plan), shown[0]
         lines += advice

@@ -167,8 +167,8 @@ def _merge(options: argparse.Namespace) -> Prepared:
 
     defaults = {field.name: field.default for field in fields(PrepareSettings) if field.name != "validation"}
     defaults |= {"input": None, "tokenizer": None, "strict": False, "processes": None, "decontaminate": []}
-    if given := [name for name, default in defaults.items() if getattr(options, name) != default]:
-        raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(given)}")
+    if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
+        raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(changed)}")
     return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
 
 

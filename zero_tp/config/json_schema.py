@@ -45,7 +45,7 @@ def json_schema() -> Json:
     _adapt(schema, schema["$defs"])
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
-    _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(each) for name, each in SCHEDULES.items()})
+    _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(block) for name, block in SCHEDULES.items()})
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
     optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}

@@ -94,7 +94,7 @@ class RunConfig:
             raise ConfigError(SCHEMA, "expected a string", remedy)
         auto_keys = take_auto(values)
         choose_implementation(values)
-        zero_tp, hf_config, batch = _check_each_key(values, auto_keys, world_size, saved)
+        zero_tp, hf_config, batch = _fill_and_check_keys(values, auto_keys, world_size, saved)
 
         # 2. Fill: what the file leaves open, until every key has a value.
         values = {key: value for key, value in values.items() if key != "zero_tp" and key not in OFF_BLOCKS}
@@ -257,7 +257,7 @@ def _check_block(block: Any) -> ZeroTP:
     return zero_tp
 
 
-def _check_each_key(
+def _fill_and_check_keys(
     values: dict[str, Any], auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
 ) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
     """Return the `zero_tp` block and the model's config, both with the hub's commits, and the batch sizes.

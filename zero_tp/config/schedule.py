@@ -179,8 +179,8 @@ def check_scheduler(raw: dict[str, Any]) -> Schedule:
         raise ConfigError("scheduler.params.warmup_max_lr", problem, 'write "auto" for the rate of the optimizer')
     params = validate(SCHEDULES[name], block.params, "scheduler.params")
     if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
-        given = "required, but not given" if params.min_lr is None else "given beside min_lr_rate"
-        raise ConfigError("scheduler.params.min_lr", given, "give min_lr, or its ratio to the rate as min_lr_rate")
+        problem = "required, but not given" if params.min_lr is None else "given beside min_lr_rate"
+        raise ConfigError("scheduler.params.min_lr", problem, "give min_lr, or its ratio to the rate as min_lr_rate")
     return params
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from zero_tp.data.index_format import idx_path
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import open_tokenizer, tokenizer_beside
+from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer
 from zero_tp.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def corpora_of(path: Path) -> dict[str, IndexedCorpus]:
 
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
     inside = path / "tokenizer"
-    directory = inside if inside.is_dir() else tokenizer_beside(None, str(path))
+    directory = inside if inside.is_dir() else find_tokenizer(None, str(path))
     if directory is None:
         raise UserError(f"{path}: there is no tokenizer/ in it or beside it to read its tokens with")
     return open_tokenizer(directory)

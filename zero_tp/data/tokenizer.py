@@ -225,7 +225,7 @@ class _Marks:
         return token.endswith(self.breaks) if self.breaks else bool(self.last) and token.endswith(self.last)
 
 
-def tokenizer_beside(name: str | None, prefix: str) -> Path | None:
+def find_tokenizer(name: str | None, prefix: str) -> Path | None:
     """Return a run's tokenizer directory: `name`, else `tokenizer/` beside the corpus `prefix`, else None.
 
     Raises:
@@ -238,8 +238,8 @@ def tokenizer_beside(name: str | None, prefix: str) -> Path | None:
                 f"zero_tp.tokenizer: no directory {name}; put there the tokenizer that the corpus was prepared with"
             )
         return directory
-    beside = Path(prefix).parent / "tokenizer"
-    return beside if beside.is_dir() else None
+    default = Path(prefix).parent / "tokenizer"
+    return default if default.is_dir() else None
 
 
 def files_sha256(directory: Path) -> str:

@@ -213,6 +213,6 @@ class Attention(ElementwiseModule):
             query, key = (rotate(tensor, context.rotation, self.elementwise) for tensor in (query, key))
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.number)
-        key, value = self.qkv.for_each_query(key), self.qkv.for_each_query(value)
+        key, value = self.qkv.repeat_for_queries(key), self.qkv.repeat_for_queries(value)
         mixed = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
         return self.output(mixed.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

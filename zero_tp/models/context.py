@@ -70,8 +70,8 @@ def documents_of(positions: Tensor) -> Tensor | None:
 
     transformers reads rows of packed documents in this way. Synchronises with the device.
     """
-    begun = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
-    return begun.cumsum(1) if begun.any() else None
+    begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+    return begins.cumsum(1) if begins.any() else None
 
 
 class Packed(NamedTuple):

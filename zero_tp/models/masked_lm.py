@@ -73,7 +73,7 @@ class MaskedLM(ParallelModel):
 
     def totals(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         labels = {"masked": arguments["labels"], "sentence": arguments.get("next_sentence_label")}
-        counts = {kind: (each != IGNORE_INDEX).sum() for kind, each in labels.items() if each is not None}
+        counts = {kind: (label != IGNORE_INDEX).sum() for kind, label in labels.items() if label is not None}
         kinds = {name: name.partition("_")[0] for name in FIGURES}
         return {
             name: (getattr(output, name).double().sum(), counts[kind]) for name, kind in kinds.items() if kind in counts
@@ -211,8 +211,8 @@ def _score_sentences(
     inside = (labels == 0) | (labels == 1) | ~counted
     torch._assert_async(inside.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
     right = scores.detach().argmax(1) == labels
-    taken = "sum" if divisor is not None else reduction
-    loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=taken)
+    reduction_of_sum = "sum" if divisor is not None else reduction
+    loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction_of_sum)
     rows = counted.sum() if divisor is None else nonzero(divisor)
     output.sentence_loss = loss if divisor is None else (loss / rows).float()
     output.sentence_accuracy = right if reduction == "none" else right.sum() / rows

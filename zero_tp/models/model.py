@@ -36,8 +36,8 @@ CLASSES = {True: "causal_lm.CausalLM", False: "masked_lm.MaskedLM"}
 def model_class(spec: TransformerSpec) -> type[ParallelModel]:
     """Return the class of the models of this spec, without importing the other."""
     module, name = CLASSES[spec.causal].split(".")
-    found: type[ParallelModel] = getattr(importlib.import_module(f"zero_tp.models.{module}"), name)
-    return found
+    chosen: type[ParallelModel] = getattr(importlib.import_module(f"zero_tp.models.{module}"), name)
+    return chosen
 
 
 def torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -186,7 +186,7 @@ class SplitRMSNorm(nn.Module):
         share: Tensor | float = 1.0
         weight: Tensor = self.weight
         if self.holders is not None:  # a tensor from the host would synchronise with the device
-            parts = [weight.new_full((self.size,), 1 / each, dtype=torch.float32) for each in self.holders]
+            parts = [weight.new_full((self.size,), 1 / count, dtype=torch.float32) for count in self.holders]
             share, weight = torch.cat(parts), weight[self.features]
         joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
         normed: Tensor = _SplitRMSNorm.apply(_rows(joined), weight, share, self.whole, self.epsilon, self.group)

@@ -38,7 +38,7 @@ class FusedProjection(ColumnParallelLinear):
         query, key, value = fused.view(length, batch, 3, -1, self.head_size).permute(2, 1, 3, 0, 4)
         return query, key, value
 
-    def for_each_query(self, key_or_value: Tensor) -> Tensor:
+    def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
         """Return keys or values unchanged: each query has its own."""
         return key_or_value
 
@@ -87,7 +87,7 @@ class GroupedProjection(nn.Module):
         query, key, value = (tensor.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for tensor in projected)
         return query, key, value
 
-    def for_each_query(self, key_or_value: Tensor) -> Tensor:
+    def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
         """Return keys or values [b, KV heads, s, d] that each serve the same number of queries."""
         if self.uses is None:
             return key_or_value

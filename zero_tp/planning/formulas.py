@@ -43,7 +43,7 @@ class Layer:
         head_size, kv_heads, mlp_size: d, k and f where they are not h/a, a and 4h.
         gated: the MLP multiplies its activation's output with a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
-        remade_norms: number of norms whose outputs can be recomputed.
+        recomputed_norms: number of norms whose outputs can be recomputed.
     """
 
     s: int
@@ -59,7 +59,7 @@ class Layer:
     gated: bool = False
     residual_dropout: bool = True
     attention_dropout: bool = True
-    remade_norms: int = 2
+    recomputed_norms: int = 2
 
     @classmethod
     def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
@@ -78,7 +78,7 @@ class Layer:
             gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
-            remade_norms=len(LAYERS[spec.layer].recomputed_norms),
+            recomputed_norms=len(LAYERS[spec.layer].recomputed_norms),
         )
 
     @property
@@ -157,7 +157,7 @@ def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[s
     recomputed = {
         "attention_core": core(layer),
         "mlp_activation": layer.element * layer.wide,
-        "norm": layer.remade_norms * layer.element * layer.residual,
+        "norm": layer.recomputed_norms * layer.element * layer.residual,
     }
     return saved(layer, core) - sum(recomputed[module] for module in modules)
 

@@ -24,9 +24,9 @@ from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,
     files_sha256,
+    find_tokenizer,
     load_tokenizer,
     special_tokens,
-    tokenizer_beside,
 )
 from zero_tp.errors import UserError, shown
 from zero_tp.topology import Topology
@@ -55,7 +55,7 @@ class RunInputs:
         """
         block = config.zero_tp
         self.config, self.directory, self.allow_pickle, self.whole = config, directory, allow_pickle, whole
-        self.tokenizer = tokenizer_beside(block.tokenizer, next(iter(block.data.train)))
+        self.tokenizer = find_tokenizer(block.tokenizer, next(iter(block.data.train)))
         self.model_config = self._model_config()
         self.samples, self.validation = self._samples() if block.masked is None else self._masked_samples(block.masked)
         if not complete_steps(directory):

@@ -110,7 +110,7 @@ class PretrainedSource:
         for start, stop, rows in layout.rows_of(local, topology.tensor_rank, topology.tensor):
             if start < stop:  # equal on a rank with nothing but padding
                 matrices = rows if weight.experts else [rows]
-                for matrix, own in zip(weight.each_matrix(), matrices, strict=True):
+                for matrix, own in zip(weight.matrices(), matrices, strict=True):
                     own.copy_(self._read(matrix, dim, start, stop, whole[1 if weight.experts else 0]))
                 if not is_finite(rows):
                     raise not_finite(self.directory, ", ".join(weight.names), rows)

@@ -1,0 +1,117 @@
+"""The library keeps the field's names, one class for each class name, short functions and short sentences."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VAGUE = {
+    *("alike", "anew", "arrives", "at", "begun", "beside", "each", "found", "given", "heard", "held", "hushed", "kept"),
+    *("looked", "made", "octets", "remade", "settled", "straddling", "studied", "subject", "taken", "tell"),
+    *("told", "whoever"),
+}
+"""Words that no one would search for. An identifier is split at underscores and capitals."""
+ALLOWED = {
+    "held_out": "the field's term for data that is not trained on",
+    "kept": "the documents that remain, a field of report.json",
+}
+"""Identifiers with such a word, and why. At most 10."""
+FUNCTION_LINES, SENTENCE_WORDS = 60, 40
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted((ROOT / "zero_tp").rglob("*.py"))
+    }
+
+
+def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of the classes, functions, arguments and variables that a module defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+
+
+def words_of(name: str) -> list[str]:
+    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """Yield a text's sentences; tables, pictures, code and indented blocks are none."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    prose = "\n".join(line for line in text.splitlines() if not re.match(r"\s*\||    |#|!\[", line))
+    for sentence in re.split(r"(?<=[.!?:;])\s+|\n\s*\n|\n\s*- ", prose):
+        yield " ".join(sentence.split())
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node) or ""
+
+
+def test_names_are_words_that_someone_would_search_for() -> None:
+    assert len(ALLOWED) <= 10
+    vague = [
+        f"{path}:{line} {name}"
+        for path, tree in trees().items()
+        for line, name in identifiers(tree)
+        if name.strip("_") not in ALLOWED and VAGUE.intersection(words_of(name))
+    ]
+    assert not vague, "\n".join(vague)
+
+
+def test_a_class_name_means_one_class() -> None:
+    names = Counter(node.name for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
+
+
+def test_a_file_name_occurs_once() -> None:
+    """But in the two folders whose modules are found by their names: models by type, commands."""
+    names = Counter(Path(path).name for path in trees() if Path(path).parent.name not in ("architectures", "commands"))
+    assert not [name for name, count in names.items() if count > 1 and name != "__init__.py"]
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function without its docstring."""
+    own = (function.end_lineno or 0) - function.lineno + 1
+    return own - len((ast.get_docstring(function, clean=False) or "").splitlines())
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and lines_of(node) > FUNCTION_LINES
+    ]
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("kind", ["docstrings", "docs"])
+def test_sentences_are_short(kind: str) -> None:
+    if kind == "docstrings":
+        texts = [(path, text) for path, tree in trees().items() for text in docstrings(tree)]
+    else:
+        pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+        texts = [(page.name, page.read_text()) for page in pages if page.name != "config.md"]
+    long = [
+        f"{path}: {sentence}"
+        for path, text in texts
+        for sentence in sentences_of(text)
+        if len(sentence.split()) > SENTENCE_WORDS
+    ]
+    assert not long, "\n".join(long)
