@@ -26,7 +26,7 @@ from zero_tp.models.model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.planning import accelerator, dryrun
 from zero_tp.planning.settings import Workload
-from zero_tp.planning.tracking import Part, measure
+from zero_tp.planning.tracking import DryRunPart, measure
 from zero_tp.process.signals import Requests
 from zero_tp.topology import Topology
 from zero_tp.training import guards
@@ -122,7 +122,7 @@ def watched(model_type: str, workload: Workload, **fields: Any) -> Watching:
     """What is seen of one micro-batch."""
     seen = Watching(workload.length)
 
-    def looking(model: ParallelModel, batch: AnyBatch) -> list[Part]:
+    def looking(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
         with torch.no_grad():
             model(batch.input_ids)  # the device keeps its copies of what never changes
         with seen:

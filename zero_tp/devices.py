@@ -19,7 +19,7 @@ from pydantic import Field
 from zero_tp.constants import GIB
 from zero_tp.errors import ConfigError, did_you_mean
 from zero_tp.strict_json import read_json
-from zero_tp.validation import Block, validate
+from zero_tp.validation import ConfigModel, validate
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ Rate = Annotated[float, Field(gt=0, le=1e9)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Device(Block):
+class Device(ConfigModel):
     """One device to plan for. A person's own JSON file has these keys."""
 
     name: str = Field(min_length=1, description="What the plan calls it.")

@@ -33,7 +33,7 @@ EXPECTED = {
 }
 
 
-class Block(BaseModel):
+class ConfigModel(BaseModel):
     """A block is a JSON object that refuses unknown keys and can't be changed after it was read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -18,7 +18,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
 from zero_tp.config import RunConfig, optimizer, schedule
 from zero_tp.config import deepspeed as keys
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.validation import Block
+from zero_tp.validation import ConfigModel
 
 PRESETS = Path(__file__).parents[2] / "ds_configs"
 WORLD_SIZES = {
@@ -112,7 +112,7 @@ def test_top_level_keys() -> None:
         ("scheduler", schedule.SchedulerBlock),
     ],
 )
-def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str, model: type[Block]) -> None:
+def test_keys_of_blocks_that_deepspeed_reads_with_get(name: str, model: type[ConfigModel]) -> None:
     block = Recorder({"type": "none"} if "type" in model.model_fields else {})
     keys_read({"train_batch_size": 1, name: block})
     assert block.asked == set(model.model_fields)
@@ -161,7 +161,7 @@ def test_all_schedules_are_known() -> None:
     assert known == {kind.value for kind in TYPE_TO_SCHEDULER_FUNCTION}
 
 
-CONSTRUCTORS: tuple[tuple[type[Block], Any], ...] = (
+CONSTRUCTORS: tuple[tuple[type[ConfigModel], Any], ...] = (
     (optimizer.TorchAdam, torch.optim.AdamW),
     (optimizer.FusedAdam, FusedAdam),
     (optimizer.CPUAdam, DeepSpeedCPUAdam),
@@ -186,7 +186,7 @@ NAMED = {schedule.WarmupDecayLR: {"warmup_max_lr"}, schedule.WarmupStableDecay: 
 
 
 @pytest.mark.parametrize(("model", "constructor"), CONSTRUCTORS)
-def test_params_are_the_constructor_s_arguments_with_its_defaults(model: type[Block], constructor: Any) -> None:
+def test_params_are_the_constructor_s_arguments_with_its_defaults(model: type[ConfigModel], constructor: Any) -> None:
     refused = BY_THE_ENGINE | REFUSED[constructor.__module__.partition(".")[0]]
     arguments = {
         name: parameter.default

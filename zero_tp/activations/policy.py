@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from zero_tp.validation import Block, Count, Positive
+from zero_tp.validation import ConfigModel, Count, Positive
 
 RecomputeMode = Literal["none", "selective", "full"]
 RecomputeModule = Literal["attention_core", "mlp_activation", "norm"]
 
 
-class RecomputePolicy(Block):
+class RecomputePolicy(ConfigModel):
     """Which layers, or parts of a layer, backward recomputes (arXiv 2205.05198, section 5)."""
 
     mode: RecomputeMode = Field(description="What backward computes again.")

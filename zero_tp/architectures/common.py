@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.architectures.fields import FIXED_IN_DECODERS, OF_DECODERS, Fields
 from zero_tp.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
-from zero_tp.architectures.spec import Dropouts, Experts, TransformerSpec
+from zero_tp.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.architectures.table import Architecture, Weight
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError
@@ -119,11 +119,11 @@ def spec(
     return TransformerSpec(**{**usual, **differences})
 
 
-def experts(config: PretrainedConfig, count: int, size: int, *, normalised: bool, shared: int = 0) -> Experts:
+def experts(config: PretrainedConfig, count: int, size: int, *, normalised: bool, shared: int = 0) -> ExpertsSpec:
     """Return the mixture of experts; its loss counts if the config asks for the routers' logits, as in transformers.
 
     Args:
-        count, size, normalised, shared: see Experts.
+        count, size, normalised, shared: see ExpertsSpec.
 
     Raises:
         ConfigError: a token has more experts than there are.
@@ -133,7 +133,7 @@ def experts(config: PretrainedConfig, count: int, size: int, *, normalised: bool
         key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
         raise ConfigError(key, f"{chosen} experts a token, of {count} in a layer", remedy)
     loss_weight = config.router_aux_loss_coef if config.output_router_logits else None
-    return Experts(count, chosen, size, normalised, loss_weight, shared)
+    return ExpertsSpec(count, chosen, size, normalised, loss_weight, shared)
 
 
 def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:

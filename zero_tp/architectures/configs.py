@@ -21,7 +21,7 @@ from zero_tp.architectures.rotary import ROPE, check_rope_names, check_rope_valu
 from zero_tp.constants import DTYPES, MODEL_KEY
 from zero_tp.errors import ConfigError, did_you_mean, in_json_words, one_line, shown
 from zero_tp.strict_json import read_json
-from zero_tp.validation import Block, validate
+from zero_tp.validation import ConfigModel, validate
 
 CONFIG = "config.json"
 _GIVE = "give a Hugging Face model directory"
@@ -246,7 +246,7 @@ def _fields_model(config_class: Any, known: Fields) -> type[BaseModel]:
     if "rope_parameters" in hints:
         hints["rope_parameters"] = dict[str, Any] | None  # its TypedDict is none that pydantic takes before Python 3.12
     fields: dict[str, Any] = {name: (hint, None) for name, hint in {**hints, **known.undeclared}.items()}
-    return create_model("Fields", __base__=Block, **fields)
+    return create_model("Fields", __base__=ConfigModel, **fields)
 
 
 def _check_names(fields: dict[str, Any], config_class: Any, known: Fields) -> None:

@@ -38,7 +38,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsSpec:
     """These describe the mixtures of experts that are layers' MLPs.
 
     Attributes:
@@ -104,7 +104,7 @@ class TransformerSpec:
     dropouts: Dropouts
     windows: tuple[int | None, ...]
     rotary: Rotary | None = None
-    experts: Experts | None = None
+    experts: ExpertsSpec | None = None
     layer: str = "sequential"
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from zero_tp.config.optimizer import IMPLEMENTATION
 from zero_tp.errors import ConfigError, UserError, shown
-from zero_tp.validation import Block, Count, Positive, validate
+from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
@@ -35,7 +35,7 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
     return f"states_tp{tensor_rank:02d}_dp{data_rank:04d}.safetensors"
 
 
-class ManifestFile(Block):
+class ManifestFile(ConfigModel):
     """A file's bytes and hash: the SHA-256 of the SHA-256s of its `parts` of 8 MiB (see tensors/files.py)."""
 
     bytes: Count
@@ -43,7 +43,7 @@ class ManifestFile(Block):
     parts: list[Digest] = Field(default_factory=list)
 
 
-class ShardedParameter(Block):
+class ShardedParameter(ConfigModel):
     """A parameter that is split by `parallel.layout.Sharded`; `shape` is the whole one."""
 
     layout: Literal["Sharded"]
@@ -59,7 +59,7 @@ class ShardedParameter(Block):
         return self
 
 
-class ReplicatedParameter(Block):
+class ReplicatedParameter(ConfigModel):
     """A parameter that is equal on every TP rank (`parallel.layout.Replicated`)."""
 
     layout: Literal["Replicated"]
@@ -67,7 +67,7 @@ class ReplicatedParameter(Block):
     shape: list[Count]
 
 
-class Progress(Block):
+class Progress(ConfigModel):
     """A run's counts, schedule and loss scale (see `ZeroEngine.progress`)."""
 
     optimizer_steps: Count | None
@@ -78,7 +78,7 @@ class Progress(Block):
     recent: list[list[float]] = Field(default_factory=list)
 
 
-class Parent(Block):
+class Parent(ConfigModel):
     """The checkpoint of another run that a run was started from (see parent.py).
 
     Attributes:
@@ -105,7 +105,7 @@ class Parent(Block):
         )
 
 
-class Manifest(Block):
+class Manifest(ConfigModel):
     """The description of one checkpoint.
 
     Attributes:

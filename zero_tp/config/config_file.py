@@ -10,7 +10,7 @@ from zero_tp.config.deepspeed import ActivationCheckpointing, Aio, DataTypes, Fl
 from zero_tp.config.optimizer import OptimizerBlock
 from zero_tp.config.schedule import SchedulerBlock
 from zero_tp.config.schema import ZeroTP
-from zero_tp.validation import Block
+from zero_tp.validation import ConfigModel
 
 level = logging.root.manager.disable
 logging.disable(logging.WARNING)  # DeepSpeed logs at its import, and a user's error has to be the only line
@@ -30,7 +30,7 @@ class Throughput(DeepSpeedThroughputTimerConfig):
     enabled: bool = False
 
 
-class Timers(Block):
+class Timers(ConfigModel):
     throughput: Throughput = Field(default_factory=Throughput)
 
 

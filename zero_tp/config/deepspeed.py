@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from zero_tp.errors import ConfigError, shown
-from zero_tp.validation import Block, NonNegative, Positive
+from zero_tp.validation import ConfigModel, NonNegative, Positive
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 
 
-class Scalars(Block):
+class Scalars(ConfigModel):
     """The keys at the top level whose values are not objects."""
 
     train_batch_size: Positive | None = None
@@ -45,7 +45,7 @@ class Scalars(Block):
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
 
 
-class ActivationCheckpointing(Block):
+class ActivationCheckpointing(ConfigModel):
     partition_activations: bool = False
     number_checkpoints: Positive | None = None
     contiguous_memory_optimization: bool = False
@@ -54,14 +54,14 @@ class ActivationCheckpointing(Block):
     synchronize_checkpoint_boundary: bool = False
 
 
-class DataTypes(Block):
+class DataTypes(ConfigModel):
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
     keep_in_fp32_modules: Literal["auto"] | list[str] = "auto"
 
 
-class Aio(Block):
+class Aio(ConfigModel):
     block_size: Positive = 1048576
     queue_depth: Positive = 8
     intra_op_parallelism: Positive = 1
@@ -70,7 +70,7 @@ class Aio(Block):
     use_gds: bool = False
 
 
-class FlopsProfiler(Block):
+class FlopsProfiler(ConfigModel):
     enabled: bool = False
     recompute_fwd_factor: NonNegative = 0.0
     profile_step: Positive = 1
@@ -84,7 +84,7 @@ MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
 """Blocks that zero_tp obeys itself, with DeepSpeed's keys: its engine would write the learning rate beside us."""
 
 
-class OffBlock(Block):
+class OffBlock(ConfigModel):
     """The switches of a block that has to stay off, in the positions that they may have."""
 
     enabled: Literal[False] = False
@@ -100,7 +100,7 @@ def _off(reason: str) -> Any:
     return Field(None, description=reason)
 
 
-class OffBlocks(Block):
+class OffBlocks(ConfigModel):
     """Blocks that zero_tp has to keep switched off."""
 
     tensor_parallel: Off = _off(

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Below1, Block, NonNegative, validate
+from zero_tp.validation import Below1, ConfigModel, NonNegative, validate
 
 
-class OptimizerBlock(Block):
+class OptimizerBlock(ConfigModel):
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
     legacy_fusion: bool = False
@@ -34,7 +34,7 @@ REFUSED_OPTIMIZERS = {
 }
 
 
-class Adam(Block):
+class Adam(ConfigModel):
     """What every class of Adam takes, and the two arguments by which DeepSpeed chooses the class.
 
     The engine passes each constructor a `weight_decay`, 0 if the file has none, whatever its own default is.
@@ -69,7 +69,7 @@ class CPUAdam(Adam):
     fp32_optimizer_states: bool = True
 
 
-class SGD(Block):
+class SGD(ConfigModel):
     lr: NonNegative
     momentum: Below1 = 0.0
     dampening: Below1 = 0.0
@@ -86,7 +86,7 @@ IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 FUSED_ADAM = "FusedAdamBuilder"
 
 
-def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[Block]:
+def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigModel]:
     """Return the arguments of the class that DeepSpeed builds (`DeepSpeedEngine._configure_basic_optimizer`).
 
     Args:
@@ -99,7 +99,7 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[Block]:
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 
-def check_optimizer(raw: dict[str, Any], offload: bool) -> Block:
+def check_optimizer(raw: dict[str, Any], offload: bool) -> ConfigModel:
     """Return the `params` of the `optimizer` block, typed.
 
     Args:

@@ -11,18 +11,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from zero_tp.errors import ConfigError, did_you_mean, shown
-from zero_tp.validation import Below1, Block, Count, NonNegative, Positive, validate
+from zero_tp.validation import Below1, ConfigModel, Count, NonNegative, Positive, validate
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Phase = Literal["linear", "cosine", "1-sqrt"]
 
 
-class SchedulerBlock(Block):
+class SchedulerBlock(ConfigModel):
     type: str
     params: dict[str, Any] = Field(default_factory=dict)
 
 
-class Schedule(Block):
+class Schedule(ConfigModel):
     """The arguments of a schedule."""
 
     @property

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zero_tp.activations.policy import RecomputeMode, RecomputePolicy
 from zero_tp.errors import did_you_mean, shown
-from zero_tp.validation import Block, Positive
+from zero_tp.validation import ConfigModel, Positive
 
 Name = Annotated[str, Field(min_length=1)]
 
@@ -33,7 +33,7 @@ Corpora = Annotated[
 ]
 
 
-class Parallel(Block):
+class Parallel(ConfigModel):
     tensor: Positive = Field(default=1, description="TP degree: ranks that share one replica of the model.")
     sequence: bool = Field(
         default_factory=lambda others: others.get("tensor", 1) > 1,
@@ -47,7 +47,7 @@ class Parallel(Block):
     )
 
 
-class MaskedObjective(Block):
+class MaskedObjective(ConfigModel):
     type: Literal["masked"] = Field(
         description="Masked language modelling of whole words: 80 % of their tokens become the mask token, 10 % a "
         "random one.",
@@ -64,7 +64,7 @@ class MaskedObjective(Block):
     )
 
 
-class Data(Block):
+class Data(ConfigModel):
     train: Corpora = Field(
         description="Prefix of a `.bin/.idx` corpus, or `{prefix: weight}` for a mixture.",
         json_schema_extra={"type": "prefix, or {prefix: weight}"},
@@ -82,7 +82,7 @@ class Data(Block):
     )
 
 
-class Spike(Block):
+class Spike(ConfigModel):
     loss: float | None = Field(
         default=None, gt=0, description="Standard deviations that a loss may be above the mean of the window."
     )
@@ -98,7 +98,7 @@ class Spike(Block):
         return self
 
 
-class Timeouts(Block):
+class Timeouts(ConfigModel):
     start: float | None = Field(
         default=None, gt=0, description="Minutes without progress that end a start: reading, connecting, resuming."
     )
@@ -121,7 +121,7 @@ else:
     _Steps = Positive | None
 
 
-class Training(Block):
+class Training(ConfigModel):
     steps: _Steps = Field(
         default=None,  # type: ignore[assignment]
         description="Optimizer steps of the whole run; raise it to continue a finished one.",
@@ -165,7 +165,7 @@ class Training(Block):
         return limit if isinstance(limit, Timeouts) else Timeouts(step=limit, save=limit, evaluation=limit)
 
 
-class Checkpoint(Block):
+class Checkpoint(ConfigModel):
     interval: Positive | None = Field(
         default=None,
         description="Steps between checkpoints; one is always written at the end.",
@@ -179,7 +179,7 @@ class Checkpoint(Block):
     )
 
 
-class Evaluation(Block):
+class Evaluation(ConfigModel):
     interval: Positive | None = Field(
         default=None, description="Steps between validation losses.", json_schema_extra={"default": "off"}
     )
@@ -223,7 +223,7 @@ def _are_trackers(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments), AfterValidator(_are_trackers)]
 
 
-class Logging(Block):
+class Logging(ConfigModel):
     interval: Positive = Field(default=1, description="Steps a log line.")
     experts: bool = Field(
         default=False,
@@ -237,7 +237,7 @@ class Logging(Block):
     )
 
 
-class ZeroTP(Block):
+class ZeroTP(ConfigModel):
     """This is the block itself."""
 
     model: dict[str, Any] = Field(

@@ -12,7 +12,7 @@ from zero_tp.config.optimizer import check_optimizer, offloads_optimizer
 from zero_tp.config.resolve import dtype_name, look_up, wrong_autos
 from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
-from zero_tp.validation import Block, Problems, validate
+from zero_tp.validation import ConfigModel, Problems, validate
 
 ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
 OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
@@ -97,7 +97,7 @@ def check_types(values: dict[str, Any], auto_keys: Sequence[str] = ()) -> dict[s
     """
     from zero_tp.config.config_file import ConfigFile
 
-    problems, complete, params = Problems(), dict[str, Any](), dict[str, Block]()
+    problems, complete, params = Problems(), dict[str, Any](), dict[str, ConfigModel]()
     with problems:
         file = validate(ConfigFile, values, "", [*wrong_names(values), *wrong_autos(values)])
         complete = file.model_dump(by_alias=True)

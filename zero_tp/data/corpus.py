@@ -34,7 +34,7 @@ from tqdm import tqdm
 from zero_tp.data.collection import Documents, choose_validation, write_output
 from zero_tp.data.documents import find_sources
 from zero_tp.data.parts import Parts
-from zero_tp.data.records import Block, RecordCounts
+from zero_tp.data.records import RecordBatch, RecordCounts
 from zero_tp.data.settings import (
     Prepared,
     PrepareSettings,
@@ -238,7 +238,7 @@ class Preparation:
         spool.flush()
         self.seconds["reading"] = time.perf_counter() - started
 
-    def _unread(self, bar: tqdm) -> Iterator[tuple[int, Block] | SourceEnd]:
+    def _unread(self, bar: tqdm) -> Iterator[tuple[int, RecordBatch] | SourceEnd]:
         """Yield the blocks that no earlier start has read, each with its source's number, and the ends of sources."""
         last_numbers = dict(zip(self.spool.sources, self.spool.numbers, strict=True))
         bytes_before = 0

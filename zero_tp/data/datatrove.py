@@ -17,7 +17,7 @@ from typing import Any
 from zero_tp.data.documents import find_sources
 from zero_tp.data.formats import needed
 from zero_tp.data.parts import TOKENIZER, new_part, write_manifest
-from zero_tp.data.records import Block, Problem, Record, RecordCounts, where
+from zero_tp.data.records import Problem, Record, RecordBatch, RecordCounts, where
 from zero_tp.data.settings import PrepareSettings, check_settings, library_versions, stamp_of
 from zero_tp.data.sources import batch_records
 from zero_tp.data.tokenizer import load_tokenizer
@@ -158,13 +158,13 @@ class TokenizedCorpus(PipelineStep):
             }
             write_manifest(directory, manifest)
 
-    def _blocks(self, data: Iterable[Document], sources: dict[Source, int]) -> Iterator[tuple[int, Block]]:
+    def _blocks(self, data: Iterable[Document], sources: dict[Source, int]) -> Iterator[tuple[int, RecordBatch]]:
         """Yield documents in blocks, each of one source with its number in `sources`, to which new ones are added."""
         numbers = itertools.count()
         for source, documents in itertools.groupby(data, _source_of):
             records = (Record(document.metadata.get(PLACE, 0), {_TEXT: document.text}) for document in documents)
             for batch in batch_records(records):
-                yield sources.setdefault(source, len(sources)), Block(source[1], next(numbers), _TEXT, batch)
+                yield sources.setdefault(source, len(sources)), RecordBatch(source[1], next(numbers), _TEXT, batch)
 
 
 def _source_of(document: Document) -> Source:

@@ -1,6 +1,6 @@
 """Find the inputs that a person names: files, directories, globs, standard input, data sets of the Hugging Face hub.
 
-Each is a `Source` (sources.py), which gives `Block`s of records (records.py).
+Each is a `Source` (sources.py), which gives `RecordBatch`s of records (records.py).
 """
 
 from __future__ import annotations

@@ -26,22 +26,21 @@ from zero_tp.data.work import ENCODED, READ, DocumentEncoder
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place
 from zero_tp.strict_json import InvalidJson, read_object
-from zero_tp.validation import Block as Record
-from zero_tp.validation import Count, Positive, validate
+from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 MANIFEST, TOKENIZER = "part.json", "tokenizer"
 COLUMNS = (*READ[:2], *ENCODED)
 _AGAIN = "remove it and run its task again"
 
 
-class PartSource(Record):
+class PartSource(ConfigModel):
     """An input, of which several parts may hold documents. Inputs are in the order of their numbers, then names."""
 
     number: Count
     name: str
 
 
-class Part(Record):
+class Part(ConfigModel):
     """The manifest of a part."""
 
     part: Count

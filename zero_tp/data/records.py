@@ -67,7 +67,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class RecordBatch:
     """Consecutive records of a source.
 
     Attributes:

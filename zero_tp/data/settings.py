@@ -17,8 +17,7 @@ from zero_tp.data.sources import DOCUMENTS, Source, file_sha256
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
 from zero_tp.strict_json import InvalidJson, read_object
-from zero_tp.validation import Block as Record
-from zero_tp.validation import Count, Positive, validate
+from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 FORMAT = 1  # raised when the same settings would give other files
 SPOOL_FORMAT = 3  # raised when what is kept of an interrupted preparation is stored otherwise
@@ -90,36 +89,36 @@ class Prepared:
     resumed: int = 0
 
 
-class PreparedFile(Record):
+class PreparedFile(ConfigModel):
     bytes: Count
     sha256: str
 
 
-class Split(Record):
+class Split(ConfigModel):
     documents: Positive
     tokens: Positive
     characters: Positive
     bytes: Positive
 
 
-class Splits(Record):
+class Splits(ConfigModel):
     train: Split
     validation: Split
 
 
-class Unigram(Record):
+class Unigram(ConfigModel):
     train_entropy: float
     validation_cross_entropy: float
     uniform: float
 
 
-class DroppedDocument(Record):
+class DroppedDocument(ConfigModel):
     where: str
     reason: str
     detail: str
 
 
-class Counted(Record):
+class Counted(ConfigModel):
     """Counts of records: read = kept + the sum of dropped, by reason; and the first problems."""
 
     read: Count
@@ -128,7 +127,7 @@ class Counted(Record):
     problems: list[DroppedDocument]
 
 
-class Report(Record):
+class Report(ConfigModel):
     """The content of report.json."""
 
     identity: dict[str, Any]

@@ -1,8 +1,8 @@
 """Inputs: files of JSON lines, JSON, plain text, CSV, Parquet and Arrow, most of them also compressed; standard input;
 and data sets of the Hugging Face hub.
 
-A `Source` gives `Block`s of records as they are stored, about 1 MiB each and the same ones on every machine.
-`Block.documents` turns records into texts, which may happen in another process. A bad record is a `Problem` in its
+A `Source` gives `RecordBatch`s of records as they are stored, about 1 MiB each and the same ones on every machine.
+`RecordBatch.documents` turns records into texts, which may happen in another process. A bad record is a `Problem` in its
 place: nothing is left out silently, and it costs no other record.
 """
 
@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 import zstandard
 
 from zero_tp.data.formats import FORMATS, choose_json_key, read_hub
-from zero_tp.data.records import Block, Input, Problem, Record
+from zero_tp.data.records import Input, Problem, Record, RecordBatch
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
@@ -50,7 +50,7 @@ class Source(Input):
         """Return how many bytes of the file have been read."""
         return self._stream.count if self._stream is not None else 0
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[RecordBatch]:
         """Yield all records in blocks.
 
         Raises:
@@ -61,7 +61,7 @@ class Source(Input):
             for records in batch_records(read_hub(self) if self.kind == "hub" else self._records()):
                 if number == 0 and self.kind in ("jsonl", "json"):
                     choose_json_key(self, records)
-                yield Block(self.name, number, self.key, records)
+                yield RecordBatch(self.name, number, self.key, records)
                 number += 1
         except OSError as error:
             raise UserError(f"{self.name}: {error.strerror or error}") from error

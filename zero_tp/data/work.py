@@ -26,7 +26,7 @@ import zstandard
 
 from zero_tp.data.formats import needed
 from zero_tp.data.index_format import token_dtype
-from zero_tp.data.records import Block, Document, Problem, RecordCounts, where
+from zero_tp.data.records import Document, Problem, RecordBatch, RecordCounts, where
 from zero_tp.data.similarity import EvaluationSets, sketches
 from zero_tp.errors import UserError
 
@@ -168,10 +168,10 @@ class Reading:
     deduplicate: str | None = None
     sets: EvaluationSets | None = None
 
-    def __call__(self, item: tuple[int, Block] | SourceEnd) -> BlockColumns | SourceEnd:
+    def __call__(self, item: tuple[int, RecordBatch] | SourceEnd) -> BlockColumns | SourceEnd:
         return item if isinstance(item, SourceEnd) else self.columns(*item)
 
-    def columns(self, source: int, block: Block) -> BlockColumns:
+    def columns(self, source: int, block: RecordBatch) -> BlockColumns:
         """Return the columns of a block of the source with this number."""
         counts, documents, places = RecordCounts(), list[Document](), list[int]()
         for place, document in block.documents():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_tp.architectures.spec import Experts
+from zero_tp.architectures.spec import ExpertsSpec
 
 
 class _Probabilities(torch.autograd.Function):
@@ -64,7 +64,7 @@ class RouterBalance:
         gradient: of a counted token's probabilities, fp32 [E]; set by the loss's backward.
     """
 
-    def __init__(self, experts: Experts, mask: Tensor | None, tensor_size: int, device: torch.device):
+    def __init__(self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device):
         self.experts, self.tensor_size = experts, tensor_size
         self.counted = None if mask is None else mask.t().float().reshape(-1, 1)
         self.gradient: Tensor | None = None

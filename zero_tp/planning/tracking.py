@@ -135,7 +135,7 @@ class Moment(NamedTuple):
     gradients: float
 
 
-class Part(NamedTuple):
+class DryRunPart(NamedTuple):
     """A stretch of a pass: its moments, and the changes over all of it, relative to its start."""
 
     moments: list[Moment]
@@ -144,7 +144,7 @@ class Part(NamedTuple):
     gradients: int
 
 
-def measure(model: ParallelModel, batch: AnyBatch) -> list[Part]:
+def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
     """Run one micro-batch forward and backward; each gradient goes as soon as it is done.
 
     Args:
@@ -186,7 +186,7 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[Part]:
 
 def _cut(
     allocations: Allocations, ends: Sequence[int], turned: int, done: Sequence[tuple[int, int, int]]
-) -> list[Part]:
+) -> list[DryRunPart]:
     """Return the parts between the clocks `ends`. Activations are allocated before `turned` and freed after it."""
 
     def is_activation(one: Allocation) -> bool:
@@ -207,10 +207,10 @@ def _cut(
         if sign > 0:
             phase = "forward" if clock <= turned else "backward"
             moments[number].append(Moment(phase, 0, size[1], size[0], size[2]))
-    return [Part(part, size[1], size[0], size[2]) for part, size in zip(moments, sizes, strict=True)]
+    return [DryRunPart(part, size[1], size[0], size[2]) for part, size in zip(moments, sizes, strict=True)]
 
 
-def joined(parts: Sequence[Part], order: Sequence[int]) -> list[Moment]:
+def joined(parts: Sequence[DryRunPart], order: Sequence[int]) -> list[Moment]:
     """Return the moments of a model whose layers are like those that have these numbers.
 
     Args:
