@@ -89,7 +89,7 @@ def pretrained(run: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:
 def guess(run: Path) -> float:
     """Return the share of the held-out masked tokens that is the token which is masked most often in training."""
     from zero_tp.config import RunConfig
-    from zero_tp.training.run import RunInputs
+    from zero_tp.training.run_inputs import RunInputs
 
     prepared = RunInputs(RunConfig.load(run / "config.json", (), RANKS), run)
     assert prepared.validation is not None

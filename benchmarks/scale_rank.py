@@ -30,18 +30,18 @@ from zero_tp.checkpoint.manifest import Manifest, states_file
 from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.checkpoint.resume import resume
 from zero_tp.checkpoint.resume_point import broadcast_resume_point, find_resume_point
-from zero_tp.checkpoint.run import saved_start
+from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.checkpoint.save import Saver, run_saver
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.process.signals import Requests
 from zero_tp.process.watch import RankStatus, Watchdog
-from zero_tp.tensors.files import PART, Written
+from zero_tp.tensors.safetensors_files import PART, Written
 from zero_tp.topology import Topology
 from zero_tp.training.engine import TrainingEngine
 from zero_tp.training.guards import check_duplicates, check_replicas
-from zero_tp.training.run import RunInputs
+from zero_tp.training.run_inputs import RunInputs
 
 VOCABULARY, LENGTH = 1024, 64
 STATES = 12

@@ -290,7 +290,7 @@ def as_huggingface(model: Path) -> Iterator[Path]:
     """
     from zero_tp.checkpoint.convert import to_huggingface
     from zero_tp.checkpoint.directory import is_run
-    from zero_tp.weights.files import INDEX, SINGLE, resolve
+    from zero_tp.weights.weight_files import INDEX, SINGLE, resolve
 
     source = resolve(model, "--model").directory
     if not is_run(source) or any((source / name).is_file() for name in (SINGLE, INDEX)):
@@ -315,8 +315,8 @@ def main(words: Sequence[str]) -> None:
         return train_variant(options)
     import transformers
 
-    from zero_tp.weights.files import open_weights
     from zero_tp.weights.load import open_any_config
+    from zero_tp.weights.weight_files import open_weights
 
     with tempfile.TemporaryDirectory() as folder, as_huggingface(options.model) as model:
         config, tokenizer, name = open_any_config(model), open_padding_tokenizer(model), options.task

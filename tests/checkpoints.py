@@ -18,7 +18,7 @@ from zero_tp.checkpoint.manifest import OWN_HASH, content_hash, states_file
 from zero_tp.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.tensors.files import Entry, write_tensors
+from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

@@ -16,7 +16,7 @@ from tests.compare import check_close
 from zero_tp import architectures as tables
 from zero_tp.architectures import architecture_of, as_stored, native_class_of, weights_of
 from zero_tp.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init
 from zero_tp.topology import Topology

@@ -92,7 +92,6 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
         source=SeededInit(1),  # nobody else draws
         recompute=block.recompute_policy,
     )
-    made._hooks_checked = True
     tokens = torch.randint(1000, (config.micro_batch, block.data.sequence_length))
     apart = block.data.document_attention == "reset"
     batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if apart else []))

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from zero_tp.data.batch import AnyBatch
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.gradients import gradient_norm
 from zero_tp.planning import accelerator, dryrun
-from zero_tp.planning.settings import Workload
+from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.tracking import DryRunPart, measure
 from zero_tp.process.signals import Requests
 from zero_tp.topology import Topology

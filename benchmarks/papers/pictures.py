@@ -10,7 +10,7 @@ from zero_tp.constants import GIB
 from zero_tp.page import legend, new_figure, style_axes
 from zero_tp.planning.memory import CATEGORIES
 from zero_tp.planning.pictures import COLOURS as KINDS
-from zero_tp.planning.report import TITLES
+from zero_tp.planning.plan_report import TITLES
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
 COLOURS = {"measured": "#4477AA", "planned": "#EE6677", "formula": "#CCBB44", "published": "#BBBBBB"}

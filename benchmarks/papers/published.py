@@ -16,7 +16,7 @@ from zero_tp.devices import Device, named_device
 from zero_tp.models.flops import model_flops
 from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, model_in
-from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.timing import Timing
 from zero_tp.shipped import CONFIGS, shipped
 

@@ -16,7 +16,7 @@ from zero_tp.config import RunConfig
 from zero_tp.constants import GIB, MIB
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.settings import workload_of
+from zero_tp.planning.plan_settings import workload_of
 
 RANKS = 2
 TIMED = Layer(s=512, b=2, h=768, a=12)

@@ -24,7 +24,7 @@ from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, RankMemory, model_in, rank_memory
 from zero_tp.planning.plan import Estimate
-from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.zero import ZeroMemory
 
 __all__ = ["largest_model", "model_states", "residual", "volume"]

@@ -16,7 +16,7 @@ from zero_tp.constants import MIB
 from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import without_numbers
 from zero_tp.planning.memory import Model, model_in
-from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import Allocations
 from zero_tp.planning.zero import ZeroMemory
 

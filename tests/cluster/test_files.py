@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 HOLD = """
 import sys
 from pathlib import Path
-from zero_tp.checkpoint.run import run_directory
+from zero_tp.checkpoint.run_directory import run_directory
 from zero_tp.errors import UserError
 try:
     with run_directory(Path(sys.argv[1])) as owner:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config
 
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import ContiguousBuffer, Host
 from zero_tp.huggingface import ZeroTPForCausalLM

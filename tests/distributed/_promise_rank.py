@@ -28,7 +28,7 @@ def main() -> int:
         raise UserError("zero_tp.training.steps is -1: it must be at least 1")
     environment.export()
     if CASE == "writer" and rank == 0:
-        from zero_tp.checkpoint.run import run_directory
+        from zero_tp.checkpoint.run_directory import run_directory
 
         with run_directory(Path("run")):
             raise AssertionError("the test holds it")

@@ -27,7 +27,7 @@ from tests.distributed.plain_run import (
     WEIGHT_DECAY,
 )
 from zero_tp.config import ConfigError, RunConfig
-from zero_tp.config.model import check_model
+from zero_tp.config.model_block import check_model
 from zero_tp.config.schema import ZeroTP
 
 WORLD = 4

@@ -14,7 +14,7 @@ from zero_tp.config import RunConfig
 from zero_tp.data.batch import MaskedBatch, as_batch
 
 if TYPE_CHECKING:
-    from zero_tp.zero.engine import Veto
+    from zero_tp.zero.zero_engine import Veto
 
 
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False) -> Trace:
@@ -91,7 +91,7 @@ def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation:
 
 def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
     """What `launch/pretrain.py` trains this rank on at step `step`, counted from 0."""
-    from zero_tp.training.run import RunInputs
+    from zero_tp.training.run_inputs import RunInputs
 
     run = RunInputs(config, Path("no-such-run"))
     sizes = config.global_batch, config.micro_batch, config.accumulation

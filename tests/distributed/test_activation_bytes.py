@@ -18,7 +18,7 @@ from benchmarks.papers.kept import kept_by_backward, kept_by_layer
 from tests.compare import grid
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.planning.formulas import (

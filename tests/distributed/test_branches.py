@@ -36,7 +36,7 @@ from zero_tp.checkpoint.directory import (
 )
 from zero_tp.checkpoint.manifest import differences
 from zero_tp.checkpoint.resume_point import find_resume_point
-from zero_tp.checkpoint.run import write_config as write_run_config
+from zero_tp.checkpoint.run_directory import write_config as write_run_config
 from zero_tp.config import RunConfig
 from zero_tp.data.indexed import IndexedWriter
 from zero_tp.training.metrics_file import METRICS_FILE
@@ -274,7 +274,7 @@ def reading(path: str, corpora: list[str], changed_for_the_last: str = "") -> st
 
     from zero_tp.errors import UserError
     from zero_tp.parallel.agreement import require_same_on_all_ranks
-    from zero_tp.training.run import RunInputs
+    from zero_tp.training.run_inputs import RunInputs
 
     last = dist.get_rank() == dist.get_world_size() - 1
     changes = [changed_for_the_last] if last and changed_for_the_last else []

@@ -65,7 +65,7 @@ def test_the_example_of_the_page_stops_a_run_that_records_its_events(workplace: 
 
 TAKE_OVER = """
 from pathlib import Path
-from zero_tp.checkpoint.run import RunOwner
+from zero_tp.checkpoint.run_directory import RunOwner
 
 class TakeOver(Callback):
     def on_step_end(self, state):

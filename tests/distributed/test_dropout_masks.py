@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from tests.compare import grid
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.huggingface import ZeroTPForCausalLM
 

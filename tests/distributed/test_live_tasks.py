@@ -16,7 +16,7 @@ from tests.pools import Pools
 from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.config.schema import Evaluation
-from zero_tp.evaluation.live import LiveTasks
+from zero_tp.evaluation.live_tasks import LiveTasks
 from zero_tp.topology import Topology
 
 LETTERS = """\

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.papers.engines import drawn, engine_of, model_in, small_config
 from tests.pools import Pools
 from tests.tiers import in_tiers
-from zero_tp.planning.settings import ZeroSettings, page_locked
+from zero_tp.planning.plan_settings import ZeroSettings, page_locked
 from zero_tp.planning.zero import ZeroMemory
 
 RANKS = 2

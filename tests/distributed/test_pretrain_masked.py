@@ -15,7 +15,7 @@ from tests.launched import metrics_of, pretrain, said, script
 from tests.tiers import THOROUGH
 from tests.tiny_models import CORPUS, bert_fields
 from zero_tp.config import RunConfig
-from zero_tp.training.run import RunInputs
+from zero_tp.training.run_inputs import RunInputs
 
 FIGURES = ("loss", "masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
 CONFIG: dict[str, Any] = {

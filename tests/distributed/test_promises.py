@@ -26,7 +26,7 @@ import pytest
 from tests.launched import ROOT, default_interrupts, environment, free_port, launch, said
 from tests.tiers import in_tiers
 from tests.waits import patience, wait_until
-from zero_tp.checkpoint.run import OwnerChanged, RunOwner, run_directory
+from zero_tp.checkpoint.run_directory import OwnerChanged, RunOwner, run_directory
 from zero_tp.process.environment import is_alive
 
 SCRIPT = "tests/distributed/_promise_rank.py"

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 from tests.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.topology import Topology
-from zero_tp.zero import rows
+from zero_tp.zero import zero3_loops as rows
 from zero_tp.zero.stages import zero_engine
 
 

@@ -50,7 +50,7 @@ def full_disk(path: str, run: str, broken: int) -> list[tuple[int, str] | None]:
 def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
     """(steps that are saved, the error of the second save), after another launch has taken the run over."""
     from zero_tp.checkpoint import directory
-    from zero_tp.checkpoint.run import OwnerChanged, RunOwner
+    from zero_tp.checkpoint.run_directory import OwnerChanged, RunOwner
     from zero_tp.checkpoint.save import run_saver
 
     engine, config = build(path)

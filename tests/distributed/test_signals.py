@@ -23,7 +23,7 @@ from tests.pools import Pools
 from tests.tiers import THOROUGH
 from tests.waits import patience, wait_until
 from zero_tp.checkpoint.directory import complete_steps, read_manifest, step_directory
-from zero_tp.checkpoint.run import PROCESS
+from zero_tp.checkpoint.run_directory import PROCESS
 from zero_tp.process.signals import Requests
 
 HOST = socket.gethostname()

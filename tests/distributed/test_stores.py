@@ -17,7 +17,7 @@ from tests.compare import check_close, grid
 from tests.pools import Pool
 from tests.streams import computing_accelerator
 from tests.tiers import THOROUGH
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
 from zero_tp.huggingface import ZeroTPForCausalLM

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig
 
 from tests.packed import packed_kernels
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import architecture_of
 from zero_tp.huggingface import ZeroTPForCausalLM

@@ -28,9 +28,9 @@ from zero_tp.models import position, transformer
 from zero_tp.parallel import collectives
 from zero_tp.parallel.deferred import Deferred
 from zero_tp.planning import accelerator
-from zero_tp.planning.settings import Workload
+from zero_tp.planning.plan_settings import Workload
 from zero_tp.process.signals import Requests
-from zero_tp.tensors.files import Entry
+from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.trainer.batches import SampleComparison, count_labels
 from zero_tp.trainer.trainer import TensorParallel
 from zero_tp.training.engine import TrainingEngine

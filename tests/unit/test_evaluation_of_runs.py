@@ -20,10 +20,10 @@ from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.checkpoint.manifest import states_file
 from zero_tp.commands import sample
 from zero_tp.errors import UserError
+from zero_tp.evaluation.evaluation_report import table
 from zero_tp.evaluation.model_directory import open_directory
-from zero_tp.evaluation.report import table
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks
-from zero_tp.tensors.files import read_header
+from zero_tp.tensors.safetensors_files import read_header
 from zero_tp.zero.states import MASTER
 
 SETTINGS = EvaluationSettings(device="cpu", batch_size=3)

@@ -14,7 +14,7 @@ from tests.compare import check_close
 from tests.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.native import check_gradients, parallel_model
 from zero_tp.architectures import ARCHITECTURES
-from zero_tp.config.model import check_model
+from zero_tp.config.model_block import check_model
 from zero_tp.config.schema import ZeroTP
 from zero_tp.errors import ConfigError
 from zero_tp.huggingface import ZeroTPForCausalLM

@@ -20,9 +20,9 @@ from tests.tiers import THOROUGH
 from tests.tiny_models import tiny_gpt2
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
+from zero_tp.evaluation.evaluation_report import write_samples
 from zero_tp.evaluation.lm_eval_model import merge_single_tokens
 from zero_tp.evaluation.lm_eval_tasks import LM_EVAL_TASKS
-from zero_tp.evaluation.report import write_samples
 from zero_tp.evaluation.rows import Row
 from zero_tp.evaluation.task import Task, TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks

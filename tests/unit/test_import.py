@@ -23,8 +23,8 @@ from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.layout import Sharded, layout_of
 from zero_tp.topology import Topology
-from zero_tp.weights.files import find_weights
 from zero_tp.weights.load import PretrainedSource
+from zero_tp.weights.weight_files import find_weights
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 8, "n_embd": 32, "n_positions": 16, "vocab_size": 61}

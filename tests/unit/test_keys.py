@@ -16,7 +16,7 @@ from tests.keys import CELLS, ELSEWHERE, OPTIMIZED, ZERO, all_keys, cell, other_
 from tests.launched import ROOT
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import RENAMED
-from zero_tp.config.model import check_model
+from zero_tp.config.model_block import check_model
 
 WORLD = 4
 KEYS, TRAINED = all_keys(), trained()

@@ -15,10 +15,10 @@ from tests.checkpoints import rewritten, write_checkpoint
 from zero_tp.checkpoint.convert import config_of, to_huggingface
 from zero_tp.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest
 from zero_tp.checkpoint.manifest import OWN_HASH, content_hash
-from zero_tp.checkpoint.run import saved_start
+from zero_tp.checkpoint.run_directory import saved_start
 from zero_tp.config.resolve import SavedStart
 from zero_tp.errors import UserError
-from zero_tp.tensors import files
+from zero_tp.tensors import safetensors_files as files
 
 TINY = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=8, vocab_size=31, bos_token_id=0, eos_token_id=0)
 

@@ -16,7 +16,7 @@ from zero_tp.data.indexed import IndexedWriter
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
-from zero_tp.training.run import RunInputs
+from zero_tp.training.run_inputs import RunInputs
 
 BERT = bert_fields(model_type="bert", max_position_embeddings=32, vocab_size=400)
 GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 400}

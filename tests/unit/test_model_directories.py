@@ -21,8 +21,8 @@ from zero_tp.data.tokenizer import open_tokenizer
 from zero_tp.errors import UserError, error_line, shown, visible
 from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.huggingface import ZeroTPForCausalLM
-from zero_tp.weights.files import INDEX, SINGLE
 from zero_tp.weights.load import open_config, open_model
+from zero_tp.weights.weight_files import INDEX, SINGLE
 
 FIRST = "transformer.wte.weight"
 

@@ -12,7 +12,7 @@ from tests.tiers import THOROUGH
 from zero_tp.config import RunConfig
 from zero_tp.devices import named_device
 from zero_tp.planning.memory import model_of
-from zero_tp.planning.settings import workload_of
+from zero_tp.planning.plan_settings import workload_of
 
 # What the benchmarks publish.
 pytestmark = THOROUGH

@@ -21,8 +21,8 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import BAD_INPUT, UserError
 from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer
+from zero_tp.evaluation.evaluation_report import table
 from zero_tp.evaluation.perplexity import perplexity, sliding_windows
-from zero_tp.evaluation.report import table
 from zero_tp.evaluation.task import as_json
 from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
 from zero_tp.parallel.scores import TokenScores

@@ -27,13 +27,13 @@ from zero_tp.devices import named_device as device
 from zero_tp.errors import ConfigError, UserError
 from zero_tp.files import write_named
 from zero_tp.models import flops
-from zero_tp.planning import report
+from zero_tp.planning import plan_report as report
 from zero_tp.planning.forecast import MemoryForecast, run_isolated
 from zero_tp.planning.memory import model_of, rank_memory
 from zero_tp.planning.pictures import over_time, write_page
 from zero_tp.planning.plan import plan
+from zero_tp.planning.plan_settings import Workload, ZeroSettings
 from zero_tp.planning.search import NEAREST, Search, changed
-from zero_tp.planning.settings import Workload, ZeroSettings
 from zero_tp.strict_json import read_json
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -33,7 +33,7 @@ from zero_tp.planning.formulas import (
     saved_selective,
     sdpa_fused_core,
 )
-from zero_tp.planning.settings import Workload, workload_of
+from zero_tp.planning.plan_settings import Workload, workload_of
 
 
 def test_an_accelerator_keeps_what_the_cpu_keeps_where_the_code_does_not_branch(

@@ -42,7 +42,7 @@ from zero_tp.planning.formulas import (
     model_states,
 )
 from zero_tp.planning.memory import model_of, rank_memory
-from zero_tp.planning.settings import ZeroSettings, workload_of
+from zero_tp.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.planning.tracking import joined, measure
 from zero_tp.planning.zero import ZeroMemory
 from zero_tp.topology import Topology

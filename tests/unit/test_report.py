@@ -20,7 +20,7 @@ from tests.tiers import THOROUGH
 from zero_tp.errors import UserError
 from zero_tp.page import plain_number
 from zero_tp.report.curves import draw_runs, panels, smoothed
-from zero_tp.report.page import write_report
+from zero_tp.report.run_page import write_report
 from zero_tp.report.runs import differing, read_runs
 from zero_tp.training.metrics_file import metrics_line
 

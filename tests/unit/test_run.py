@@ -26,7 +26,7 @@ from zero_tp.data.tokenizer_training import train_bpe
 from zero_tp.errors import UserError
 from zero_tp.planning.forecast import MemoryForecast
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.training.run import RunInputs
+from zero_tp.training.run_inputs import RunInputs
 from zero_tp.training.start import start_training
 
 SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 300}

@@ -23,13 +23,13 @@ from zero_tp.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.checkpoint.run import CONFIG, OWNER, OwnerChanged, run_directory, saved_start
+from zero_tp.checkpoint.run_directory import CONFIG, OWNER, OwnerChanged, run_directory, saved_start
 from zero_tp.errors import UserError
 from zero_tp.files import partial_directory
 from zero_tp.process.environment import RankEnvironment
-from zero_tp.tensors.files import Entry
+from zero_tp.tensors.safetensors_files import Entry
 from zero_tp.weights.export import write_native
-from zero_tp.weights.files import tokenizer_of
+from zero_tp.weights.weight_files import tokenizer_of
 
 TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
 NOT_JSON = [b"", b'{"format": 1', b"\xff\xfe", b"[1]"]

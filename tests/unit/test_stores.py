@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planned import BASE, FILE
 from tests.tiers import in_tiers
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.stores import LEAVING
 from zero_tp.config import RunConfig
 from zero_tp.errors import ConfigError

@@ -40,7 +40,7 @@ print("trained", trainer.state.global_step)
 
 
 def test_a_script_without_a_launcher_is_one_line() -> None:
-    from zero_tp.trainer.engine import TensorParallelAccelerator
+    from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
 
     with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
@@ -75,7 +75,7 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("keys", "told"), REFUSED_CONFIGS)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], told: str, tensor: int) -> None:
-    from zero_tp.trainer.engine import finalized_config
+    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
 
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
     plugin = SimpleNamespace(deepspeed_config=batch | keys, deepspeed_config_process=lambda **_: None)
@@ -87,7 +87,7 @@ def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any
 
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
-    from zero_tp.trainer.engine import _sharded_optimizer
+    from zero_tp.trainer.tensor_parallel_accelerator import _sharded_optimizer
 
     weight = torch.nn.Parameter(torch.zeros(2))
     other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
@@ -98,7 +98,7 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
 
 
 def test_a_trainer_warns_of_what_its_config_says_in_vain() -> None:
-    from zero_tp.trainer.engine import finalized_config
+    from zero_tp.trainer.tensor_parallel_accelerator import finalized_config
 
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
     config |= {"fp16": {"enabled": False, "loss_scale": 8.0}}

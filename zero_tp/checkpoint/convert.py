@@ -20,7 +20,7 @@ from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
 from zero_tp.errors import UserError
 from zero_tp.weights.export import MAX_SHARD_SIZE, native_entries, write_native
-from zero_tp.weights.files import tokenizer_of
+from zero_tp.weights.weight_files import tokenizer_of
 
 
 @dataclass(frozen=True)

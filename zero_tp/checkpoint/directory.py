@@ -34,7 +34,7 @@ from zero_tp.files import read_regular, remove, sync, wait_until_visible, write_
 from zero_tp.strict_json import InvalidJson, parse_json, parse_object
 
 if TYPE_CHECKING:
-    from zero_tp.tensors.files import Written
+    from zero_tp.tensors.safetensors_files import Written
 
 MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -157,7 +157,7 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
     Raises:
         Damaged: one has another size or content, is missing, or cannot be read.
     """
-    from zero_tp.tensors.files import read_hashed
+    from zero_tp.tensors.safetensors_files import read_hashed
 
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())

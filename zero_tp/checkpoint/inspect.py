@@ -21,7 +21,7 @@ from zero_tp.checkpoint.directory import (
 from zero_tp.checkpoint.manifest import Manifest, Parallelism
 from zero_tp.checkpoint.reader import RANDOM, tensor_name
 from zero_tp.errors import first_line, one_line
-from zero_tp.tensors.files import read_header
+from zero_tp.tensors.safetensors_files import read_header
 
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),

@@ -36,7 +36,7 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
 
 
 class ManifestFile(ConfigModel):
-    """A file's bytes and hash: the SHA-256 of the SHA-256s of its `parts` of 8 MiB (see tensors/files.py)."""
+    """A file's bytes and hash: the SHA-256 of the SHA-256s of its `parts` of 8 MiB (`safetensors_files.py`)."""
 
     bytes: Count
     sha256: Digest

@@ -15,7 +15,7 @@ from zero_tp.checkpoint.resume_point import ResumePoint, open_checkpoint
 from zero_tp.config import RunConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, UserError, shown
-from zero_tp.zero.engine import ZeroEngine
+from zero_tp.zero.zero_engine import ZeroEngine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -23,14 +23,14 @@ from torch import Tensor
 from zero_tp.checkpoint import directory
 from zero_tp.checkpoint.manifest import Parallelism, Parent, fixed_of, states_file, versions
 from zero_tp.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
-from zero_tp.checkpoint.run import OwnerChanged
+from zero_tp.checkpoint.run_directory import OwnerChanged
 from zero_tp.config import RunConfig
 from zero_tp.config.schema import Checkpoint
 from zero_tp.errors import UserError
 from zero_tp.parallel.deferred import Deferred
-from zero_tp.tensors.files import Entry, Written, write_tensors
-from zero_tp.zero.engine import ZeroEngine
+from zero_tp.tensors.safetensors_files import Entry, Written, write_tensors
 from zero_tp.zero.states import Fragment, OptimizerStates
+from zero_tp.zero.zero_engine import ZeroEngine
 
 POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 0.5

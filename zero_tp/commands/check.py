@@ -20,7 +20,7 @@ from zero_tp.shipped import config_file
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
-    from zero_tp.training.run import RunInputs
+    from zero_tp.training.run_inputs import RunInputs
 
 MISSING = 1
 """The exit status if the config is right, but a file or directory that a run reads is missing."""
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
     from zero_tp.config import RunConfig, check_accelerator
     from zero_tp.monitors.trackers import check_installed
     from zero_tp.validation import ConfigErrors
-    from zero_tp.weights.files import find_weights, resolve
+    from zero_tp.weights.weight_files import find_weights, resolve
 
     try:
         config = RunConfig.load(options.check, options.set, options.world_size)
@@ -92,7 +92,7 @@ def main(options: argparse.Namespace) -> int:
         find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle).directory, options.allow_pickle)
     directory = options.output_dir or Path("runs") / config.name
     if not absent:
-        from zero_tp.training.run import RunInputs
+        from zero_tp.training.run_inputs import RunInputs
 
         inputs = RunInputs(config, directory, allow_pickle=options.allow_pickle)
         if options.parent is not None:
@@ -176,7 +176,7 @@ def _schedule(config: RunConfig) -> str:
     if block is None:
         return "none: the rate stays"
     from zero_tp.config.schedule import WARMUPS
-    from zero_tp.zero.schedule import rates
+    from zero_tp.zero.lr_schedules import rates
 
     warmup = next((int(block["params"][name]) for name in WARMUPS if name in block["params"]), 1)
     chosen = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})

@@ -117,7 +117,7 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     if options.log_samples and options.output is None:
         raise UserError("--log-samples: the samples are written beside --output JSON; give it too")
-    from zero_tp.evaluation import report
+    from zero_tp.evaluation import evaluation_report as report
 
     if options.output is not None and environment.rank == 0:
         if options.output.exists() and not options.output.is_file():

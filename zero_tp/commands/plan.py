@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> None:
     config = RunConfig.load(options.file, options.set, options.world_size)
     chosen = named_device(options.device, options.world_size)
     run_plan = plan(config, chosen, options.tokens and int(options.tokens))
-    from zero_tp.planning import report
+    from zero_tp.planning import plan_report as report
     from zero_tp.planning.search import Search
 
     result: dict[str, Any] = run_plan.as_json()

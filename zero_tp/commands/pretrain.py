@@ -26,7 +26,7 @@ from zero_tp.process.watch import Watchdog
 
 if TYPE_CHECKING:
     from zero_tp.config import RunConfig
-    from zero_tp.models.model import ParallelModel
+    from zero_tp.models.parallel_model import ParallelModel
     from zero_tp.training.callback import Callback
 
 
@@ -65,7 +65,7 @@ def pretrain(
     watch: Watchdog,
     callbacks: Sequence[Callback],
 ) -> None:
-    from zero_tp.checkpoint.run import saved_start
+    from zero_tp.checkpoint.run_directory import saved_start
     from zero_tp.config import RunConfig
     from zero_tp.monitors.trackers import check_installed
 
@@ -82,8 +82,8 @@ def pretrain(
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.training.loop import train
-    from zero_tp.training.run import RunInputs
     from zero_tp.training.run_callbacks import run_callbacks
+    from zero_tp.training.run_inputs import RunInputs
     from zero_tp.training.start import start_training
 
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
@@ -95,7 +95,7 @@ def pretrain(
     model: type[ParallelModel] | None = None
     inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, whole=environment.is_local_rank_zero)
     if config.zero_tp.evaluation.tasks:
-        from zero_tp.evaluation.live import LiveTasks
+        from zero_tp.evaluation.live_tasks import LiveTasks
         from zero_tp.huggingface import ZeroTPForCausalLM
 
         model = ZeroTPForCausalLM  # it can generate
@@ -115,7 +115,7 @@ def pretrain(
 
 def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
     """Return the trackers and what the options ask for. Most ranks start without some of these imports."""
-    from zero_tp.monitors.callback import Trackers
+    from zero_tp.monitors.tracker_callback import Trackers
 
     chosen: list[Callback] = [Trackers()]
     if environment.rank == 0:

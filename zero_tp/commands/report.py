@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    from zero_tp.report.page import write_report
+    from zero_tp.report.run_page import write_report
 
     for path in write_report(options.runs, options.output, options.against):
         print(f"wrote {path}")

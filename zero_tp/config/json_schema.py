@@ -9,7 +9,7 @@ from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from zero_tp.config.deepspeed import RENAMED
-from zero_tp.config.model import FROM
+from zero_tp.config.model_block import FROM
 from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
 from zero_tp.config.run_config import SCHEMA

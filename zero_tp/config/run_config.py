@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
 from zero_tp.config.effects import cautions, without_effect
-from zero_tp.config.model import FROM, check_model, check_recompute, model_config
+from zero_tp.config.model_block import FROM, check_model, check_recompute, model_config
 from zero_tp.config.optimizer import choose_implementation
 from zero_tp.config.refusals import check_single_keys, refuse
 from zero_tp.config.resolve import (
@@ -36,7 +36,7 @@ from zero_tp.shipped import config_names
 from zero_tp.strict_json import read_json
 from zero_tp.topology import data_parallel_size
 from zero_tp.validation import Problems, validate
-from zero_tp.weights.files import is_cached, is_name, pin_to_first_start, pinned
+from zero_tp.weights.weight_files import is_cached, is_name, pin_to_first_start, pinned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -2,8 +2,8 @@
 and data sets of the Hugging Face hub.
 
 A `Source` gives `RecordBatch`s of records as they are stored, about 1 MiB each and the same ones on every machine.
-`RecordBatch.documents` turns records into texts, which may happen in another process. A bad record is a `Problem` in its
-place: nothing is left out silently, and it costs no other record.
+`RecordBatch.documents` turns records into texts, which may happen in another process. A bad record is a `Problem` in
+its place: nothing is left out silently, and it costs no other record.
 """
 
 from __future__ import annotations

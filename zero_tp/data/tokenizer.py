@@ -16,7 +16,7 @@ import numpy.typing as npt
 from zero_tp.errors import UserError, first_line, shown
 from zero_tp.files import read_regular
 from zero_tp.strict_json import read_json, read_object
-from zero_tp.weights.files import TOKENIZER_FILES, is_regular, resolve
+from zero_tp.weights.weight_files import TOKENIZER_FILES, is_regular, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

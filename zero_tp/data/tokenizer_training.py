@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zero_tp.data.formats import needed
 from zero_tp.errors import UserError, first_line
-from zero_tp.weights.files import TOKENIZER_FILES, holds_tokenizer, resolve
+from zero_tp.weights.weight_files import TOKENIZER_FILES, holds_tokenizer, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

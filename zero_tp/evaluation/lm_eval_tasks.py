@@ -44,7 +44,7 @@ from zero_tp.evaluation.task import (
     require_fields,
 )
 from zero_tp.process.quiet import suppress_output
-from zero_tp.weights.files import is_regular
+from zero_tp.weights.weight_files import is_regular
 
 BOOTSTRAP = 1000
 """Samples of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""

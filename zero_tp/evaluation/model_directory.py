@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from zero_tp.checkpoint.directory import check_sizes, find_checkpoint, is_run, passed_over, read_manifest
 from zero_tp.errors import UserError, first_line
 from zero_tp.topology import Topology
-from zero_tp.weights.files import find_weights, resolve, tokenizer_of
+from zero_tp.weights.weight_files import find_weights, resolve, tokenizer_of
 
 if TYPE_CHECKING:
     import torch

@@ -3,9 +3,9 @@
 They pass the contract that transformers' Trainer and accelerate have with a model.
 """
 
-from zero_tp.huggingface.causal_lm import ZeroTPForCausalLM
-from zero_tp.huggingface.convert import parallel_model
-from zero_tp.huggingface.masked_lm import ZeroTPForPreTraining
+from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
+from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
 from zero_tp.huggingface.model import HuggingFaceModel
+from zero_tp.huggingface.split_model import parallel_model
 
 __all__ = ["HuggingFaceModel", "ZeroTPForCausalLM", "ZeroTPForPreTraining", "parallel_model"]

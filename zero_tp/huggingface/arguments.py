@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from zero_tp.errors import UserError, shown
-from zero_tp.weights.files import is_name
+from zero_tp.weights.weight_files import is_name
 
 OF_FORWARD = {
     "inputs_embeds": "each rank looks up the tokens whose embeddings it holds; give input_ids",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.huggingface.pretrained import PretrainedWeights
 from zero_tp.huggingface.vocabulary import resize_vocabulary, set_word_embedding

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from zero_tp.architectures.configs import pretrained_config
 from zero_tp.errors import UserError
 from zero_tp.huggingface.arguments import OF_FROM_PRETRAINED, attention, refuse, with_revision
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
 from zero_tp.weights.export import MAX_SHARD_SIZE, save_pretrained, save_tensors
-from zero_tp.weights.files import resolve
-from zero_tp.weights.live import load_native
+from zero_tp.weights.live_weights import load_native
 from zero_tp.weights.load import PretrainedSource
+from zero_tp.weights.weight_files import resolve
 
 HUB = ("token", "cache_dir", "local_files_only", "force_download")
 """Arguments of `from_pretrained` that say how a name on the hub is fetched."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.errors import UserError
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.layout import Layout, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.topology import Topology

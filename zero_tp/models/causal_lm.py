@@ -18,7 +18,7 @@ from zero_tp.constants import IGNORE_INDEX
 from zero_tp.errors import UserError
 from zero_tp.models.context import Pieces, documents_of
 from zero_tp.models.head import OutputLayer
-from zero_tp.models.model import ParallelModel, check_shape
+from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.models.router_balance import RouterBalance
 from zero_tp.parallel.parameter import ParameterMaker
 

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from zero_tp.constants import IGNORE_INDEX
 from zero_tp.models.head import MaskedTokenHead, SentenceHead
-from zero_tp.models.model import ParallelModel, check_shape
+from zero_tp.models.parallel_model import ParallelModel, check_shape
 from zero_tp.parallel.collectives import gather_rows
 from zero_tp.parallel.loss import nonzero
 from zero_tp.parallel.parameter import ParameterMaker

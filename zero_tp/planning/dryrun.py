@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.stores import LEAVING
 from zero_tp.architectures import architecture_of
@@ -36,10 +36,10 @@ from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.models.causal_lm import CausalLM
 from zero_tp.models.context import Pieces
 from zero_tp.models.masked_lm import MaskedLM
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.planning.accelerator import accelerator
-from zero_tp.planning.settings import Workload
+from zero_tp.planning.plan_settings import Workload
 from zero_tp.planning.tracking import Moment, joined, measure
 from zero_tp.topology import Topology
 

@@ -14,7 +14,7 @@ from zero_tp.constants import GIB
 from zero_tp.devices import runs_varlen
 from zero_tp.errors import first_line
 from zero_tp.planning.memory import rank_memory
-from zero_tp.planning.report import PHASES
+from zero_tp.planning.plan_report import PHASES
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.metrics import memory_gib, resident_gib
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from zero_tp.architectures.spec import TransformerSpec
 from zero_tp.models.transformer import LAYERS
-from zero_tp.planning.settings import Workload
+from zero_tp.planning.plan_settings import Workload
 
 
 @dataclass(frozen=True)

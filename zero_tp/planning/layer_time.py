@@ -19,7 +19,7 @@ from zero_tp.devices import Device
 from zero_tp.errors import UserError
 from zero_tp.models.flops import forward_flops
 from zero_tp.planning.formulas import Layer
-from zero_tp.planning.settings import Workload
+from zero_tp.planning.plan_settings import Workload
 
 TILE = (256, 128)
 """Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix

@@ -10,10 +10,10 @@ from typing import Any
 from zero_tp import page
 from zero_tp.constants import GIB
 from zero_tp.page import PALETTE, legend, new_figure, show_values, style_axes
-from zero_tp.planning import report
+from zero_tp.planning import plan_report as report
 from zero_tp.planning.memory import CATEGORIES, Point
 from zero_tp.planning.plan import Estimate, Plan
-from zero_tp.planning.report import TITLES
+from zero_tp.planning.plan_report import TITLES
 
 COLOURS = {
     name: PALETTE[colour]

@@ -15,7 +15,7 @@ from zero_tp.planning import formulas
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.layer_time import matrix_flops
 from zero_tp.planning.memory import Model, PaperView, Point, RankMemory, model_in, rank_memory
-from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
+from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.timing import StepTime, Timing
 
 HOUR, DAY = 3600, 86400  # seconds

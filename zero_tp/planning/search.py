@@ -26,7 +26,7 @@ from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.planning.dryrun import dry_run
 from zero_tp.planning.memory import Model, PaperView, RankMemory, model_of
 from zero_tp.planning.plan import Estimate
-from zero_tp.planning.settings import Workload, ZeroSettings, workload_of
+from zero_tp.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.planning.tracking import Moment
 from zero_tp.planning.zero import ZeroMemory
 from zero_tp.strict_json import read_json

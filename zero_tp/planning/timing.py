@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zero_tp.models.flops import head_products
 from zero_tp.planning.layer_time import LayerTime, LayerWork, Seconds
-from zero_tp.planning.settings import ZeroSettings
+from zero_tp.planning.plan_settings import ZeroSettings
 from zero_tp.planning.zero import ALLREDUCE_BUCKET
 
 HOST_MEMORY_GBPS = 200.0

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from zero_tp.data.batch import AnyBatch
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 
 
 @dataclass

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.planning.gathered import most_gathered
-from zero_tp.planning.settings import ZeroSettings, page_locked
+from zero_tp.planning.plan_settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed flattens at once where there are no buckets (constants.py, MEMORY_OPT_ALLREDUCE_SIZE)."""

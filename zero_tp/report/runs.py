@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_tp.checkpoint.run import CONFIG
+from zero_tp.checkpoint.run_directory import CONFIG
 from zero_tp.config.resolve import leaves, look_up
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular

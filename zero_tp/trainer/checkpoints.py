@@ -18,7 +18,7 @@ from zero_tp.checkpoint.resume_point import broadcast_resume_point, open_checkpo
 from zero_tp.checkpoint.save import Saver, describe_model
 from zero_tp.config.resolve import dtype_name
 from zero_tp.errors import UserError
-from zero_tp.zero.engine import ZeroEngine
+from zero_tp.zero.zero_engine import ZeroEngine
 
 
 def save_states(

@@ -22,13 +22,13 @@ from transformers.trainer_utils import seed_worker
 
 from zero_tp.errors import UserError
 from zero_tp.huggingface import parallel_model
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.topology import Topology
 from zero_tp.trainer.batches import SampleComparison, count_labels, padded
 from zero_tp.trainer.checkpoints import resume_states, save_states
-from zero_tp.trainer.engine import TensorParallelAccelerator
-from zero_tp.zero.engine import ZeroEngine
+from zero_tp.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
 from zero_tp.zero.ops import without_shared_memory_collectives
+from zero_tp.zero.zero_engine import ZeroEngine
 
 # On import: TrainingArguments connect ranks, and transformers opens models for ZeRO-3, before a Trainer is made.
 without_shared_memory_collectives()

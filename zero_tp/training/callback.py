@@ -12,12 +12,12 @@ from zero_tp.training.output import RunOutput
 
 if TYPE_CHECKING:
     from zero_tp.checkpoint.manifest import Parent
-    from zero_tp.checkpoint.run import RunOwner
+    from zero_tp.checkpoint.run_directory import RunOwner
     from zero_tp.config import RunConfig
     from zero_tp.process.watch import Watchdog
     from zero_tp.topology import Topology
     from zero_tp.training.engine import TrainingEngine
-    from zero_tp.training.run import RunInputs
+    from zero_tp.training.run_inputs import RunInputs
 
 Metrics = Mapping[str, float | int | None]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from zero_tp.activations.memory import ActivationMemory
+from zero_tp.activations.activation_memory import ActivationMemory
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.architectures import architecture_of
 from zero_tp.config.refusals import check_deepspeed
@@ -24,8 +24,8 @@ from zero_tp.config.typed import Door
 from zero_tp.constants import DTYPES, IGNORE_INDEX
 from zero_tp.data.batch import AnyBatch, as_batch
 from zero_tp.errors import UserError
-from zero_tp.models.model import ParallelModel
-from zero_tp.models.model import model_class as default_model_class
+from zero_tp.models.parallel_model import ParallelModel
+from zero_tp.models.parallel_model import model_class as default_model_class
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape

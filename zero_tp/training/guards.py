@@ -24,8 +24,8 @@ from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.topology import Topology, name_ranks
-from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.states import partition_of
+from zero_tp.zero.zero_engine import ZeroEngine
 
 # On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's. These
 # are the differences that may add up between two checks, relative to the parameter's largest element: about one last

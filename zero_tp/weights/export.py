@@ -37,10 +37,10 @@ from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place, read_regular
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
-from zero_tp.tensors.files import Entry, write_tensors
+from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
-from zero_tp.weights.files import INDEX, TOKENIZER_FILES, is_regular
 from zero_tp.weights.load import native_model, stored_shapes
+from zero_tp.weights.weight_files import INDEX, TOKENIZER_FILES, is_regular
 
 MAX_SHARD_SIZE = "5GB"
 CARD = "README.md"

@@ -32,9 +32,9 @@ from zero_tp.errors import UserError, first_line, shown
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.strict_json import read_json
-from zero_tp.tensors.files import DTYPE_NAMES
+from zero_tp.tensors.safetensors_files import DTYPE_NAMES
 from zero_tp.topology import Topology
-from zero_tp.weights.files import is_finite, is_regular, open_weights
+from zero_tp.weights.weight_files import is_finite, is_regular, open_weights
 
 FLOATING = ("F64", "F32", "BF16", "F16")
 LOADS_MORE = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from zero_tp.config.resolve import copies_gradients
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.topology import Topology
-from zero_tp.zero.engine import Optimized, ZeroEngine
-from zero_tp.zero.rows import handle_as_rows
 from zero_tp.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
+from zero_tp.zero.zero3_loops import handle_as_rows
+from zero_tp.zero.zero_engine import Optimized, ZeroEngine
 
 if TYPE_CHECKING:
-    from zero_tp.models.model import ParallelModel
+    from zero_tp.models.parallel_model import ParallelModel
 
 
 def measure_in_pieces(optimizer: Any) -> None:

@@ -134,7 +134,7 @@ def base() -> tuple[Path, dict[tuple[str, str, int], Any]]:
     import zero_tp.checkpoint.inspect
     import zero_tp.evaluation.zero_shot
     import zero_tp.training.loop
-    import zero_tp.training.run
+    import zero_tp.training.run_inputs
     import zero_tp.training.start  # noqa: F401
 
     directory = scratch()

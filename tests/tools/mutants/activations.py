@@ -30,7 +30,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "checkpoints-partitioned-under-sp": Mutant(
         "P_a slices and gathers sequence shards as if every rank held the same checkpoint.",
-        "zero_tp/activations/memory.py::ActivationMemory._chosen_store",
+        "zero_tp/activations/activation_memory.py::ActivationMemory._chosen_store",
         "topology.sequence or topology.tensor == 1",
         "topology.tensor == 1",
         (RECOMPUTE_SP,),

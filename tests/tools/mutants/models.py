@@ -74,7 +74,7 @@ MUTANTS: dict[str, Mutant] = {
     "shared-heads-counted-twice": Mutant(
         "The norm of all heads counts a KV head once for each rank that has it.",
         "zero_tp/models/norm.py::SplitRMSNorm.forward",
-        "1 / each",
+        "1 / count",
         "1.0",
         (EXPERTS.format("olmoe-4-False"),),
     ),

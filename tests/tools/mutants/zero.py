@@ -43,7 +43,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a-vetoed-step-updates": Mutant(
         "A step beyond the bound is reported, and updates the weights all the same.",
-        "zero_tp/zero/engine.py::ZeroEngine._refused",
+        "zero_tp/zero/zero_engine.py::ZeroEngine._refused",
         "self._veto(norm)",
         "self._veto(norm) is None",
         (SPIKE,),
@@ -57,7 +57,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "gathered-weights-not-waited-for": Mutant(
         "ZeRO-3 uses weights while the all-gather may still run.",
-        "zero_tp/zero/rows.py::wait",
+        "zero_tp/zero/zero3_loops.py::wait",
         "handle.allgather_handle.wait()",
         "pass",
         (ASYNCHRONOUS,),

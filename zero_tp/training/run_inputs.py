@@ -30,8 +30,8 @@ from zero_tp.data.tokenizer import (
 )
 from zero_tp.errors import UserError, shown
 from zero_tp.topology import Topology
-from zero_tp.weights.files import has_commit, resolve
 from zero_tp.weights.load import PretrainedSource
+from zero_tp.weights.weight_files import has_commit, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ from zero_tp.config.schema import ZeroTP
 from zero_tp.config.typed import TypedConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, shown
-from zero_tp.weights.files import resolve
+from zero_tp.weights.weight_files import resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -31,8 +31,8 @@ from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_hooks, check_replicas
-from zero_tp.zero.engine import ZeroEngine
 from zero_tp.zero.stages import zero_engine
+from zero_tp.zero.zero_engine import ZeroEngine
 
 ELEMENTWISE = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
 """Classes of optimizers whose update of a shard equals that part of the whole tensor's update."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_tp import page
-from zero_tp.checkpoint.run import CONFIG
+from zero_tp.checkpoint.run_directory import CONFIG
 from zero_tp.errors import UserError
 from zero_tp.report.curves import draw_runs, equals_mfu
 from zero_tp.report.runs import VALIDATION, Run, Series, differing, read_runs

@@ -264,7 +264,7 @@ def _files_of(index: Path, names: set[str]) -> list[Path]:
 def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    from zero_tp.tensors.files import read_header
+    from zero_tp.tensors.safetensors_files import read_header
 
     try:
         read_header(path)  # strict: safetensors takes a tensor that is there twice

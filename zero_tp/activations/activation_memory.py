@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_tp.activations.policy import RecomputePolicy
 from zero_tp.activations.recompute import Forward, RecomputedOutput, recomputed
 from zero_tp.activations.stores import ContiguousBuffer, Host, InPlace, Partitioned, Store
-from zero_tp.models.model import ParallelModel
+from zero_tp.models.parallel_model import ParallelModel
 from zero_tp.models.transformer import TransformerLayer
 from zero_tp.topology import Topology
 

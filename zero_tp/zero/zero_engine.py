@@ -16,11 +16,11 @@ from zero_tp.config.config_file import Timers
 from zero_tp.config.deepspeed import OFF_BLOCKS
 from zero_tp.topology import Topology
 from zero_tp.zero.loss_scale import LossScale
-from zero_tp.zero.schedule import set_schedule, transformers_schedule
+from zero_tp.zero.lr_schedules import set_schedule, transformers_schedule
 from zero_tp.zero.states import Fragment, OptimizerStates
 
 if TYPE_CHECKING:
-    from zero_tp.models.model import ParallelModel
+    from zero_tp.models.parallel_model import ParallelModel
 
 Optimized = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 Veto = Callable[[Tensor], bool]

@@ -8,11 +8,11 @@ import torch
 
 from zero_tp.architectures import architecture_of
 from zero_tp.errors import UserError
-from zero_tp.huggingface.causal_lm import ZeroTPForCausalLM
-from zero_tp.huggingface.masked_lm import ZeroTPForPreTraining
+from zero_tp.huggingface.for_causal_lm import ZeroTPForCausalLM
+from zero_tp.huggingface.for_pretraining import ZeroTPForPreTraining
 from zero_tp.huggingface.model import HuggingFaceModel
 from zero_tp.topology import Topology
-from zero_tp.weights.live import LiveSource
+from zero_tp.weights.live_weights import LiveSource
 
 
 def parallel_model(
