@@ -21,7 +21,7 @@ from tests.tiers import in_tiers
 from tests.tiny_models import speeches
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import open_tokenizer
-from zero_tp.data.tokenizer_training import EOS, LONGEST_WORD, train_bpe, train_wordpiece
+from zero_tp.data.tokenizer_training import EOS, LONGEST_WORD, TRAINED, TokenizerSpec, train_bpe, train_wordpiece
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -193,3 +193,11 @@ from zero_tp.data.tokenizer_training import EOS, LONGEST_WORD, train_bpe, train_
 open_tokenizer(Path(sys.argv[1]))
 print("torch" in sys.modules)
 """
+
+
+@pytest.mark.parametrize("kind", sorted(TRAINED))
+def test_every_trained_tokenizer_has_a_padding_token(kind: str) -> None:
+    tokenizer = TokenizerSpec(kind=kind, size=400).train(lambda: iter(SPEECHES))
+    assert tokenizer.pad_token_id is not None
+    batch = tokenizer(["a", "two words and more"], padding=True)["input_ids"]
+    assert len(batch[0]) == len(batch[1])

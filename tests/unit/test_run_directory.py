@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -288,3 +289,18 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         tokenizer_of(tmp_path, None)
     (tmp_path / "tokenizer.json").touch()
     assert tokenizer_of(tmp_path, None) == tmp_path
+
+
+def test_an_exports_tokenizer_knows_the_models_positions(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "ß"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    export(tmp_path / "model", tokenizer=tokenizer)
+    positions = json.loads((tmp_path / "model" / "config.json").read_text())["n_positions"]
+    written = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert written == settings | {"model_max_length": positions}
+    (tokenizer / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
+        export(tmp_path / "other", tokenizer=tokenizer)
+    assert not (tmp_path / "other").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from zero_tp.architectures import weights_of
+from zero_tp.architectures import architecture_of, weights_of
 from zero_tp.checkpoint.directory import check_content, find_checkpoint, passed_over, read_manifest
 from zero_tp.checkpoint.manifest import Manifest
 from zero_tp.checkpoint.reader import CheckpointReader
@@ -29,12 +29,14 @@ class Converted:
 
     Attributes:
         tokenizer: the directory that was copied, if there was one.
+        causal: the model continues a text.
         notes: a line on each newer directory of the run that is no checkpoint.
     """
 
     checkpoint: Path
     parameters: int
     tokenizer: Path | None
+    causal: bool
     notes: tuple[str, ...] = ()
 
 
@@ -84,4 +86,5 @@ def to_huggingface(
         card=card(checkpoint, manifest) if card is not None else None,
     )
     parameters = sum(math.prod(entry.shape) for entry in entries)
-    return Converted(checkpoint, parameters, tokenizer, passed_over(source, manifest.step))
+    causal = architecture_of(config).spec(config).causal
+    return Converted(checkpoint, parameters, tokenizer, causal, passed_over(source, manifest.step))

@@ -65,6 +65,8 @@ def to_hf(options: argparse.Namespace) -> None:
         print(f"tokenizer from {converted.tokenizer}")
     if options.push:
         print(f"uploaded to {push(options.output, options.push)}")
+    if converted.causal and converted.tokenizer is not None:
+        print(f'next: zero-tp sample --model {options.output} --prompt "TEXT"')
 
 
 def push(directory: Path, name: str) -> str:

@@ -207,3 +207,5 @@ def _summary(prepared: Prepared) -> Iterator[str]:
     )
     if not prepared.reused:
         yield f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s"
+    splits = ", ".join(f'"{split}": "{prepared.output / split}"' for split in report["splits"])
+    yield f'next: "data": {{{splits}, "sequence_length": N}} in a config, and zero-tp check CONFIG'

@@ -238,13 +238,14 @@ def train_unigram(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _causal(tokenizer: Tokenizer, unknown: str) -> PreTrainedTokenizerFast:
-    """Return transformers' class of a causal model's tokenizer, whose bos and eos are the same token."""
+    """Return transformers' class of a causal model's tokenizer, whose bos, eos and padding are the same token."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
         bos_token=EOS,
+        pad_token=EOS,
         unk_token=unknown,
         clean_up_tokenization_spaces=False,
     )

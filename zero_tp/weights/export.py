@@ -22,6 +22,7 @@ import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from zero_tp.architectures import (
@@ -37,6 +38,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import partial_directory, put_in_place, read_regular
 from zero_tp.parallel.collectives import Group, all_gather, group_size
 from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
+from zero_tp.strict_json import read_json
 from zero_tp.tensors.safetensors_files import Entry, write_tensors
 from zero_tp.topology import Topology
 from zero_tp.weights.load import native_model, stored_shapes
@@ -185,7 +187,7 @@ def write_native(
             # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of existing files.
             settings.to_json_file(temporary / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         if tokenizer is not None:
-            _copy_tokenizer(tokenizer, temporary)
+            _copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
         if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
         if among and target.is_dir():
@@ -252,11 +254,19 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]]) -> None:
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _copy_tokenizer(tokenizer: Path, directory: Path) -> None:
-    """Copy a tokenizer's files, and no others of its directory."""
+def _copy_tokenizer(tokenizer: Path, directory: Path, positions: int | None) -> None:
+    """Copy a tokenizer's files, and no others of its directory; the model's positions are its longest text [tokens].
+
+    Raises:
+        UserError: its tokenizer_config.json is no JSON object.
+    """
     for name in TOKENIZER_FILES:
         if is_regular(tokenizer / name):
             shutil.copyfile(tokenizer / name, directory / name)
+    settings = directory / TOKENIZER_CONFIG_FILE
+    if positions is not None and settings.exists():
+        values = read_json(tokenizer / TOKENIZER_CONFIG_FILE) | {"model_max_length": positions}
+        settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_pretrained(
