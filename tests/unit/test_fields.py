@@ -134,9 +134,10 @@ ALMOST_ALL = 1 - 1e-12  # of a dropout: nothing is left of what it drops, in bot
 
 
 def tiny(model_type: str) -> dict[str, Any]:
-    """A small config of any model_type, from the general names that it has."""
+    """A small config of any model_type, from the general names that may be written for it."""
     fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
-    known = fields.known()
+    declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    known = (declared | fields.undeclared.keys()) & set(fields.known())
     return {
         "model_type": model_type,
         **dict.fromkeys(fields.dropouts, 0.0),

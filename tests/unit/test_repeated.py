@@ -102,6 +102,7 @@ def test_a_run_sets_the_workspace_before_cuda_begins(kind: str, guarded: bool, m
     config: Any = SimpleNamespace(
         zero_tp=SimpleNamespace(training=SimpleNamespace(guard_gradients=guarded)),
         deepspeed_config=lambda: {"bf16": {"enabled": True}},
+        dtype="bf16",
     )
     with pytest.raises(UserError, match="no further"):
         connect.connect_deepspeed(config, RankEnvironment.of_this_process(), verbose=False)

@@ -65,9 +65,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         for name, parameter in model.named_parameters()
         if isinstance(layout_of(parameter), Replicated) and partition_of(parameter).numel() > 0
     }
-    spreads = _spreads(replicas.values(), topology)
-    differences = torch.stack(spreads).tolist() if spreads else []  # the host waits once
-    for name, (difference, allowed) in zip(replicas, differences, strict=True):
+    for name, (difference, allowed) in zip(replicas, _read(_spreads(replicas.values(), topology)), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
@@ -87,6 +85,12 @@ def _spreads(replicas: Iterable[Tensor], topology: Topology) -> list[Tensor]:
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
         spreads.append(torch.stack(((ends[0] + ends[1]).max(), tolerance * ends.max())))
     return spreads
+
+
+def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
+    """Return the pairs' values; the host waits once."""
+    values: list[list[float]] = torch.stack(list(pairs)).tolist() if pairs else []
+    return values
 
 
 # --- choices of experts -----------------------------------------------------------------------------------------------
