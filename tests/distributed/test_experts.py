@@ -17,6 +17,7 @@ from tests.distributed.test_checkpoint import VOCABULARY, batch_of, resumed, str
 from tests.experts import OWN, ROUTINGS, fields, inputs, reference_model
 from tests.native import Native, gradients, parallel_model, to_ours
 from tests.pools import Pools
+from tests.tiers import in_tiers
 from zero_tp.checkpoint.convert import to_huggingface
 from zero_tp.parallel.layout import audit
 
@@ -132,8 +133,10 @@ def run_file(path: Path, model_type: str, tensor: int, stage: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("tensor", "stage"), [(1, 3), (4, 2)])
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "olmoe"])
+@pytest.mark.parametrize(
+    ("model_type", "tensor", "stage"),
+    in_tiers([(kind, *grid) for kind in ("qwen2_moe", "olmoe") for grid in ((1, 3), (4, 2))], [("olmoe", 4, 2)]),
+)
 def test_a_checkpoint_resumes_on_another_grid(
     ranks: Pools, tmp_path: Path, model_type: str, tensor: int, stage: int
 ) -> None:

@@ -21,7 +21,7 @@ from tests.distributed.matrix import FACTORS, WORLD, Cell, chosen_cells, describ
 from tests.distributed.parallel_run import train
 from tests.distributed.plain_run import CLIP, Trace
 from tests.pools import Pools, RankError
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 
 GRIDS = [(tensor, sequence) for tensor in FACTORS["tensor"] for sequence in FACTORS["sequence"]]
 EACH_GRID = pytest.mark.parametrize(("tensor", "sequence"), GRIDS)
@@ -53,7 +53,8 @@ def test_the_other_cells_train_the_plain_model(
     train_and_compare(ranks, run_seed, tmp_path, [cell for cell in cells[pairs:] if cell[:2] == (tensor, sequence)])
 
 
-@pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS, [("TP 2", "SP")]))
+@THOROUGH
+@EACH_GRID
 def test_every_setting_trains_experts(ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str) -> None:
     cells = [cell for cell in first_cells() if cell[:2] == (tensor, sequence)]
     train_and_compare(ranks, run_seed, tmp_path, cells, expert_families())
