@@ -103,12 +103,16 @@ LLAMA = Model(
     "llama3_8b.json",
     "max_position_embeddings",
     (
+        "zero_optimization.stage=1",
         'zero_tp.model={"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, '
         '"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "vocab_size": 4096, '
         '"bos_token_id": 0, "eos_token_id": 0}',
     ),
     64,
-    ("zero_tp.recompute=none", "train_batch_size=auto", "gradient_accumulation_steps=1"),
+    (
+        *("zero_tp.parallel.tensor=8", "zero_optimization.stage=1"),
+        *("zero_tp.recompute=none", "train_batch_size=auto", "gradient_accumulation_steps=1"),
+    ),
 )
 CORES = (
     ("eager core", GPT2, ()),
