@@ -1,4 +1,4 @@
-"""What GPT-2s of three sizes learn, and one of them on TP 1, 2 and 4 (arXiv 1909.08053, section 5.3)."""
+"""What GPT-2s of three sizes learn, and one of them on TP 1, 2 and 4 (arXiv 1909.08053, section 5.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zero_tp.shipped import CONFIGS, shipped
 
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}
 TASKS = {"WikiText-103": "perplexity", "LAMBADA": "% right"}
-"""What is published of each (section 5.3)."""
+"""What is published of each (section 5.2)."""
 LARGE, BILLIONS = "papers/gpt2_1.2b.json", 1.213
 """A model of the scaling study, and its parameters (table 1)."""
 SIZES = {"small": (2, 48, 4), "medium": (3, 96, 4), "large": (4, 192, 4)}

@@ -1,6 +1,6 @@
 """LAMBADA (arXiv 1606.06031): does the model predict a passage's last word?
 
-A passage is correct if all sub-words of the word are the arg-max under teacher forcing (arXiv 1909.08053, section 5.3
+A passage is correct if all sub-words of the word are the arg-max under teacher forcing (arXiv 1909.08053, section 5.2
 and appendix E.2). Texts are tokenized as lm-eval does.
 """
 

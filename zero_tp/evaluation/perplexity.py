@@ -153,7 +153,7 @@ def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
 
 
 class WikitextTask(PerplexityTask):
-    """WikiText-103's perplexity as in arXiv 1909.08053 (section 5.3, appendix E.1).
+    """WikiText-103's perplexity as in arXiv 1909.08053 (section 5.2, appendix E.1).
 
     The tokenized text is detokenized and scored in overlapping windows. The NLL is divided by T_o, the tokens of the
     original file (`perplexity`); by T_o - 1, as the paper's released code does (`perplexity_released_code`); and by T,
