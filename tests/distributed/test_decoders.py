@@ -215,11 +215,14 @@ def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: st
             assert found == expected
 
 
+SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50257}
+
+
 def different_prompts() -> str:
     from zero_tp.errors import UserError
 
     topology = grid(2, False)
-    model = parallel_model(decoder({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2}, 0), topology)
+    model = parallel_model(decoder(SMALL_GPT2, 0), topology)
     with pytest.raises(UserError) as caught:
         model.generate(torch.tensor([[1, 2 + topology.tensor_rank]]))
     return str(caught.value)
