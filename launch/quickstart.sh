@@ -3,7 +3,7 @@
 #
 # Pretrains a small Llama on the State of the Union addresses on 4 CPU ranks (TP 2 × DP 2, sequence parallelism, ZeRO-2),
 # draws its loss, exports it for Hugging Face, evaluates it and prints a sample. Started again it goes on where it was.
-# Example: bash launch/quickstart.sh --set zero_tp.training.steps=20
+# Example: bash launch/quickstart.sh --set zero_tp.training.steps=100
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
