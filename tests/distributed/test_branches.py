@@ -264,7 +264,7 @@ def unreadable(path: str) -> str:
 def test_what_rank_0_may_not_read_ends_every_rank_with_one_line(ranks: Pools) -> None:
     assert (
         ranks(2).run(unreadable, "/run/manifest.json")
-        == ["/run/manifest.json: Permission denied; make the directory writable"] * 2
+        == ["/run/manifest.json: Permission denied; check its permissions and the free space"] * 2
     )
 
 

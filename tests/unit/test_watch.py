@@ -21,8 +21,8 @@ HERE = RankStatus(
 ERROR = "error: no progress in step 17 for 5 minutes, by zero_tp.training.timeout_minutes"
 
 
-def hang(statuses: dict[int, RankStatus], world: int) -> list[str]:
-    return describe_hang(statuses, world, HERE, 300).splitlines()
+def hang(statuses: dict[int, RankStatus], world: int, silent: tuple[int, ...] = ()) -> list[str]:
+    return describe_hang(statuses, set(silent), world, HERE, 300).splitlines()
 
 
 def test_the_rank_with_the_fewest_marks_is_waited_for() -> None:
@@ -38,6 +38,13 @@ def test_of_ranks_at_the_same_mark_the_one_that_does_not_wait_is_waited_for() ->
     assert (
         hang({0: HERE, 1: unknown}, 2)[-1] == hang({0: HERE, 1: HERE}, 2)[-1] == f"{ERROR}: no rank is behind another"
     )
+
+
+def test_silent_ranks_are_waited_for_wherever_each_was_last() -> None:
+    behind, ahead = replace(HERE, count=88, waiting=False), replace(HERE, count=91)
+    *lines, last = hang({0: HERE, 1: HERE, 2: behind, 3: ahead}, 4, (2, 3))
+    assert last == f"{ERROR}: ranks 0 and 1 wait for ranks 2 and 3"
+    assert [line.endswith(", silent since") for line in lines] == [False, False, True, True]
 
 
 class Member:

@@ -70,7 +70,9 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         except UserError as error:
             result = [(None, error)]
         except OSError as error:
-            result = [(None, UserError(f"{error.filename}: {error.strerror}; make the directory writable"))]
+            result = [
+                (None, UserError(f"{error.filename}: {error.strerror}; check its permissions and the free space"))
+            ]
     dist.broadcast_object_list(result)
     value, problem = result[0]
     if problem is not None:

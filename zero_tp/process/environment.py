@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -109,8 +110,10 @@ class RankEnvironment:
         """Return the `deepspeed` command above DeepSpeed's launch.py, where those two started this rank."""
         if self.parent is None or not _runs(self.parent, LAUNCH_NAMES):
             return None
-        above = self.parent.parent()
-        return above if above is not None and _runs(above, RUNNER_NAMES) else None
+        with contextlib.suppress(psutil.Error):  # gone, or hidden from this user
+            above = self.parent.parent()
+            return above if above is not None and _runs(above, RUNNER_NAMES) else None
+        return None
 
 
 def _number(variables: Mapping[str, str], names: tuple[str, ...]) -> int | None:

@@ -157,24 +157,31 @@ class Watchdog:
     def _describe_hang(self, limit: float) -> str:
         """Return the statuses of all ranks, and who waits for whom; "" if another rank was first to ask for them."""
         recorded = _dump_flight_recorder(self._rank)
-        statuses, first = dict[int, RankStatus](), [True]
+        statuses, first, silent = dict[int, RankStatus](), [True], set[int]()
+        pause = 3 * self._write_seconds  # other ranks reach their limits, and write what they do
 
         def read() -> None:
             try:
                 first[0] = self._store.add("limits", 1) == 1
+                before = self._read(range(self._world))
+                time.sleep(pause)
                 statuses.update(self._read(range(self._world)))
             except RuntimeError:  # the store is gone, and this rank reports what it knows
                 return
+            silent.update(rank for rank, old in before.items() if old.message == statuses[rank].message)
 
         if self._store is not None:
             reading = threading.Thread(target=read, name="watch reader", daemon=True)
             reading.start()
-            reading.join(ANSWER_SECONDS)
+            reading.join(pause + ANSWER_SECONDS)
         if not first[0]:
             time.sleep(ANSWER_SECONDS)  # for that rank to print it
             return ""
+        silent |= set(range(self._world)) - statuses.keys()
         own = self._newest()
-        return "\n".join([*recorded, describe_hang({**statuses, self._rank: own}, self._world, own, limit)])
+        latest = {**statuses, self._rank: own}
+        hang = describe_hang(latest, silent - {self._rank}, self._world, own, limit)
+        return "\n".join([*recorded, hang])
 
     # --- the thread that writes to the store --------------------------------------------------------------------------
 
@@ -230,17 +237,23 @@ class Watchdog:
         return {rank: RankStatus(**parse_json(value.decode())) for rank, value in zip(ranks, values, strict=True)}
 
 
-def describe_hang(statuses: Mapping[int, RankStatus], world: int, status: RankStatus, limit: float) -> str:
+def describe_hang(
+    statuses: Mapping[int, RankStatus], silent: set[int], world: int, status: RankStatus, limit: float
+) -> str:
     """Return a line for each rank, and as the last line who waits for whom.
 
     Args:
+        silent: ranks that write no more.
         status: of the rank whose limit has passed.
         limit: in seconds.
     """
-    lines = [f"rank {rank} {statuses[rank].describe()}" for rank in sorted(statuses)]
+    lines = [
+        f"rank {rank} {statuses[rank].describe()}{', silent since' if rank in silent else ''}"
+        for rank in sorted(statuses)
+    ]
     least = min(status.count for status in statuses.values())
     last = [rank for rank in sorted(statuses) if statuses[rank].count == least]
-    behind = [rank for rank in last if statuses[rank].waiting is False] or last
+    behind = sorted(silent) or [rank for rank in last if statuses[rank].waiting is False] or last
     waiting = sorted(set(range(world)) - set(behind))
     who = "no rank is behind another"
     if waiting:
