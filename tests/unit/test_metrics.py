@@ -265,12 +265,20 @@ def test_unreadable_lines_are_removed_and_counted(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("made", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")])
-def test_a_log_that_is_no_file_is_refused_at_the_start(tmp_path: Path, made: Callable[[Path], None]) -> None:
+def test_a_log_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, made: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "metrics.jsonl"
     made(path)
-    with pytest.raises(OSError, match="not a regular file") as refused, RunLog(tmp_path):
-        pass
-    assert refused.value.filename == str(path)
+    with RunLog(tmp_path) as log:
+        log.log(record(1))
+        log.log(record(2))
+        path.unlink() if not path.is_dir() else path.rmdir()
+        log.log(record(3))
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == f"{path} could not be written (not a regular file); the run goes on"
+    assert out[-1] == f"{path}: 3 writes were lost"
+    assert [line["step"] for line in read(path)] == [3]
 
 
 def test_a_full_disk_under_standard_output_ends_nothing(
@@ -283,7 +291,10 @@ def test_a_full_disk_under_standard_output_ends_nothing(
             log.log(record(2))
         monkeypatch.undo()
     told = capsys.readouterr().err
-    assert told == "standard output could not be written (No space left on device); the run goes on\n"
+    assert told.splitlines() == [
+        "standard output could not be written (No space left on device); the run goes on",
+        "standard output: 3 writes were lost",
+    ]
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
@@ -304,7 +315,8 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert [line["step"] for line in read(path)] == [1, 4]
-    assert capsys.readouterr().out.count("could not be written (") == 1
+    out = capsys.readouterr().out
+    assert out.count("could not be written (File too large); the run goes on") == 1 and "2 writes were lost" in out
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

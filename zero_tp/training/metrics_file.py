@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -17,27 +16,36 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile(Callback):
-    """Append a run's measurements to RUN/metrics.jsonl, on rank 0.
+    """Append what a run logs to RUN/metrics.jsonl, on rank 0.
 
-    Lines of steps after the one that a run resumes from are removed first. A failed write is reported; it does not stop
-    training.
-
-    Raises:
-        OSError: there is such a file already, which cannot be read or is no regular file.
+    Lines of steps after the one that a run resumes from are removed first. A failed write is reported and counted; it
+    does not stop training.
     """
 
     def on_start(self, state: TrainState) -> None:
-        self._path = state.directory / METRICS_FILE
-        self._failures = WriteFailures(str(self._path), state.print)
+        self._path, self._last_step = state.directory / METRICS_FILE, state.step
+        self._failures, self._is_cut = WriteFailures(state.print), False
         if state.is_rank_zero:
-            unreadable = cut_metrics(self._path, state.step)
-            if unreadable:
-                state.print(f"{self._path}: removed {unreadable} unreadable {'lines' if unreadable > 1 else 'line'}")
+            with self._failures.tolerate(str(self._path)):
+                self._cut(state)
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
         if state.is_rank_zero:
-            with self._failures.tolerate():
+            with self._failures.tolerate(str(self._path)):
+                self._cut(state)
                 append_line(self._path, (metrics_line(values) + "\n").encode())
+
+    def on_end(self, state: TrainState) -> None:
+        self._failures.report_totals()
+
+    def _cut(self, state: TrainState) -> None:
+        if self._is_cut:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unreadable = cut_metrics(self._path, self._last_step)
+        self._is_cut = True
+        if unreadable:
+            state.print(f"{self._path}: removed {unreadable} unreadable {'lines' if unreadable > 1 else 'line'}")
 
 
 def metrics_line(values: Metrics) -> str:
@@ -67,7 +75,7 @@ def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
 def cut_metrics(path: Path, last_step: int) -> int:
     """Remove the lines of steps after `last_step` and unreadable ones; return how many were unreadable.
 
-    A start that resumes from step k trains k + 1, … again, and the file has each step once. A killed start can
+    A start that resumes from step k trains k + 1, … again, and each step stands in the file once. A killed start can
     leave half a line.
 
     Raises:
@@ -95,7 +103,10 @@ def append_line(path: Path, line: bytes) -> None:
         OSError: the disk is full or gone.
     """
     with path.open("ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        if file.write(line) < len(line):
+        end, rest = file.seek(0, os.SEEK_END), memoryview(line)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
             file.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from tqdm import tqdm
 
-from zero_tp.errors import first_line, one_line, write_stderr
+from zero_tp.errors import first_line, one_line
 
 
 class RunOutput:
@@ -18,7 +19,7 @@ class RunOutput:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self._bar: tqdm[NoReturn] = tqdm(disable=True)
-        self._failures = WriteFailures("standard output", write_stderr)
+        self._failures = WriteFailures(_print_error)
 
     def open_bar(self, total_steps: int, step: int) -> None:
         """Show a progress bar if stdout and stderr are terminals."""
@@ -32,35 +33,46 @@ class RunOutput:
     def print(self, text: str) -> None:
         """Print one line."""
         if self.enabled:
-            with self._failures.tolerate():
+            with self._failures.tolerate("standard output"):
                 tqdm.write(text, file=sys.stdout)
                 sys.stdout.flush()
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the bar and report lost lines."""
         self._bar.close()
+        self._failures.report_totals()
+
+
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 class WriteFailures:
-    """Tolerate failed writes to one log: the first is reported, none stops training.
+    """Counts failed log writes; the first of each target is reported, none stops training.
 
     Args:
-        target: its name in the report.
         report: prints one line.
     """
 
-    def __init__(self, target: str, report: Callable[[str], object]) -> None:
-        self._target, self._report, self._has_failed = target, report, False
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self.counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def tolerate(self) -> Iterator[None]:
-        """Tolerate an OSError of the block."""
+    def tolerate(self, target: str) -> Iterator[None]:
+        """Count an OSError of the block as a failed write to `target`."""
         try:
             yield
         except BrokenPipeError:
             raise  # nobody reads the output
         except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
+            self.counts[target] += 1
+            if self.counts[target] == 1:
                 reason = one_line(error.strerror or first_line(error), 300)
-                self._report(f"{self._target} could not be written ({reason}); the run goes on")
+                self._report(f"{target} could not be written ({reason}); the run goes on")
+
+    def report_totals(self) -> None:
+        """Report how many writes to each target were lost."""
+        for target, count in self.counts.items():
+            self._report(f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost")
