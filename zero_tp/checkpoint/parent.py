@@ -26,7 +26,7 @@ ORDER = ("training.seed", "data.sequence_length")
 CHANGES = 5
 """Lines on what differs from the parent, at most."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
-RESTARTED = "anew: the schedule, the samples and dropout, from step 1"
+RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
 
 def find_parent(source: Path, config: RunConfig, model: PretrainedConfig) -> ResumePoint:

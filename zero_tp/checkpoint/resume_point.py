@@ -173,7 +173,7 @@ def describe_damage(damage: Damaged, run: Path) -> str:
     message = f"{damage.file}: {damage.problem}; the checkpoint is damaged"
     steps = _steps_before(damage, run)
     if not steps:
-        return f"{message}, and there is none before it: give another --output-dir to start anew"
+        return f"{message}, and there is none before it: give another --output-dir to start again"
     before = directory.step_directory(run, steps[-1])
     remedy = f'use the one before with --resume-from {before}, or set zero_tp.checkpoint.on_corrupt to "previous"'
     return f"{message}: {remedy}"

@@ -100,7 +100,7 @@ def time(plan: Plan) -> list[str]:
         f"  the whole run, {tokens} tokens, without evaluation and saving: {length}, {hours:,.1f} device-hours"
     )
     layer = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in plan.time.layer.as_json().items()}
-    again = f", of which {layer['again']} make again what it needs" if plan.time.layer.again.total else ""
+    again = f", of which {layer['again']} recompute activations" if plan.time.layer.again.total else ""
     return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{again}"]
 
 
