@@ -32,7 +32,7 @@ def measure_in_pieces(optimizer: Any) -> None:
         return
 
     def in_pieces(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
-        assert norm_type == 2, "only the 2-norm is is_applied"
+        assert norm_type == 2, "only the 2-norm is computed"
         own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
         norm: Tensor = direct([sum_of_squares(gradient).sqrt().reshape(1) for gradient in own], params, norm_type)
         return norm
