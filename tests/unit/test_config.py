@@ -392,6 +392,7 @@ PATHS = sorted(
 
 @given(path=st.sampled_from(PATHS), value=JSON, other=st.sampled_from(PATHS), other_value=JSON)
 @example("zero_tp", {}, "zero_optimization.leaf_module.classes", ["", ""])
+@example("train_batch_size", {"": "auto"}, "activation_checkpointing", None)
 @settings(max_examples=100, deadline=None)
 def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, other: str, other_value: object) -> None:
     def change(config: Any, path: str, value: object) -> None:

@@ -275,7 +275,7 @@ def _fill_and_check_keys(
     if zero_tp is not None and world_size is not None:
         with problems:
             data = data_parallel_size(world_size, zero_tp.parallel.tensor)
-    if not any(error.key in BATCH_FIELDS for error in problems.errors):
+    if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in problems.errors):
         with problems:
             batch = resolve_batch(values, data)
     model = look_up(values, MODEL_KEY)
