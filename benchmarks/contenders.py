@@ -28,7 +28,7 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch
 
 
 class Shape(NamedTuple):
-    """The sizes of a Llama, and the length of its rows."""
+    """The sizes of a Llama, or of a Mixtral if it has experts of `mlp` each, and the length of its rows."""
 
     hidden: int
     layers: int
@@ -36,23 +36,31 @@ class Shape(NamedTuple):
     mlp: int
     vocabulary: int
     length: int = 512
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def parameters(self) -> int:
         """Of the matrices."""
-        return self.layers * self.hidden * (4 * self.hidden + 3 * self.mlp) + 2 * self.vocabulary * self.hidden
+        mlps = 3 * self.mlp * max(1, self.experts) + self.experts
+        return self.layers * self.hidden * (4 * self.hidden + mlps) + 2 * self.vocabulary * self.hidden
 
 
 SHAPES = {
     "tiny": Shape(64, 2, 4, 128, 512, 64),
     "small": Shape(512, 6, 8, 1408, 16_384),
     "wide": Shape(768, 4, 12, 2048, 50_304),
+    "tiny-experts": Shape(64, 2, 4, 128, 512, 64, experts=4, experts_per_token=2),
+    "experts": Shape(512, 6, 8, 704, 16_384, experts=8, experts_per_token=2),
+    "many-experts": Shape(512, 6, 8, 256, 16_384, experts=32, experts_per_token=6),
 }
 CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "hf-1p": (1, {}),
+    "hf-1p-eager": (1, {"experts": "eager"}),
     "ztp-1p": (1, {"stage": 0}),
     "ztp-z1-1p": (1, {"stage": 1}),
     "ds-z2": (2, {"stage": 2}),
+    "ds-z2-eager": (2, {"stage": 2, "experts": "eager"}),
     "ztp-z2": (2, {"stage": 2}),
     "ztp-z1": (2, {"stage": 1}),
     "ztp-z3": (2, {"stage": 3}),
@@ -138,11 +146,20 @@ def loss_of(model: Any, tokens: Any) -> Any:
     return model(input_ids=tokens[:, :-1], shift_labels=labels, labels=labels).loss
 
 
-def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
+def transformers_model(weights: Path, options: dict[str, Any], bf16: bool) -> Any:
+    """Return transformers' own class, its experts in the implementation that a contender names."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16 if bf16 else torch.float32).train()
+    implementation = {"experts_implementation": options["experts"]} if "experts" in options else {}
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **implementation).train()
+
+
+def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
+    import torch
+
+    model = transformers_model(weights, options, bf16)
     parameters = list(model.parameters())
     masters = [each.detach().float().requires_grad_() for each in parameters] if bf16 else parameters
     optimizer = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0, fused=True)
@@ -167,9 +184,7 @@ def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
 
 def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     import deepspeed
-    import torch
     import torch.distributed as dist
-    from transformers import AutoModelForCausalLM
 
     from zero_tp.zero.ops import without_shared_memory_collectives
 
@@ -180,7 +195,7 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     settings = settings_of(options, bf16, data)
     if tensor > 1:
         settings["tensor_parallel"] = {"autotp_size": tensor}
-    model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.bfloat16 if bf16 else torch.float32).train()
+    model = transformers_model(weights, options, bf16)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
     rank, micro = dist.get_rank() // tensor, BATCH // data
     rows = slice(rank * micro, (rank + 1) * micro)
@@ -259,7 +274,7 @@ def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> No
     keep_freed_memory()
     ranks, options = CONTENDERS[name]
     torch.set_num_threads(2 // ranks)
-    make = zero_tp if name.startswith("ztp") else hugging_face if name == "hf-1p" else with_deepspeed
+    make = zero_tp if name.startswith("ztp") else hugging_face if name.startswith("hf") else with_deepspeed
     step = make(weights, options, bf16)
     torch.set_num_threads(2 // ranks)
     generator = torch.Generator().manual_seed(2)

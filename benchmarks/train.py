@@ -10,7 +10,8 @@ a step that products at that rate, the step's collectives alone and one update o
     python benchmarks/train.py --shape wide --dtype bf16 --rounds 3 --output benchmarks/results/
 
 `ztp-…` is this project by the path of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`.
-`hf-1p` is Hugging Face's model in one process, `ds-z2` that model in DeepSpeed's ZeRO-2, `autotp` in its AutoTP.
+`hf-1p` is Hugging Face's model in one process, `ds-z2` that model in DeepSpeed's ZeRO-2, `autotp` in its AutoTP. A
+shape with experts is a Mixtral; transformers multiplies its experts by torch's grouped_mm, and one by one in `…-eager`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside
 RATIOS = (
     *(("ztp-1p", "hf-1p"), ("ztp-z2", "ds-z2"), ("ztp-sp", "autotp"), ("ztp-sp", "ztp-tp"), ("ztp-z3", "ztp-z1")),
     *(("ztp-1p-compiled", "hf-1p"), ("ztp-z2-compiled", "ds-z2"), ("ztp-sp-compiled", "autotp")),
+    *(("ztp-1p", "hf-1p-eager"), ("ztp-z2", "ds-z2-eager"), ("ztp-sp", "hf-1p"), ("ztp-sp", "hf-1p-eager")),
+    *(("ztp-sp", "ds-z2"), ("ztp-sp", "ds-z2-eager")),
 )
 
 
@@ -59,9 +62,9 @@ def products(shape: Shape, bf16: bool) -> float:
 
 
 def write_model(directory: Path, shape: Shape) -> float:
-    """Write a Llama with random weights → the FLOPs of one of its steps."""
+    """Write a Llama or Mixtral with random weights → the FLOPs of one of its steps."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     from zero_tp.architectures import architecture_of
@@ -69,7 +72,13 @@ def write_model(directory: Path, shape: Shape) -> float:
 
     torch.manual_seed(1)
     logging.disable_progress_bar()
-    config = LlamaConfig(
+    experts = {
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "output_router_logits": True,
+    }
+    config = AutoConfig.for_model(
+        "mixtral" if shape.experts else "llama",
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
         num_hidden_layers=shape.layers,
@@ -77,8 +86,9 @@ def write_model(directory: Path, shape: Shape) -> float:
         num_key_value_heads=shape.heads,
         vocab_size=shape.vocabulary,
         max_position_embeddings=shape.length,
+        **(experts if shape.experts else {}),
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return model_flops(architecture_of(config).spec(config), BATCH, shape.length)
 
 
@@ -170,7 +180,7 @@ def compare(names: list[str], shape: Shape, bf16: bool, options: argparse.Namesp
         print(f"{pair}: {middle:.2f} (from {least:.2f} to {most:.2f})")
     if options.output:
         result = {
-            "model": {"model_type": "llama", **shape._asdict()},
+            "model": {"model_type": "mixtral" if shape.experts else "llama", **shape._asdict()},
             "batch": f"{BATCH} × {shape.length} tokens, {options.dtype}, {STEPS} timed steps",
             "contenders": {name: {"ranks": CONTENDERS[name][0], **CONTENDERS[name][1]} for name in names},
             "tokens_per_second": rates,
@@ -183,10 +193,12 @@ def compare(names: list[str], shape: Shape, bf16: bool, options: argparse.Namesp
         }
         path = write_result(options.output, f"train-{options.shape}-{options.dtype}", result)
         draw(path.with_suffix(".png"), rates, f"{options.shape} {options.dtype}, two cores, {options.rounds} rounds")
-    first = losses[names[0]]
+    first, limit = losses[names[0]], 0.05 if bf16 else 1e-3
+    if shape.experts:
+        limit = max(limit, 5e-3)  # the balance of experts is that of each replica's own rows
     for name in names[1:]:
         apart = max(abs(a - b) for a, b in zip(first, losses[name], strict=True))
-        if not apart < (0.05 if bf16 else 1e-3):
+        if not apart < limit:
             sys.exit(
                 f"{name}'s losses are not those of {names[0]}: they differ by {apart:.4f}, so that it does other work"
             )
