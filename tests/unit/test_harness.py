@@ -298,7 +298,7 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     file.write_text('{"other": 1}\n')
     assert re.search(r"'(question|choices|answerKey)' is undefined", refusal(["arc_easy"], {"arc_easy": file}))
     assert re.search("no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2))
-    assert re.search("mmlu is a group of tasks", refusal(["mmlu"], {"mmlu": file}))
+    assert re.search("mmlu: it is a group of tasks", refusal(["mmlu"], {"mmlu": file}))
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "wikitext103"])

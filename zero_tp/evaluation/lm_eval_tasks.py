@@ -257,7 +257,7 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     config = entry.cfg or {} if entry else OWN_TASK_FILE
     split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
     if not isinstance(config.get("task"), str) or split is None:
-        raise UserError(f"--data {name}={file}: it is a group of tasks; give files to its tasks")
+        raise UserError("it is a group of tasks; give files to its tasks with --data")
     kind = "json" if document_kind(file) == "jsonl" else "text"
     data = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
