@@ -276,8 +276,8 @@ def _check_documents(task: Any, limit: int | None) -> None:
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
             context = task.fewshot_context(document, num_fewshot=0)
-            made = task.construct_requests(document, context, metadata=(task.task_name, number, 1))
-            for request in made if isinstance(made, list) else [made]:
+            requests = task.construct_requests(document, context, metadata=(task.task_name, number, 1))
+            for request in requests if isinstance(requests, list) else [requests]:
                 if not all(isinstance(argument, str | dict) for argument in request.args):
                     raise TypeError(f"a request is {shown(request.args)}, not text")
         except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
