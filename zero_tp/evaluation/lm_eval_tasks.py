@@ -6,9 +6,11 @@ The task files of a directory (`--include-path`) are data unless `--allow-task-c
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -21,7 +23,7 @@ import lm_eval.utils
 import numpy as np
 import torch
 import yaml
-from jinja2 import StrictUndefined
+from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
@@ -33,7 +35,15 @@ from zero_tp.data.documents import document_kind
 from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.lm_eval_model import LMEvalModel
-from zero_tp.evaluation.task import CHOICE_FIELDS, MULTIPLE_CHOICE, Origin, Task, TaskOptions, hash_records
+from zero_tp.evaluation.task import (
+    CHOICE_FIELDS,
+    MULTIPLE_CHOICE,
+    Origin,
+    Task,
+    TaskOptions,
+    hash_records,
+    require_fields,
+)
 from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.weight_files import is_regular
 
@@ -130,15 +140,27 @@ def open_task_directory(path: Path) -> TaskManager:
         try:
             config = _yaml_loader.load_yaml(file, resolve_func=False)
             if config.keys() & {"task", "group", "class"}:  # other files are there to be included
+                _check_names(config)
                 TaskIndex.process_cfg(config, file, index)
-            if wrong := [name for name in index if not isinstance(name, str)]:
-                raise TypeError(f"the name {shown(wrong[0])} is not a string; write it in quotes")
         except Exception as error:  # YAML, the file system and lm-eval raise anything
             reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
             raise UserError(f"{file} can't be read ({reason}); correct that file") from error
     if not index:
         raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
     return TaskManager(include_path=str(path), include_defaults=False)
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Check that the names in a task file are strings, which lm-eval takes them to be.
+
+    Raises:
+        TypeError: names the first other value.
+    """
+    key = "group" if "group" in config and "class" not in config else "task"
+    tags = config.get("tag") or []
+    for name in (config.get(key, ""), *(tags if isinstance(tags, list) else [tags])):
+        if not isinstance(name, str):
+            raise TypeError(f"the name {shown(name)} is not a string; write it in quotes")
 
 
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
@@ -181,6 +203,8 @@ class LMEvalTask(Task):
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
+            if file is not None:
+                require_fields(name, file, _fields_of(manager.task_index.get(name), allow_code=not self.sandbox))
             raise UserError(
                 f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without a "
                 f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
@@ -265,6 +289,28 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
     # A group of this task alone is lm-eval's way to override keys of a task file.
     spec = {"group": f"{name} of a file", "task": [task]} if entry else OWN_TASK_FILE | task
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
+
+
+def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
+    """Return the fields of a document that the functions and the templates of a task file read, sorted.
+
+    Args:
+        allow_code: import its functions; else only its templates count.
+    """
+    if entry is None:
+        return list(CHOICE_FIELDS)
+    config = _yaml_loader.load_yaml(entry.yaml_path, resolve_func=allow_code)
+    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
+    fields = set[str]()
+    for value in (config.get(part) for part in parts):
+        if callable(value):  # it reads them as `doc["question"]`
+            fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.isidentifier():
+                fields.add(text)
+            elif isinstance(text, str):
+                fields |= meta.find_undeclared_variables(lm_eval.utils.env.parse(text))
+    return sorted(fields)
 
 
 def _check_documents(task: Any, limit: int | None) -> None:
