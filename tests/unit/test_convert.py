@@ -202,11 +202,9 @@ def test_a_newest_checkpoint_without_its_manifest_is_named_wherever_an_older_one
     with pytest.raises(UserError, match="no tokenizer"), as_huggingface(run):
         pass
     assert capsys.readouterr().err == f"{line}\n"
-    for name in ("data.tokenizer.open_tokenizer", "evaluation.model_directory.check_tokenizer"):
-        monkeypatch.setattr(f"zero_tp.{name}", lambda *_: None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert model_directory.open_directory(run, tokenizer=tmp_path).files.note == line
-    assert not model_directory.open_directory(older, tokenizer=tmp_path).files.note
+    assert model_directory.open_directory(run, tokenizer=tmp_path).note == line
+    assert not model_directory.open_directory(older, tokenizer=tmp_path).note
     (lost / MANIFEST).write_bytes((older / MANIFEST).read_bytes())
     assert passed_over(run, 1) == ()
 

@@ -128,11 +128,13 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
 
 
 def test_samples_are_files_beside_the_report(tmp_path: Path) -> None:
-    """One for each task, also where two names are one as a file's."""
-    samples = {"../mine/a": [{"acc": 1}, {"acc": 0}], "../mine a": [{"acc": 2}], "../mine:a": [{"acc": 3}]}
+    """One for each task, whatever its name."""
+    samples = {"../mine/a": [{"acc": 1}, {"acc": 0}], "../mine a": [{"acc": 2}], "copa_local": [{"acc": 3}]}
     report: dict[str, Any] = {"tasks": {"mine": {"samples": dict(samples)}, "perplexity": {}}}
     files = write_samples(tmp_path / "results.json", report)
-    assert [file.name for file in files] == [f"results_samples_.._mine_a{end}.jsonl" for end in ("", "_2", "_3")]
+    assert [file.name for file in files] == [
+        f"results_samples_{name}.jsonl" for name in ("..%2Fmine%2Fa", "..%2Fmine%20a", "copa_local")
+    ]
     for file, told in zip(files, samples.values(), strict=True):
         assert file.parent == tmp_path and [json.loads(line) for line in file.read_text().splitlines()] == told
     assert report == {"tasks": {"mine": {}, "perplexity": {}}}
@@ -189,20 +191,22 @@ def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("task: 2147483647", "task is 2147483647, not a string; write the name in quotes"),
-        ("task: yes", "task is true, not a string; write the name in quotes"),
-        ("task:", "task is null, not a string; write the name in quotes"),
-        ("task: [copa_local]", 'task is ["copa_local"], not a string; write the name in quotes'),
-        ("task: {2024-01-01: 1}", "task is an object, not a string; write the name in quotes"),
-        ("task: copa_local\ntag: 5", "tag is 5, not a string; write the name in quotes"),
-        ("task: copa_local\ntag: [a, null]", "tag is null, not a string; write the name in quotes"),
-        ("group: 5\ntask: [copa_local]", "group is 5, not a string; write the name in quotes"),
+        ("task: 2147483647", "the name 2147483647 is not a string; write it in quotes"),
+        ("task: yes", "the name true is not a string; write it in quotes"),
+        ("task:", "the name null is not a string; write it in quotes"),
+        ("task: [copa_local]", 'the name ["copa_local"] is not a string; write it in quotes'),
+        ("task: {2024-01-01: 1}", "the name an object is not a string; write it in quotes"),
+        ("task: other\ntag: 5", "the name 5 is not a string; write it in quotes"),
+        ("task: other\ntag: [a, null]", "the name null is not a string; write it in quotes"),
+        ("group: 5\ntask: [copa_local]", "the name 5 is not a string; write it in quotes"),
     ],
 )
 def test_names_of_task_files_that_are_no_strings_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
     (tmp_path / "b.yaml").write_text(text)
-    assert refusal(["copa_local"], include_path=tmp_path) == f"{tmp_path / 'b.yaml'}: {problem}"
+    assert refusal(["copa_local"], include_path=tmp_path) == (
+        f"{tmp_path / 'b.yaml'} can't be read ({problem}); correct that file"
+    )
 
 
 @pytest.fixture
@@ -297,13 +301,13 @@ def test_mistakes(tasks: Path, tmp_path: Path) -> None:
     """lm-eval reads all its task files for these, and asks the network."""
     assert re.search("copa_locl: unknown task; did you mean copa_local", refusal(["copa_locl"], include_path=tasks))
     assert re.search("lambda: unknown task; did you mean lambada", refusal(["lambda"]))
-    assert re.search(r"arc_easy: its data can't be read .* --data arc_easy=FILE", refusal(["arc_easy"]))
+    assert re.search(r"arc_easy: lm-eval can't load it .* --data arc_easy=FILE", refusal(["arc_easy"]))
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
     wanted = "no field answerKey: arc_easy reads answerKey, choices, question, the file has other; rename its fields"
     assert wanted in refusal(["arc_easy"], {"arc_easy": file})
     assert re.search("no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2))
-    assert re.search("mmlu is a group of tasks", refusal(["mmlu"], {"mmlu": file}))
+    assert re.search("mmlu: it is a group of tasks", refusal(["mmlu"], {"mmlu": file}))
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "wikitext103"])
@@ -346,7 +350,7 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
     refuses('"acc" is none of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
     refuses(r"mine: lm-eval can't load it \('nothing' is undefined\)", doc_to_text="{{ nothing }}")
     refuses("mine: document 2 of its data doesn't fit its task file", doc_to_text="{{ 1 // (number - 2) }}")
-    refuses("mine: document 1 of its data .*doc_to_target is true, not text", doc_to_target=True)
+    refuses(r"mine: document 1 of its data .*a request is \[.*, true\], not text", doc_to_target=True)
     exact = {"output_type": "generate_until", "doc_to_target": 1, "generation_kwargs": {"max_gen_toks": 2}}
     exact["metric_list"] = [{"metric": "exact_match", "regexes_to_ignore": ["("]}]
     with pytest.raises(UserError, match=r"mine: lm-eval can't evaluate it .*its task file"):

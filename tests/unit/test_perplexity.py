@@ -23,8 +23,8 @@ from zero_tp.errors import BAD_INPUT, UserError
 from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer
 from zero_tp.evaluation.evaluation_report import table
 from zero_tp.evaluation.perplexity import perplexity, sliding_windows
-from zero_tp.evaluation.task import as_json
-from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
+from zero_tp.evaluation.task import TaskOptions, as_json
+from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, make_tasks, parse_data, parse_tasks
 from zero_tp.parallel.scores import TokenScores
 
 ROOT = Path(__file__).parents[2]
@@ -155,11 +155,15 @@ def test_tasks_and_data_arguments(text_file: Path) -> None:
     with pytest.raises(UserError, match="no task named"):
         parse_tasks(",")
     assert parse_data([f"perplexity={text_file}"], ["perplexity"]) == {"perplexity": text_file}
+    for data, message in [
+        ({}, "perplexity needs a text: --data perplexity=FILE"),
+        ({"perplexity": Path("/no/such.txt")}, "no such file"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            make_tasks(["perplexity"], data, TaskOptions())
     for pairs, message in [
-        ([], "perplexity needs a text: --data perplexity=FILE"),
         (["perplexity"], "TASK=PATH"),
         (["other=x"], "not among --tasks"),
-        (["perplexity=/no/such.txt"], "no such file"),
         ([f"perplexity={text_file}"] * 2, "has a file already"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -171,9 +175,9 @@ def test_tasks_and_data_arguments(text_file: Path) -> None:
     [
         ({"sequence_length": 17}, "the model has 16 positions"),
         ({"overlap": 17}, "--overlap 17: from 1 to the window's 16"),
-        ({"overlap": 0}, "--overlap 0: at least 1"),
-        ({"limit": 0}, "--limit 0: at least 1"),
-        ({"num_fewshot": -1}, "--num-fewshot -1: at least 0"),
+        ({"overlap": 0}, "--overlap 0: from 1 to"),
+        ({"limit": 0}, "--limit 0: from 1 to"),
+        ({"num_fewshot": -1}, "--num-fewshot -1: from 0 to"),
         ({"num_fewshot": 1}, "for tasks of lm-eval only"),
         ({"tensor_parallel": 2}, "--tensor-parallel 2: it must divide the 1 rank;"),
         ({"batch_size": 0}, "--batch-size 0"),

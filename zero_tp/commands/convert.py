@@ -23,10 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
     to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the written weights (default: fp32)")
     to_hf.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="DIR",
-        help="tokenizer to copy in, or its name on the hub (default: the run's)",
+        "--tokenizer", type=Path, metavar="DIR", help="tokenizer's directory or hub name (default: the run's)"
     )
     to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
     to_hf.add_argument(
@@ -59,10 +56,7 @@ def to_hf(options: argparse.Namespace) -> None:
     print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
     for note in converted.notes:
         print(note)
-    if converted.tokenizer is None:
-        print("no tokenizer was copied: the run has none beside its data; give one with --tokenizer")
-    else:
-        print(f"tokenizer from {converted.tokenizer}")
+    print(f"tokenizer from {converted.tokenizer}" if converted.tokenizer else "no tokenizer: give one with --tokenizer")
     if options.push:
         print(f"uploaded to {push(options.output, options.push)}")
     if converted.causal and converted.tokenizer is not None:
@@ -73,7 +67,7 @@ def push(directory: Path, name: str) -> str:
     """Upload an exported model to the Hugging Face hub, by the token that `hf auth login` keeps; return its address.
 
     Raises:
-        UserError: the name is none, the hub cannot be reached, or it does not take the model.
+        UserError: the name is invalid, the hub cannot be reached, or it refuses the model.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -82,10 +76,8 @@ def push(directory: Path, name: str) -> str:
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=repository.repo_id, folder_path=directory)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(
-            f"--push {name}: {first_line(error)}; {directory} is complete: upload it again with "
-            f"`hf upload {name} {directory}`, after `hf auth login` if the hub asks who you are"
-        ) from error
+        remedy = f"after `hf auth login`, upload {directory} with `hf upload {name} {directory}`"
+        raise UserError(f"--push {name}: {first_line(error)}; {remedy}") from error
     return str(repository)
 
 

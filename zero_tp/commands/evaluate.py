@@ -36,11 +36,7 @@ Without --data the texts come from the Hugging Face hub or its cache. docs/evalu
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a Hugging Face directory or name on its hub, a run, or a checkpoint",
+        "--model", type=Path, required=True, metavar="DIR", help="a run, a checkpoint, a Hugging Face directory or name"
     )
     parser.add_argument("--tasks", required=True, metavar="TASK[,TASK]", help="what to evaluate")
     parser.add_argument(
@@ -48,10 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows at once on a rank (default: 8)")
     parser.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="tokens of a window and of the longest context (default: all positions the model has)",
+        "--sequence-length", type=int, metavar="N", help="tokens of a window and context (default: all positions)"
     )
     parser.add_argument(
         "--overlap",
@@ -60,26 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens a window advances by; each window after a text's first scores its last N only "
         "(default: 32 for wikitext103, for perplexity the whole window, so that none overlap)",
     )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     _add_lm_eval_arguments(parser)
     parser.add_argument(
-        "--tensor-parallel",
-        type=int,
-        default=1,
-        metavar="T",
-        help="ranks that share one copy of the model; a launcher starts them, and the rest is data parallel",
+        "--tensor-parallel", type=int, default=1, metavar="T", help="ranks, of those launched, that share one model"
     )
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: float32)")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda if there is one, else cpu)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="of texts in JSON lines (default: text)")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="another tokenizer's directory or hub name")
     parser.add_argument(
-        "--text-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="this tokenizer, or hub name, for the model's own"
-    )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read pickled weights (pytorch_model.bin) where there are no safetensors, if you trust their source",
+        "--allow-pickle", action="store_true", help="read pickled weights if there are no safetensors; trust the source"
     )
     parser.add_argument("--output", type=Path, metavar="JSON", help="write the results here too")
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
@@ -92,47 +76,37 @@ def _add_lm_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--apply-chat-template",
         "--apply_chat_template",
         action="store_true",
-        help="put the requests of lm-eval's tasks into the tokenizer's chat template, examples as turns of their own",
+        help="format the requests of lm-eval's tasks by the tokenizer's chat template, examples as turns of their own",
     )
     parser.add_argument(
         "--log-samples",
         "--log_samples",
         action="store_true",
-        help="write each request of lm-eval's tasks and the model's answer beside --output, JSON lines for each task",
-    )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        metavar="N",
-        help="only the first N examples of each task; wikitext103 is one text",
+        help="write each request of lm-eval's tasks with its answer beside --output, JSON lines for each task",
     )
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="a directory with lm-eval task files (.yaml)")
     parser.add_argument(
-        "--allow-task-code",
-        action="store_true",
-        help="let the task files of --include-path run Python (!function), if you trust their source",
+        "--allow-task-code", action="store_true", help="let task files of --include-path run Python; trust the source"
     )
 
 
 def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
+    from zero_tp.evaluation.evaluation_report import table, write_samples
+    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
+
     if options.log_samples and options.output is None:
         raise UserError("--log-samples: the samples are written beside --output JSON; give it too")
-    from zero_tp.evaluation import evaluation_report as report
-
     if options.output is not None and environment.rank == 0:
         if options.output.exists() and not options.output.is_file():
             raise UserError(f"--output {options.output}: not a file; give the name of one")
         cli.check_writable(options.output.parent)
-
-    from zero_tp.evaluation.zero_shot import EvaluationSettings, evaluate, parse_data, parse_tasks
-
     names = parse_tasks(options.tasks)
     settings = EvaluationSettings(**{field.name: getattr(options, field.name) for field in fields(EvaluationSettings)})
     results = evaluate(options.model, names, parse_data(options.data, names), settings, environment)
     if environment.rank == 0:
-        print(report.table(results))
+        print(table(results))
         if options.output:
-            for file in report.write_samples(options.output, results):
+            for file in write_samples(options.output, results):
                 print(f"wrote {file}")
             write_named(options.output, json.dumps(results, indent=2, allow_nan=False) + "\n")
             print(f"wrote {options.output}")

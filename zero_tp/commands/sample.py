@@ -14,18 +14,11 @@ TOKENS = 80
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        metavar="RUN|DIR",
-        help="a run, a Hugging Face model directory, or a name on its hub",
+        "--model", type=Path, required=True, metavar="RUN|DIR", help="a run, a Hugging Face directory or its hub name"
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"new tokens at most (default: {TOKENS}, or what the model has room for)",
+        "--tokens", type=int, metavar="N", help=f"new tokens at most (default: {TOKENS}, or the room the model has)"
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top-k", type=int, default=50, metavar="K", help="choose among the K likeliest (default: 50)")
@@ -38,28 +31,18 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} {value}: from {least} to {2**32 - 1}")
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature}: 0, or a positive number such as 0.8")
-    if not options.prompt:
-        raise UserError("--prompt is empty: give the text some words to begin with")
-    try:
-        options.prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"--prompt: not UTF-8 at character {error.start}") from error
-
-
-def main(options: argparse.Namespace) -> None:
-    check(options)
-    print(continue_prompt(options))
+    if not options.prompt or options.prompt != options.prompt.encode(errors="ignore").decode():
+        raise UserError("--prompt: give the text some words to begin with, in UTF-8")
 
 
 def continue_prompt(options: argparse.Namespace) -> str:
     """Return the prompt and its continuation."""
-    from zero_tp.evaluation.model_directory import find_model
+    from zero_tp.evaluation.model_directory import open_directory
     from zero_tp.topology import Topology
 
-    files = find_model(options.model)  # before torch and transformers are imported
-    if files.note:
-        print(files.note, file=sys.stderr)
-    directory = files.open()
+    directory = open_directory(options.model)  # before torch and transformers are imported
+    if directory.note:
+        print(directory.note, file=sys.stderr)
     from transformers import set_seed
 
     tokenizer = directory.tokenizer
@@ -87,3 +70,8 @@ def continue_prompt(options: argparse.Namespace) -> str:
     except Exception as error:  # what its config and its settings of generation make of transformers' code
         raise UserError(f"{options.model}: transformers can't continue the prompt: {first_line(error)}") from error
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def main(options: argparse.Namespace) -> None:
+    check(options)
+    print(continue_prompt(options))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from zero_tp.files import write_named
 from zero_tp.page import text_table
@@ -75,13 +74,11 @@ def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
     Raises:
         UserError: a file can't be written.
     """
-    written: dict[Path, str] = {}
+    written = []
     for result in report["tasks"].values():
         for task, samples in result.pop("samples", {}).items():
-            stem = f"{path.stem}_samples_" + re.sub(r"[^\w.-]", "_", task)  # a task file may call it anything
-            names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
-            files = (path.with_name(f"{name}.jsonl") for name in names)
-            file = next(file for file in files if written.get(file, task) == task)
+            # A task file may call it anything, such as `../mine`.
+            file = path.with_name(f"{path.stem}_samples_{quote(task, safe='')}.jsonl")
             write_named(file, "".join(json.dumps(sample) + "\n" for sample in samples))
-            written[file] = task
-    return list(written)
+            written.append(file)
+    return written

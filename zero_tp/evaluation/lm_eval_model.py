@@ -1,29 +1,26 @@
 """lm-eval's `LM` interface for an `EvalModel`, on every rank of its grid.
 
-`LMEvalModel` derives from lm-eval's Hugging Face adapter and takes tokenization and the post-processing of generated
-text from it. lm-eval sees one process everywhere: every rank builds all requests, `EvalModel` distributes batches to
-the data-parallel ranks, and every rank gets all the answers.
+`LMEvalModel` derives from lm-eval's Hugging Face adapter and takes tokenization, rolling windows and the
+post-processing of generated text from it. lm-eval sees one process everywhere: every rank builds all requests,
+`EvalModel` distributes batches to the data-parallel ranks, and every rank gets all the answers.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
-from lm_eval.models.utils_hf import stop_sequences_criteria
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zero_tp.errors import UserError
 from zero_tp.evaluation.eval_model import EvalModel
 from zero_tp.evaluation.rows import Row, continuation_rows
-
-SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
-"""lm-eval's own defaults."""
 
 
 class LMEvalModel(HFLM):
@@ -37,19 +34,21 @@ class LMEvalModel(HFLM):
 
     def __init__(self, model: EvalModel, title: str = ""):
         # A stand-in, because lm-eval would tie the weights of a live model again.
-        stand_in = SimpleNamespace(config=model.config, device=torch.device(model.device), name_or_path="")
+        stand_in = SimpleNamespace(
+            config=model.config, device=torch.device(model.device), name_or_path="", generate=self._generate
+        )
         super().__init__(
             pretrained=stand_in,
             backend="causal",
             tokenizer=copy.deepcopy(model.tokenizer),  # lm-eval sets its padding token
             max_length=model.positions,
-            batch_size=model.batch_size,
+            batch_size=sys.maxsize,  # requests come whole: `EvalModel` and `generate_until` form the batches
         )
         self.eval_model, self.title, self.computing = model, title, False
         self.tokens = self.tokens_computed = self.truncated = 0
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, arg-max) of each request (texts, context, continuation).
 
@@ -63,26 +62,7 @@ class LMEvalModel(HFLM):
         self.tokens += sum(len(continuation) for _, _, continuation in requests)
         self.tokens_computed += sum(map(len, rows))
         self.truncated += truncated
-        answers = [(-scores[row][choice].nll, scores[row][choice].greedy) for row, choice in places]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return answers
-
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Return each text's log-likelihood. Windows score every token once; only the last one overlaps."""
-        texts = [
-            get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            for request in requests
-        ]
-        windows = [[(None, *make_disjoint_window(window)) for window in text] for text in texts]
-        answers = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
-        return [sum(next(answers)[0] for _ in text) for text in windows]
+        return [(-scores[row][choice].nll, scores[row][choice].greedy) for row, choice in places]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Return each request's text, up to its stop sequences. Requests of a batch have the same options.
@@ -116,28 +96,18 @@ class LMEvalModel(HFLM):
 
     def _generate_batch(self, numbered: tuple[int, Sequence[tuple[str, dict[str, Any]]]]) -> list[str]:
         number, batch = numbered
-        torch.manual_seed(SEEDS["torch"] + number)  # samples don't depend on the rank
+        torch.manual_seed(DEFAULT_OTHER_SEED + number)  # samples don't depend on the rank
         requests = [SimpleNamespace(args=arguments) for arguments in batch]
         texts: list[str] = super().generate_until(requests, disable_tqdm=True)
         return texts
 
-    @torch.no_grad()
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
-        """Continue [b, n] → [b, n + generated] by the model's own `generate`."""
-        # lm-eval's rule: temperature 0 is greedy decoding.
-        temperature = options.pop("temperature", 0.0)
-        options.setdefault("do_sample", temperature != 0.0)
-        if options["do_sample"]:
-            options["temperature"] = temperature
-        if self.eval_model.lock_step:
-            options["synced_gpus"] = True
-        self.tokens_computed += context.numel()
+    def _generate(self, input_ids: torch.Tensor, max_length: int, **options: Any) -> torch.Tensor:
+        """Continue [b, n] → [b, n + generated] by the model's own `generate`, whatever its settings' length is."""
+        self.tokens_computed += input_ids.numel()
         generated: torch.Tensor = self.eval_model.module.generate(
-            input_ids=context,
-            max_new_tokens=max_length - context.shape[1],
-            stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
-            pad_token_id=self.tokenizer.pad_token_id,
-            use_cache=True,
+            input_ids=input_ids,
+            max_new_tokens=max_length - input_ids.shape[1],
+            synced_gpus=self.eval_model.lock_step,
             **options,
         )
         return generated

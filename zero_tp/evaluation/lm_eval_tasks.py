@@ -6,13 +6,12 @@ The task files of a directory (`--include-path`) are data unless `--allow-task-c
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,12 +27,14 @@ from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import evaluator
 from lm_eval.api.registry import metric_registry
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.tasks import TaskManager, _factory, _yaml_loader
+from lm_eval.tasks._index import Entry, TaskIndex
 
 from zero_tp.data.documents import document_kind
 from zero_tp.errors import UserError, first_line, one_line, shown
 from zero_tp.evaluation.eval_model import EvalModel
-from zero_tp.evaluation.lm_eval_model import SEEDS, LMEvalModel
+from zero_tp.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.evaluation.task import (
     CHOICE_FIELDS,
     MULTIPLE_CHOICE,
@@ -45,6 +46,8 @@ from zero_tp.evaluation.task import (
 )
 from zero_tp.process.quiet import suppress_output
 from zero_tp.weights.weight_files import is_regular
+
+logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 BOOTSTRAP = 1000
 """Samples of the standard errors that have no formula; lm-eval's 100,000 take minutes in one process."""
@@ -72,20 +75,17 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
         sandbox: see `task_files_as_data`.
     """
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork this process with its connections
-    logger = logging.getLogger("lm_eval")
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with contextlib.ExitStack() as stack:
-        stack.callback(logger.setLevel, logger.level)
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        logger.setLevel(logging.ERROR)
-        if sandbox:
-            stack.enter_context(task_files_as_data())
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(suppress_output(stderr=True))
-        random.seed(SEEDS["random"])
-        np.random.seed(SEEDS["numpy"])
-        torch.manual_seed(SEEDS["torch"])
+        if sandbox:
+            stack.enter_context(task_files_as_data())
+        random.seed(DEFAULT_RANDOM_SEED)
+        np.random.seed(DEFAULT_OTHER_SEED)
+        torch.manual_seed(DEFAULT_OTHER_SEED)
         yield
 
 
@@ -126,124 +126,67 @@ def task_files_as_data() -> Iterator[None]:
         yield
 
 
-def check_task_file(file: Path) -> None:
-    """Check that lm-eval can read a task file, which it would otherwise skip, and that its names are strings.
+def open_task_directory(path: Path) -> TaskManager:
+    """Index the task files of `--include-path`, without lm-eval's own.
 
     Raises:
-        UserError: it can't be read, or `task`, `group` or a tag is not a string.
+        UserError: no such directory, no task in it, or a file that lm-eval can't index and would skip.
     """
-    is_regular(file)  # reading a pipe would wait for its writer
-    try:
-        config = _yaml_loader.load_yaml(file, resolve_func=False)
-    except Exception as error:  # YAML, the file system and lm-eval raise anything
-        reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
-        raise UserError(f"{file} can't be read ({reason}); correct that file") from error
+    if not path.is_dir():
+        raise UserError(f"--include-path {path}: no such directory")
+    index: dict[str, Entry] = {}
+    for file in sorted(path.rglob("*.yaml")):
+        is_regular(file)  # reading a pipe would wait for its writer
+        try:
+            config = _yaml_loader.load_yaml(file, resolve_func=False)
+            if config.keys() & {"task", "group", "class"}:  # other files are there to be included
+                _check_names(config)
+                TaskIndex.process_cfg(config, file, index)
+        except Exception as error:  # YAML, the file system and lm-eval raise anything
+            reason = one_line(" ".join(str(error).split()) or first_line(error), 160)
+            raise UserError(f"{file} can't be read ({reason}); correct that file") from error
+    if not index:
+        raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
+    return TaskManager(include_path=str(path), include_defaults=False)
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    """Check that the names in a task file are strings, which lm-eval takes them to be.
+
+    Raises:
+        TypeError: names the first other value.
+    """
     key = "group" if "group" in config and "class" not in config else "task"
     tags = config.get("tag") or []
-    names = [(key, config.get(key, "")), *(("tag", tag) for tag in (tags if isinstance(tags, list) else [tags]))]
-    for field, name in names:
+    for name in (config.get(key, ""), *(tags if isinstance(tags, list) else [tags])):
         if not isinstance(name, str):
-            raise UserError(f"{file}: {field} is {shown(name)}, not a string; write the name in quotes")
+            raise TypeError(f"the name {shown(name)} is not a string; write it in quotes")
 
 
-@functools.cache
-def lm_eval_task_manager() -> Any:
-    """Index lm-eval's own tasks. It takes seconds, and is not needed if a directory has all names."""
-    return TaskManager()
+def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
+    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's too, which takes seconds.
 
-
-class TaskDirectory:
-    """The task files of `--include-path`.
-
-    Attributes:
-        names: of its tasks, groups and tags.
-
-    Raises:
-        UserError: no such directory, no task in it, a file that can't be read, or a name that is not a string.
+    Groups and tags of a directory may name lm-eval's tasks.
     """
-
-    def __init__(self, path: Path):
-        if not path.is_dir():
-            raise UserError(f"--include-path {path}: no such directory")
-        self.path = path
-        for file in sorted(path.rglob("*.yaml")):
-            check_task_file(file)
-        self._without_defaults = TaskManager(include_path=str(path), include_defaults=False)
-        self.names: list[str] = list(self._without_defaults.all_tasks)
-        if not self.names:
-            raise UserError(f"--include-path {path}: no task file (.yaml) of lm-eval in it")
-
-    def task_manager(self, name: str) -> Any:
-        """Return a `TaskManager` for a task; for a group or tag one with lm-eval's tasks (seconds) that it may name."""
-        own = self._without_defaults
-        return own if name in own.all_subtasks else TaskManager(include_path=str(self.path), include_defaults=True)
-
-
-def _file_as_data(file: Path, split: str) -> dict[str, Any]:
-    """Return the keys of a task file by which a split is read from a file."""
-    kind = "json" if document_kind(file) == "jsonl" else "text"
-    return {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(file)}}}
-
-
-def _manager_of(name: str, directory: TaskDirectory | None) -> Any:
-    return lm_eval_task_manager() if directory is None else directory.task_manager(name)
-
-
-def _describe_failure(name: str, directory: TaskDirectory | None, file: Path | None, error: Exception) -> str:
-    """Return why a task can't be loaded, and the remedy.
-
-    Raises:
-        UserError: the file lacks fields that the task reads.
-    """
-    cause = first_line(error)
-    if file is not None and (name != MULTIPLE_CHOICE or directory is not None):
-        entry = _manager_of(name, directory).task_index[name]
-        require_fields(name, file, _fields_of(entry.yaml_path, allow_code=directory is None))
-    if directory is not None:
-        return (
-            f"{name}: lm-eval can't load it ({cause}); correct its task file or its data; without a network its data "
-            "must be files on this machine"
-        )
-    return (
-        f"{name}: its data can't be read ({cause}); without a network give the evaluated split's file with "
-        f"--data {name}=FILE, or a task file that names it with --include-path"
-    )
-
-
-def _fields_of(task_file: Path, *, allow_code: bool) -> list[str]:
-    """Return the fields of a document that the functions and the templates of a task file read, sorted.
-
-    Args:
-        allow_code: import its functions; else only its templates count.
-    """
-    config = _yaml_loader.load_yaml(task_file, resolve_func=allow_code)
-    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
-    fields = set[str]()
-    for value in (config.get(part) for part in parts):
-        if callable(value):  # it reads them as `doc["question"]`
-            fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and text.isidentifier():
-                fields.add(text)
-            elif isinstance(text, str):
-                fields |= meta.find_undeclared_variables(lm_eval.utils.env.parse(text))
-    return sorted(fields)
+    if directory is not None and set(names) <= set(directory.all_subtasks):
+        return directory
+    return TaskManager(include_path=directory and directory.include_path, include_defaults=True)
 
 
 class LMEvalTask(Task):
     """A task, group or tag of lm-eval, with its documents; or `multiple_choice`, whose file has all that it needs.
 
     Args:
-        directory: has the task; None: lm-eval itself has it.
+        manager: an index that has the task; an empty one: the task is `multiple_choice`.
         file: the evaluated split; None: what the task file names.
 
     Raises:
         UserError: its data can't be loaded, or its task file runs Python, which isn't allowed.
     """
 
-    def __init__(self, name: str, directory: TaskDirectory | None, options: TaskOptions, file: Path | None):
-        self.name, self.options, self.limit = name, options, options.limit
-        self.sandbox = directory is not None and not options.allow_task_code
+    def __init__(self, name: str, manager: TaskManager, options: TaskOptions, file: Path | None):
+        self.name, self.options = name, options
+        self.sandbox = options.include_path is not None and not options.allow_task_code
         if file is not None and options.num_fewshot:
             raise UserError(
                 f"--data {name}={file}: it has no examples for --num-fewshot {options.num_fewshot}; use a task file "
@@ -251,39 +194,21 @@ class LMEvalTask(Task):
             )
         try:
             with lm_eval_settings(sandbox=self.sandbox):
-                self.loaded = self._load(directory, file)
+                self.loaded = manager.load([name]) if file is None else _load_with_file(name, manager, file)
+                if not self.loaded["tasks"]:
+                    raise UserError("a group without tasks; write their names as a list: task: [NAME, ...]")
                 for task in self.loaded["tasks"].values():
-                    _check_documents(task, self.limit)
+                    _check_documents(task, options.limit)
+                    self._set_fewshot(task)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
         except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
-            raise UserError(_describe_failure(name, directory, file, error)) from error
-        for task in self.loaded["tasks"].values():
-            self._set_fewshot(task)
-
-    def _load(self, directory: TaskDirectory | None, file: Path | None) -> dict[str, Any]:
-        """Return lm-eval's tasks and groups by name."""
-        if self.name == MULTIPLE_CHOICE and directory is None:
-            assert file is not None
-            own_task = {**OWN_TASK_FILE, **_file_as_data(file, "test")}
-            loaded: dict[str, Any] = TaskManager(include_defaults=False).load([own_task])
-            return loaded
-        manager = _manager_of(self.name, directory)
-        if file is None:
-            loaded = manager.load([self.name])
-            if not loaded["tasks"]:
-                raise UserError("a group without tasks; write their names as a list: task: [NAME, ...]")
-            return loaded
-        config = manager.task_index[self.name].cfg or {}
-        split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
-        if not isinstance(config.get("task"), str) or split is None:
-            raise UserError(f"--data {self.name}={file}: it is a group of tasks; give files to its tasks")
-        # A group of this task alone is lm-eval's way to override keys of a task file.
-        others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
-        changed = {**others, split: config[split], "task": self.name, "num_fewshot": 0}
-        task = changed | _file_as_data(file, config[split])
-        loaded = manager.load([{"group": f"{self.name} of a file", "task": [task]}])
-        return {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
+            if file is not None:
+                require_fields(name, file, _fields_of(manager.task_index.get(name), allow_code=not self.sandbox))
+            raise UserError(
+                f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without a "
+                f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
+            ) from error
 
     def _set_fewshot(self, task: Any) -> None:
         """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file is not overridden."""
@@ -299,14 +224,14 @@ class LMEvalTask(Task):
         if chat and not model.tokenizer.chat_template:
             raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
         for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(SEEDS["fewshot"])  # an earlier evaluation has drawn from it
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation has drawn from it
         with lm_eval_settings(sandbox=self.sandbox):
             lm = LMEvalModel(model, self.name)
             try:
                 results = evaluator.evaluate(
                     lm,
                     self.loaded,
-                    limit=self.limit,
+                    limit=self.options.limit,
                     bootstrap_iters=0 if model.quiet or model.topology.rank else BOOTSTRAP,
                     log_samples=self.options.log_samples,
                     apply_chat_template=chat,
@@ -347,23 +272,60 @@ class LMEvalTask(Task):
         origin = {"dataset": task.DATASET_PATH, "name": task.DATASET_NAME}
         if files := (task.get_config("dataset_kwargs") or {}).get("data_files"):
             origin["data_files"] = files
-        return origin | {"sha256": hash_records(islice(task.eval_docs, self.limit))}
+        return origin | {"sha256": hash_records(islice(task.eval_docs, self.options.limit))}
+
+
+def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, Any]:
+    """Load a task of lm-eval's, or `multiple_choice`, that reads its evaluated split from a file."""
+    entry = manager.task_index.get(name)
+    config = entry.cfg or {} if entry else OWN_TASK_FILE
+    split = next((key for key in ("test_split", "validation_split") if config.get(key)), None)
+    if not isinstance(config.get("task"), str) or split is None:
+        raise UserError("it is a group of tasks; give files to its tasks with --data")
+    kind = "json" if document_kind(file) == "jsonl" else "text"
+    data = {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
+    others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
+    task = {**others, split: config[split], "task": name, "num_fewshot": 0, **data}
+    # A group of this task alone is lm-eval's way to override keys of a task file.
+    spec = {"group": f"{name} of a file", "task": [task]} if entry else OWN_TASK_FILE | task
+    return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
+
+
+def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
+    """Return the fields of a document that the functions and the templates of a task file read, sorted.
+
+    Args:
+        allow_code: import its functions; else only its templates count.
+    """
+    if entry is None:
+        return list(CHOICE_FIELDS)
+    config = _yaml_loader.load_yaml(entry.yaml_path, resolve_func=allow_code)
+    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
+    fields = set[str]()
+    for value in (config.get(part) for part in parts):
+        if callable(value):  # it reads them as `doc["question"]`
+            fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.isidentifier():
+                fields.add(text)
+            elif isinstance(text, str):
+                fields |= meta.find_undeclared_variables(lm_eval.utils.env.parse(text))
+    return sorted(fields)
 
 
 def _check_documents(task: Any, limit: int | None) -> None:
-    """Fill the task's templates with every document, so a wrong one is reported before the model is loaded.
+    """Make the requests of every document without examples, so a wrong one is reported before the model is loaded.
 
     Raises:
         UserError: a document does not fit the task file.
     """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
-            scored = {"doc_to_text": task.doc_to_text(document), "doc_to_target": task.doc_to_target(document)}
-            for key, value in scored.items():
-                if task.OUTPUT_TYPE.startswith("loglikelihood") and not isinstance(value, str):
-                    raise TypeError(f"{key} is {shown(value)}, not text")
-            if task.OUTPUT_TYPE == "multiple_choice":
-                task.doc_to_choice(document)
+            context = task.fewshot_context(document, num_fewshot=0)
+            requests = task.construct_requests(document, context, metadata=(task.task_name, number, 1))
+            for request in requests if isinstance(requests, list) else [requests]:
+                if not all(isinstance(argument, str | dict) for argument in request.args):
+                    raise TypeError(f"a request is {shown(request.args)}, not text")
         except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
             raise UserError(
                 f"document {number} of its data doesn't fit its task file ({first_line(error)}); correct either"

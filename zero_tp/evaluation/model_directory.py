@@ -6,6 +6,7 @@ To find it needs neither torch nor transformers, so that a wrong path is reporte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +23,39 @@ if TYPE_CHECKING:
     from zero_tp.evaluation.eval_model import EvalModel
 
 
+def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
+    """Find the files of a model in a directory or by its name on the Hugging Face hub.
+
+    Args:
+        allow_pickle: accept pickled weights.
+        tokenizer: a directory to take the tokenizer from, instead of the model's own.
+
+    Raises:
+        UserError: no such directory; or it lacks config, weights or tokenizer.
+    """
+    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
+    if not path.is_dir():
+        raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
+    if is_run(path):
+        checkpoint = find_checkpoint(path)
+        manifest = read_manifest(checkpoint)
+        check_sizes(checkpoint, manifest.files)
+        tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
+        if tokenizer is None:
+            raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
+        return ModelDirectory(checkpoint, manifest, tokenizer, note="; ".join(passed_over(path, manifest.step)))
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
+            "a run, or RUN/checkpoints/step_N"
+        )
+    find_weights(path, allow_pickle)
+    return ModelDirectory(path, None, tokenizer_of(tokenizer, None) or path, allow_pickle=allow_pickle)
+
+
 @dataclass(frozen=True)
-class ModelFiles:
-    """A directory whose files make a model with a tokenizer. None of them is open.
+class ModelDirectory:
+    """A directory whose files make a causal language model with a tokenizer; each is opened when it is first used.
 
     Attributes:
         path: a Hugging Face directory, or a checkpoint's.
@@ -45,15 +76,11 @@ class ModelFiles:
         """Return the checkpoint's step; None of a Hugging Face directory."""
         return None if self.manifest is None else self.manifest.step
 
-    def open(self) -> ModelDirectory:
-        """Open the config and the tokenizer.
-
-        Raises:
-            UserError: there is no causal language model; or its tokenizer does not fit it.
-        """
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """Return the model's config. UserError: there is no causal language model."""
         from zero_tp.architectures import ARCHITECTURES
         from zero_tp.checkpoint.convert import config_of
-        from zero_tp.data.tokenizer import open_tokenizer
         from zero_tp.weights.load import open_config
 
         config = open_config(self.path) if self.manifest is None else config_of(self.manifest)
@@ -63,54 +90,16 @@ class ModelFiles:
                 f"{self.path}: {config.model_type} is an encoder, whose tokens see those after them: it neither "
                 "continues a text nor is scored by tasks of causal models; its run's validation has its masked accuracy"
             )
+        return config
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. UserError: it does not fit the model."""
+        from zero_tp.data.tokenizer import open_tokenizer
+
         tokenizer = open_tokenizer(self.tokenizer_path)
-        check_tokenizer(tokenizer, config, self.tokenizer_path)
-        return ModelDirectory(self, config, tokenizer)
-
-
-def find_model(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelFiles:
-    """Find the files of a model in a directory or by its name on the Hugging Face hub.
-
-    Args:
-        allow_pickle: accept pickled weights.
-        tokenizer: a directory to take the tokenizer from, instead of the model's own.
-
-    Raises:
-        UserError: no such directory; or it lacks config, weights or tokenizer.
-    """
-    path = resolve(path, "--model", allow_pickle=allow_pickle).directory
-    if not path.is_dir():
-        raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
-    if is_run(path):
-        checkpoint = find_checkpoint(path)
-        manifest = read_manifest(checkpoint)
-        check_sizes(checkpoint, manifest.files)
-        tokenizer = tokenizer_of(tokenizer, manifest.tokenizer)
-        if tokenizer is None:
-            raise UserError(f"--model {path}: the run has no tokenizer: say where it is with --tokenizer DIR")
-        note = "; ".join(passed_over(path, manifest.step))
-        return ModelFiles(checkpoint, manifest, tokenizer, note, allow_pickle)
-    if not (path / "config.json").is_file():
-        raise UserError(
-            f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
-            "a run, or RUN/checkpoints/step_N"
-        )
-    find_weights(path, allow_pickle)
-    return ModelFiles(path, None, tokenizer_of(tokenizer, None) or path, allow_pickle=allow_pickle)
-
-
-def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
-    """Find and open a model; see `find_model` and `ModelFiles.open`."""
-    return find_model(path, allow_pickle=allow_pickle, tokenizer=tokenizer).open()
-
-
-@dataclass(frozen=True)
-class ModelDirectory:
-    """A model whose config and tokenizer are open and fit each other. Its weights are not read yet."""
-
-    files: ModelFiles
-    config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+        check_tokenizer(tokenizer, self.config, self.tokenizer_path)
+        return tokenizer
 
     def sequence_length(self, requested: int | None) -> int:
         """Return the tokens of a window: `requested`, or all positions that the config has.
@@ -120,16 +109,13 @@ class ModelDirectory:
         """
         positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and positions < 1:
-            raise UserError(f"{self.files.path}: its config's max_position_embeddings is {positions}, not positive")
-        if requested is None:
-            if positions is None:
-                raise UserError(
-                    f"{self.files.path}: its config doesn't say how many positions it has: give --sequence-length"
-                )
-            return positions
-        if positions is not None and requested > positions:
-            raise UserError(f"--sequence-length {requested:,}: the model has {positions:,} positions")
-        return requested
+            raise UserError(f"{self.path}: its config's max_position_embeddings is {positions}, not positive")
+        length = positions if requested is None else requested
+        if length is None:
+            raise UserError(f"{self.path}: its config doesn't say how many positions it has: give --sequence-length")
+        if positions is not None and length > positions:
+            raise UserError(f"--sequence-length {length:,}: the model has {positions:,} positions")
+        return length
 
     def load(
         self,
@@ -150,12 +136,12 @@ class ModelDirectory:
         from zero_tp.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer
         from zero_tp.huggingface import ZeroTPForCausalLM
 
-        topology = topology or Topology()
+        topology, tokenizer = topology or Topology(), self.tokenizer
         model = self.load_module(getattr(torch, dtype), device, topology).eval()
         return EvalModel(
             ParallelScorer(model) if isinstance(model, ZeroTPForCausalLM) else HuggingFaceScorer(model),
             model,
-            self.tokenizer,
+            tokenizer,
             self.config,
             self.sequence_length(sequence_length),
             batch_size=batch_size,
@@ -164,24 +150,12 @@ class ModelDirectory:
         )
 
     def load_module(self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology) -> Any:
-        """Load the model alone, as `load` does; "auto" is the dtype of a Hugging Face directory.
+        """Load the model alone, as `load` does; "auto" is the dtype of a Hugging Face directory, else fp32.
 
         Each rank reads its own slices, of a checkpoint's fp32 masters or of the weights.
         """
-        if self.files.manifest is not None:
-            return self._load_checkpoint(self.files.manifest, dtype, device, topology)
-        if topology.tensor == 1:
+        if self.manifest is None and topology.tensor == 1:
             return self._load_native(dtype, device)
-        from zero_tp.huggingface import ZeroTPForCausalLM
-
-        chosen = "float32" if dtype == "auto" else dtype
-        return ZeroTPForCausalLM.from_pretrained(
-            self.files.path, topology, dtype=chosen, device=device, allow_pickle=self.files.allow_pickle
-        )
-
-    def _load_checkpoint(
-        self, manifest: Manifest, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology
-    ) -> Any:
         import torch
         from transformers import GenerationConfig
 
@@ -189,12 +163,16 @@ class ModelDirectory:
         from zero_tp.checkpoint.resume_point import verify_checkpoint
         from zero_tp.huggingface import ZeroTPForCausalLM
 
-        verify_checkpoint(self.files.path, manifest)
-        source = CheckpointReader(self.files.path, manifest)
         dtype = torch.float32 if dtype == "auto" else dtype
+        if self.manifest is None:
+            return ZeroTPForCausalLM.from_pretrained(
+                self.path, topology, dtype=dtype, device=device, allow_pickle=self.allow_pickle
+            )
+        verify_checkpoint(self.path, self.manifest)
+        source = CheckpointReader(self.path, self.manifest)
         model = ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
-        if manifest.generation is not None:
-            model.generation_config = GenerationConfig(**manifest.generation)
+        if self.manifest.generation is not None:
+            model.generation_config = GenerationConfig(**self.manifest.generation)
         return model
 
     def _load_native(self, dtype: torch.dtype | Literal["auto"], device: str) -> Any:
@@ -202,7 +180,7 @@ class ModelDirectory:
 
         from zero_tp.weights.load import open_model
 
-        model = open_model(self.files.path, self.config, dtype, allow_pickle=self.files.allow_pickle)
+        model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
             model.to(device)
         except (RuntimeError, AssertionError) as error:
@@ -214,7 +192,7 @@ class ModelDirectory:
             raise
         except Exception as error:  # an architecture that is unknown here raises anything
             raise UserError(
-                f"{self.files.path}: the model that its config.json describes computes nothing: {first_line(error)}"
+                f"{self.path}: the model that its config.json describes computes nothing: {first_line(error)}"
             ) from error
         return model
 
@@ -230,7 +208,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to stand before a text")
     vocabulary = config.get_text_config().vocab_size
-    largest = max(tokenizer.get_vocab().values())
-    if max(len(tokenizer), largest + 1) > vocabulary:
-        has = f"{len(tokenizer):,} tokens" if len(tokenizer) > vocabulary else f"a token of id {largest:,}"
-        raise UserError(f"{path}: its tokenizer has {has}, the model only {vocabulary:,}: they don't belong together")
+    largest = max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
+    if largest >= vocabulary:
+        raise UserError(
+            f"{path}: its tokenizer has {len(tokenizer):,} tokens with ids up to {largest:,}, the model only "
+            f"{vocabulary:,}: they don't belong together"
+        )

@@ -98,7 +98,8 @@ class PerplexityTask(Task):
     logged = ("perplexity", "word_perplexity", "bits_per_byte")
 
     def __init__(self, file: Path | None, options: TaskOptions):
-        assert file is not None
+        if file is None:
+            raise UserError("perplexity needs a text: --data perplexity=FILE (.txt or .jsonl, each also .gz)")
         self.documents, self.origin = read_texts(file, options.text_key, options.limit)
         self.overlap = options.overlap
 

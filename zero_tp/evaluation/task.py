@@ -69,10 +69,8 @@ class TaskOptions:
         """Raise a UserError for a number that is out of range."""
         for name, least in LEAST.items():
             value = getattr(self, name, None)
-            if value is not None and value < least:
-                raise UserError(f"--{name.replace('_', '-')} {value}: at least {least}")
-            if value is not None and value > MOST:
-                raise UserError(f"--{name.replace('_', '-')} {value}: at most {MOST}")
+            if value is not None and not least <= value <= MOST:
+                raise UserError(f"--{name.replace('_', '-')} {value}: from {least} to {MOST}")
 
 
 class Task(ABC):

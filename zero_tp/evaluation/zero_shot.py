@@ -19,7 +19,7 @@ from zero_tp.constants import DTYPES
 from zero_tp.data.documents import check_files
 from zero_tp.errors import UserError, first_line
 from zero_tp.evaluation.lambada import LambadaTask
-from zero_tp.evaluation.model_directory import find_model
+from zero_tp.evaluation.model_directory import open_directory
 from zero_tp.evaluation.perplexity import PerplexityTask, WikitextTask
 from zero_tp.evaluation.task import (
     CHOICE_FIELDS,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from zero_tp.evaluation.eval_model import EvalModel
+    from zero_tp.evaluation.lm_eval_tasks import TaskManager
     from zero_tp.process.environment import RankEnvironment
 
 
@@ -43,16 +44,16 @@ def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
     """Make a task of lm-eval's kind from a file alone.
 
     Raises:
-        UserError: there is no file, lm-eval is not installed, or the file lacks a field.
+        UserError: there is no file, lm-eval is not installed, or the file's first record lacks a field.
     """
+    needed = ", ".join(CHOICE_FIELDS)
     if file is None:
-        needed = ", ".join(CHOICE_FIELDS)
         raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
     require_lm_eval(MULTIPLE_CHOICE)
     require_fields(MULTIPLE_CHOICE, file, CHOICE_FIELDS)
-    from zero_tp.evaluation.lm_eval_tasks import LMEvalTask
+    from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, TaskManager
 
-    return LMEvalTask(MULTIPLE_CHOICE, None, options, file)
+    return LMEvalTask(MULTIPLE_CHOICE, TaskManager(include_defaults=False), options, file)
 
 
 OWN_TASKS: dict[str, Callable[[Path | None, TaskOptions], Task]] = {
@@ -115,27 +116,18 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def parse_data(pairs: Iterable[str], tasks: Sequence[str]) -> dict[str, Path]:
-    """Parse TASK=PATH pairs. UserError: no such pair, a task that isn't run, or no such file."""
+    """Parse TASK=PATH pairs. UserError: no such pair, a task that isn't run, or two files for a task."""
     data: dict[str, Path] = {}
     for pair in pairs:
         task, equals, path = pair.partition("=")
         if not equals or not path:
             raise UserError(f"--data {pair}: TASK=PATH is needed, such as lambada=data/lambada.jsonl")
+        if task not in tasks:
+            raise UserError(f"--data {pair}: {task!r} is not among --tasks {','.join(tasks)}")
         if task in data:
             raise UserError(f"--data {pair}: {task} has a file already, {data[task]}")
         data[task] = Path(path)
-    check_data(data, tasks)
     return data
-
-
-def check_data(data: Mapping[str, Path], tasks: Sequence[str]) -> None:
-    """Raise a UserError for a file of a task that isn't run, a missing file, or a task that lacks one."""
-    for task, path in data.items():
-        if task not in tasks:
-            raise UserError(f"--data {task}={path}: {task!r} is not among --tasks {','.join(tasks)}")
-    if PerplexityTask.name in tasks and PerplexityTask.name not in data:
-        raise UserError("perplexity needs a text: --data perplexity=FILE (.txt or .jsonl, each also .gz)")
-    check_files(data.values())
 
 
 def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOptions) -> list[Task]:
@@ -147,40 +139,32 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         UserError: an unknown task (names the nearest), options that don't fit it, or data that can't be read.
     """
     options.check()
+    check_files(data[name] for name in names if name in data)
     if options.limit is not None and set(names) == {WikitextTask.name}:
         raise UserError(f"--limit {options.limit}: {WikitextTask.name} is one text; leave the limit out")
-    directory: TaskDirectory | None = None
+    directory: TaskManager | None = None
     if options.include_path is not None:
         require_lm_eval("--include-path")
-        from zero_tp.evaluation.lm_eval_tasks import TaskDirectory
+        from zero_tp.evaluation.lm_eval_tasks import open_task_directory
 
-        directory = TaskDirectory(options.include_path)
-    in_directory = [name for name in names if directory and name in directory.names]
-    own = [name for name in OWN_TASKS if name in names and name not in in_directory]
+        directory = open_task_directory(options.include_path)
+    own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
     unfit = [name for name in LM_EVAL_OPTIONS if getattr(options, name) not in (None, False)]
     if unfit and set(own) - {MULTIPLE_CHOICE} == set(names):
         raise UserError(f"--{unfit[0].replace('_', '-')}: {', '.join(names)}: for tasks of lm-eval only; leave it out")
-    check_data({name: path for name, path in data.items() if name in own}, own)
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
-    others = [name for name in names if name not in own]
-    if others:
+    if others := [name for name in names if name not in own]:
         require_lm_eval("a task that is none of zero_tp's own")
-        from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, lm_eval_task_manager
+        from zero_tp.evaluation.lm_eval_tasks import LMEvalTask, find_task_manager
 
+        manager = find_task_manager(others, directory)
         for name in others:
-            if name not in in_directory:
-                _check_name(name, [*(directory.names if directory else ()), *lm_eval_task_manager().all_tasks])
-        for name in others:
-            tasks[name] = LMEvalTask(name, directory if name in in_directory else None, options, data.get(name))
+            if name not in manager.task_index:
+                near = difflib.get_close_matches(name, [*OWN_TASKS, *manager.all_tasks])
+                hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
+                raise UserError(f"{name}: unknown task; {hint}")
+        tasks |= {name: LMEvalTask(name, manager, options, data.get(name)) for name in others}
     return [tasks[name] for name in names]
-
-
-def _check_name(name: str, others: Sequence[str]) -> None:
-    """Raise a UserError for a task that nobody has."""
-    if name not in others:
-        near = difflib.get_close_matches(name, [*OWN_TASKS, *others])
-        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {TASK_NAMES}"
-        raise UserError(f"{name}: unknown task; {hint}")
 
 
 def evaluate(
@@ -200,15 +184,15 @@ def evaluate(
         environment: of this rank; None: a single process.
 
     Raises:
-        UserError: see `find_model`, `ModelFiles.open`, `make_tasks`; settings that don't fit the model; ranks
-            with different weights.
+        UserError: see `open_directory`, `make_tasks`; settings that don't fit the model; ranks with different
+            weights.
     """
     world = environment.world if environment else 1
     settings.check_ranks(world)
-    files = find_model(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
+    directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
     tasks = make_tasks(names, data, settings)
-    directory = files.open()
     length = directory.sequence_length(settings.sequence_length)
+    vocabulary_size = len(directory.tokenizer)
     for task in tasks:
         task.check(length)
     topology, device = Topology(), _choose_device(settings.device, world)
@@ -223,16 +207,16 @@ def evaluate(
         settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
     if world > 1:
-        check_same_weights(loaded.module, topology, files.path)
+        check_same_weights(loaded.module, topology, directory.path)
     return {
         "model": {
-            "path": str(files.path),
-            "step": files.step,
-            **({"note": files.note} if files.note else {}),
+            "path": str(directory.path),
+            "step": directory.step,
+            **({"note": directory.note} if directory.note else {}),
             "model_type": directory.config.model_type,
             "class": type(loaded.module).__name__,
             "parameters": loaded.module.num_parameters(),
-            "vocabulary_size": len(directory.tokenizer),
+            "vocabulary_size": vocabulary_size,
         },
         "settings": as_json(
             asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
