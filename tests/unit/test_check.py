@@ -124,8 +124,8 @@ def test_combinations_and_sums_are_reported_together(tmp_path: Path) -> None:
         zero_tp__recompute={"mode": "full", "layers": 3},
     )
     assert errors(tmp_path, config, world_size=4) == [
-        *("fp16.enabled", "zero_optimization.offload_param", "scheduler.params.total_num_steps"),
-        "zero_tp.recompute.layers",
+        *("fp16.enabled", "scheduler.params.total_num_steps", "zero_tp.recompute.layers"),
+        "zero_optimization.offload_param",
     ]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.config.deepspeed import RENAMED
+from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED, OffBlock
 from zero_tp.config.model_block import FROM
 from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
@@ -39,8 +39,9 @@ def json_schema() -> Json:
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.config.config_file import ConfigFile
 
-    required: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
-    model = create_model("Config", __base__=ConfigFile, **required)
+    blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
+    blocks |= dict.fromkeys(OFF_BLOCKS, (OffBlock | Literal[False] | None, None))
+    model = create_model("Config", __base__=ConfigFile, **blocks)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
     _adapt(schema, schema["$defs"])
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]

@@ -42,7 +42,7 @@ class Adam(ConfigModel):
 
     lr: NonNegative
     betas: tuple[Below1, Below1] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8  # the update is divided by it
     weight_decay: NonNegative = 0.0
     torch_adam: bool = False
     adam_w_mode: bool = True
@@ -99,25 +99,21 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigM
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 
-def check_optimizer(raw: dict[str, Any], offload: bool) -> ConfigModel:
-    """Return the `params` of the `optimizer` block, typed.
-
-    Args:
-        raw: the block.
-        offload: the optimizer's states live on the CPU, which selects other classes.
+def check_optimizer(values: dict[str, Any]) -> ConfigModel:
+    """Return the `params` of the `optimizer` block of DeepSpeed's config, typed.
 
     Raises:
         ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
     """
-    block = validate(OptimizerBlock, raw, "optimizer")
+    block = validate(OptimizerBlock, values["optimizer"], "optimizer")
     name, lower = block.type, block.type.lower()
-    refused = {other.lower(): reason for other, reason in REFUSED_OPTIMIZERS.items()}
-    if lower in refused:
-        use = f"use one of {', '.join(OPTIMIZERS)}"
-        raise ConfigError("optimizer.type", f"{shown(name)} is refused: {refused[lower]}", use)
+    for other, reason in REFUSED_OPTIMIZERS.items():
+        if other.lower() == lower:
+            use = f"use one of {', '.join(OPTIMIZERS)}"
+            raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", use)
     if lower not in ("adam", "adamw") and name != "SGD":
         raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS))
-    model = optimizer_params(lower, bool(block.params.get("torch_adam")), offload)
+    model = optimizer_params(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
     params = validate(model, block.params, "optimizer.params")
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
