@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 RIGHT: dict[str, Any] = {
@@ -73,6 +77,18 @@ class Mistake:
         return config
 
 
+def changed(changes: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> dict[str, Any]:
+    """RIGHT with values at dotted paths; in a keyword `__` stands for the dot."""
+    named = {path.replace("__", "."): value for path, value in others.items()}
+    return Mistake({**changes, **named}, "", ()).config()
+
+
+def written(folder: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
+    """The file of a config."""
+    (folder / name).write_text(json.dumps(config))
+    return folder / name
+
+
 def mistake(key: str, words: str | tuple[str, ...], *, value: Any) -> Mistake:
     """A mistake at one key: the value that stands there instead."""
     return Mistake({key: value}, key, (words,) if isinstance(words, str) else words)
@@ -118,7 +134,7 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.model.activation_function", 'did you mean "gelu_new"?', value="gelu_nev"),
     mistake("zero_tp.model.attn_pdrop", "probability", value=1.5),
     mistake("zero_tp.model.bos_token_id", "vocabulary of 512", value=512),
-    mistake("zero_tp.data.train", "prefix", value=""),
+    mistake("zero_tp.data.train", "is empty", value=""),
     # Missing
     mistake("zero_tp", "required", value=Missing),
     mistake("zero_tp.training.steps", "required", value=Missing),

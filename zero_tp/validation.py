@@ -171,6 +171,8 @@ def _in_one_line(detail: Any, raw: Any, path: str) -> ConfigError:
     key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
     if kind == "missing":
         return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
+    if kind == "string_too_short" or (kind == "too_short" and not value):
+        return ConfigError(key, "is empty", "docs/config.md lists what is accepted")
     if kind in ("literal_error", "enum"):
         words = context["expected"].replace(" or ", ", ").split(",")
         options = list(dict.fromkeys(word.strip().strip("'") for word in words))

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import config_page
-from tests.mistakes import MISTAKES, RIGHT, Mistake
+from tests.mistakes import MISTAKES, RIGHT, changed, written
 from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig, check_accelerator
@@ -30,17 +30,6 @@ from zero_tp.topology import data_parallel_size
 from zero_tp.validation import nested_names, validate
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def written(tmp_path: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
-    path = tmp_path / name
-    path.write_text(json.dumps(config))
-    return path
-
-
-def changed(**changes: Any) -> dict[str, Any]:
-    """RIGHT with changes; `__` stands for the dot."""
-    return Mistake({path.replace("__", "."): value for path, value in changes.items()}, "", ()).config()
 
 
 def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
@@ -221,8 +210,8 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ("=3", "is not KEY=VALUE"),
         ("gradient_clipping.value=3", "gradient_clipping is 1.0, not an object"),
         ("gradient_clipping=NaN", 'gradient_clipping: "NaN"'),
-        ("zero_tp.data.train={}", "names no corpus"),
-        ('zero_tp.data.train={"a": 0}', "must be more than 0"),
+        ("zero_tp.data.train={}", "zero_tp.data.train: is empty"),
+        ('zero_tp.data.train={"a": 0}', "zero_tp.data.train.a: 0: must be greater than 0"),
         ("optimizer.params.eps=1e9", "optimizer.params.eps: 1000000000.0: must be less than 1"),
         ("fp16.loss_scale=-1", "fp16.loss_scale: -1: must be >= 0"),
         ("zero_optimization.offload_optimizer.ratio=0.5", "ratio: refused unless it is 1: "),

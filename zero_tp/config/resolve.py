@@ -48,14 +48,7 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def check_leaves(value: Any, path: str = "") -> None:
-    """Refuse what no run can use, at any depth: numbers beyond 2^53, and NUL characters in strings and keys.
-
-    Numbers of JSON are exact up to 2^53 in every program, and what computes with them in fp32 or counts in 64 bits has
-    room for a product of two. No name of a file has a NUL character.
-
-    Raises:
-        ConfigError: names the first.
-    """
+    """Refuse numbers beyond 2^53, to which JSON's are exact in every program, and NUL, which no file's name has."""
     if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
         raise ConfigError(path, f"{shown(value)} is beyond 2^53 (9.0e15), as no number of a run is", "write it smaller")
     if isinstance(value, str) and "\0" in value:
@@ -91,19 +84,17 @@ def dtype_name(config: dict[str, Any]) -> str:
 
 def copies_gradients(config: dict[str, Any]) -> bool:
     """Tell whether DeepSpeed's config asks for copies of gradients: contiguous, or added up in another dtype."""
-    added_up = config.get("data_types", {}).get("grad_accum_dtype")
-    contiguous = config.get("zero_optimization", {}).get("contiguous_gradients")
-    return contiguous is True or added_up not in (None, dtype_name(config))
+    contiguous = look_up(config, "zero_optimization.contiguous_gradients") is True
+    return contiguous or look_up(config, "data_types.grad_accum_dtype") not in (None, dtype_name(config))
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedStart:
-    """What a later start takes from the checkpoint that it goes on from.
+    """What a later start takes from its checkpoint.
 
     Attributes:
         config: `RunConfig.resolved()` of the earlier start.
-        model: the model's config, for when the directory of `from_pretrained`, which a run needs to start and not to go
-            on, is gone.
+        model: the model's config, for when the directory of `from_pretrained` is gone, which only a first start needs.
         updates: steps that have updated the weights.
     """
 

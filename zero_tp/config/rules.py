@@ -25,11 +25,23 @@ from zero_tp.validation import ConfigErrors
 ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
 MOST_SAMPLES = 2**31 - 1
 """Samples of a step, and tokens of a forward: kernels count in 32 bits."""
-USUAL_RATE = 1.0
 SWITCHED = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
 """Blocks whose other keys mean nothing while `enabled` is false."""
-NVME = {"offload_optimizer": ("buffer_count", "pipeline_*", "fast_init"), "offload_param": ("buffer_*", "max_in_cpu")}
+NVME = {
+    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_*", "fast_init"),
+    "offload_param": ("nvme_path", "buffer_*", "max_in_cpu"),
+}
 """Keys of the offload blocks that DeepSpeed reads for NVMe."""
+NEVER_READ = {
+    f"disable_allgather {ZERO}.allgather_*": "DeepSpeed 0.19.8 on torch 2.13 does not read it",
+    "comet.samples_log_interval": "zero_tp.logging.interval says which steps are logged",
+    "data_types.buffer_dtype data_types.keep_in_fp32_modules": "the models have no buffers to cast",
+    "vocabulary_size": "DeepSpeed only warns of a size that is no multiple of 8",
+    f"{ZERO}.load_from_fp32_weights {ZERO}.stage3_gather_16bit_*": "zero_tp writes and reads its checkpoints itself",
+    f"{ZERO}.offload_optimizer.cpuadam_cores_perc": "SuperOffload reads it, which is not built",
+    f"{ZERO}.save_muon_momentum_buffer_in_memory": "Muon is refused",
+}
+"""Keys that nothing reads in any config, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +75,6 @@ def rules(config: TypedConfig) -> list[Rule]:
     return [
         *_gradient_rules(config),
         *_optimizer_rules(config),
-        *_schedule_rules(config),
         *(_run_rules(config) if config.door is Door.RUN else ()),
         *_activation_rules(config),
         *_offload_rules(config),
@@ -116,20 +127,14 @@ def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what was never compared with a plain run, and values that no one can mean."""
-    is_sgd, rate, highest = config["optimizer.type"] == "SGD", config.number(f"{OPTIMIZER}.lr"), config.highest_rate
+    """Yield what torch and DeepSpeed refuse of an optimizer and its schedule, or leave unread."""
+    is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config.number(f"{OPTIMIZER}.lr")
     momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
-    is_l2 = str(config["optimizer.type"]).lower() == "adam" and not config[f"{OPTIMIZER}.adam_w_mode"]
+    cycles, peak = config[f"{SCHEDULER}.cycle_momentum"], config[f"{SCHEDULER}.warmup_max_lr"]
     yield refused(
         "zero_allow_untested_optimizer",
         config.stage > 0 and is_sgd and not config["zero_allow_untested_optimizer"],
         "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or use AdamW",
-    )
-    yield refused(
-        f"{OPTIMIZER}.weight_decay",
-        not is_l2 and highest * config.number(f"{OPTIMIZER}.weight_decay") >= 1,
-        "when the highest rate × weight_decay is 1 or more: one step would take all of a weight away; use a smaller "
-        "one such as 0.1",
     )
     yield refused(
         f"{OPTIMIZER}.nesterov",
@@ -141,43 +146,20 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
         bool(config[f"{OPTIMIZER}.foreach"] and config[f"{OPTIMIZER}.fused"]),
         "with fused: they are two implementations of one step; give one of them",
     )
-    yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
-    yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
-    script_only = "it is about an optimizer that a script makes itself"
-    yield unread("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, script_only)
-    yield note(f"{OPTIMIZER}.lr", rate == 0, "at rate 0 nothing is trained")
-    has_own_rates = config["scheduler.type"] in ("OneCycle", "LRRangeTest") or highest != rate
-    yield note(f"{OPTIMIZER}.lr", has_own_rates, "the schedule has rates of its own, and this one is not used")
-    yield note(
-        f"{OPTIMIZER}.lr {SCHEDULER}.*max_lr",
-        highest > USUAL_RATE and not is_sgd,
-        "a rate above 1 is unusual for Adam, whose steps are about as long",
-    )
-
-
-def _schedule_rules(config: TypedConfig) -> Iterator[Rule]:
-    """Yield what contradicts itself in a schedule."""
-    is_sgd, highest = config["optimizer.type"] == "SGD", config.highest_rate
     phases = sum(config.number(f"{SCHEDULER}.{name}") for name in (*WARMUPS, "num_decay_steps"))
     for name in LENGTHS:
-        is_short = 0 < config.number(f"{SCHEDULER}.{name}") < phases
-        reason = "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer"
-        yield refused(f"{SCHEDULER}.{name}", is_short, reason)
-    yield refused(
-        f"{SCHEDULER}.warmup_min_lr",
-        config.number(f"{SCHEDULER}.warmup_min_lr") > highest,
-        "above the rate at the warm-up's end: the warm-up would lower the rate; use a smaller one such as 0",
-    )
-    for name in ("lr_end", "min_lr"):
-        rises = config.number(f"{SCHEDULER}.{name}") >= highest > 0
         yield refused(
-            f"{SCHEDULER}.{name}", rises, "not below the rate: the decay would raise the rate; use a smaller one"
+            f"{SCHEDULER}.{name}",
+            0 < config.number(f"{SCHEDULER}.{name}") < phases,
+            "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
         )
-    for low, high in (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom")):
-        falls = config.number(f"{SCHEDULER}.{low}") > config.number(f"{SCHEDULER}.{high}")
-        reason = f"above {high}: the cycle would be upside down; exchange the two"
-        yield refused(f"{SCHEDULER}.{low}", falls, reason)
-    cycles = config[f"{SCHEDULER}.cycle_momentum"]
+    for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
+        rises = config[key] is not None and config[key] >= rate
+        yield refused(key, rises, "not below the rate: the decay would raise the rate; use a smaller one")
+    yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
+    yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
+    in_script = "it is about an optimizer that a script makes itself"
+    yield unread("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, in_script)
     yield unread(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
     yield unread(f"{SCHEDULER}.cycle_m??_mom", cycles is False, f"{SCHEDULER}.cycle_momentum is false")
     yield unread(
@@ -185,6 +167,8 @@ def _schedule_rules(config: TypedConfig) -> Iterator[Rule]:
         not (config[f"{SCHEDULER}.decay_lr_rate"] and config[f"{SCHEDULER}.decay_step_size"]),
         "the rate falls after the cycle only if decay_lr_rate and decay_step_size are both above 0",
     )
+    has_own_rates = kind in ("OneCycle", "LRRangeTest") or peak not in (None, rate)
+    yield note(f"{OPTIMIZER}.lr", has_own_rates, "the schedule has rates of its own, and this one is not used")
     yield note(
         "scheduler.type",
         bool(cycles) and not is_sgd,
@@ -275,7 +259,7 @@ def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
     )
     yield refused(
         f"{ACTIVATIONS}.number_checkpoints",
-        bool(layers and has_slots and slots) and slots < len(policy.recomputed_layers(layers)),
+        bool(has_slots and slots) and slots < len(policy.recomputed_layers(layers or 0)),
         "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it out",
     )
     no_slots = "only contiguous_memory_optimization has slots"
@@ -315,11 +299,9 @@ def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
             'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
         )
         yield unread(f"{ZERO}.{block}.[!d]*", not config.offloads(block), f"{block}.device is none")
-        for_nvme = _zero_keys(*(f"{block}.{key}" for key in ("nvme_path", *keys)))
+        for_nvme = _zero_keys(*(f"{block}.{key}" for key in keys))
         yield unread(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
     yield unread("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
-    super_offload = "SuperOffload reads it, which is not built"
-    yield unread(_zero_keys("offload_optimizer.cpuadam_cores_perc"), True, super_offload)
     unused_read = config.stage in (1, 2) and config.offloads("offload_optimizer")
     reason = "only ZeRO-1 and ZeRO-2 with an offloaded optimizer read it"
     yield unread(_zero_keys("ignore_unused_parameters"), not unused_read, reason)
@@ -337,39 +319,29 @@ def _zero_rules(config: TypedConfig) -> Iterator[Rule]:
         "when it is odd: DeepSpeed splits it by 2; use an even one",
     )
     yield unread("bf16.immediate_grad_update", not uses_bf16_optimizer, fp32_only)
-    only_3 = _zero_keys(
-        *("stage3_*", "sub_group_size", "enable_sanity_checks", "memory_efficient_linear"),
-        *("override_module_apply", "log_trace_cache_warnings"),
-    )
-    yield unread(only_3, config.stage < 3, "only ZeRO-3 reads it")
-    buckets, reduction = ("use_multi_rank_*", "parameter_alignment"), ("contiguous_gradients", "reduce_scatter")
+    only_3 = "stage3_* sub_group_size enable_sanity_checks memory_efficient_linear override_module_apply"
+    yield unread(_zero_keys(f"{only_3} log_trace_cache_warnings"), config.stage < 3, "only ZeRO-3 reads it")
+    buckets, reduction = "use_multi_rank_* parameter_alignment", "contiguous_gradients reduce_scatter overlap_*"
     yield unread(
-        _zero_keys(*buckets, *reduction, "overlap_*"),
+        _zero_keys(f"{buckets} {reduction}"),
         uses_bf16_optimizer,
         "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
     )
-    yield unread(_zero_keys(*buckets), config.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it")
+    yield unread(_zero_keys(buckets), config.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it")
     scattered = not config[f"{ZERO}.contiguous_gradients"]
     yield unread(_zero_keys("use_multi_rank_*"), scattered, "it is for contiguous_gradients")
-    in_buckets = _zero_keys(*reduction, "reduce_bucket_size", "overlap_*")
-    yield unread(in_buckets, config.stage == 0, "ZeRO-0 does not read it")
-    never_read = f"disable_allgather {_zero_keys('allgather_partitions', 'allgather_bucket_size')}"
-    yield unread(never_read, True, "DeepSpeed 0.19.8 on torch 2.13 does not read it")
-    checkpoints = _zero_keys("load_from_fp32_weights", "stage3_gather_16bit_*")
-    yield unread(checkpoints, True, "zero_tp writes and reads its checkpoints itself")
-    yield unread(_zero_keys("save_muon_momentum_buffer_in_memory"), True, "Muon is refused")
+    yield unread(_zero_keys(f"{reduction} reduce_bucket_size"), config.stage == 0, "ZeRO-0 does not read it")
 
 
 def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield what DeepSpeed's engine leaves unread, and what its logs don't count."""
+    for keys, reason in NEVER_READ.items():
+        yield unread(keys, True, reason)
     for block in SWITCHED:
         keys = f"{block}.[!e]* {block}.e[!n]*"
         yield unread(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
-    yield unread("comet.samples_log_interval", True, "zero_tp.logging.interval says which steps are logged")
     untimed = not config["timers.throughput.enabled"]
     yield unread("timers.throughput.synchronized", untimed, "timers.throughput.enabled is not true")
-    yield unread("vocabulary_size", True, "DeepSpeed only warns of a size that is no multiple of 8")
-    yield unread("data_types.buffer_dtype data_types.keep_in_fp32_modules", True, "the models have no buffers to cast")
     yield note(
         "comms_logger.enabled",
         config["comms_logger.enabled"],
@@ -384,7 +356,8 @@ def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
 
 
 def _zero_keys(*names: str) -> str:
-    return " ".join(f"{ZERO}.{name}" for name in names)
+    """Return the dotted keys of names in ZeRO's block; one argument may hold several, separated by blanks."""
+    return " ".join(f"{ZERO}.{name}" for name in " ".join(names).split())
 
 
 def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str]:

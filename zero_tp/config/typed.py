@@ -69,13 +69,6 @@ class TypedConfig:
     def on_nvme(self, block: str) -> bool:
         return bool(self[f"{ZERO}.{block}.device"] == "nvme")
 
-    @property
-    def highest_rate(self) -> float:
-        """Return the highest rate that the run trains at; of a range test, which has none, the lowest."""
-        rate_names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
-        rate = self[f"scheduler.params.{rate_names.get(self['scheduler.type'], 'warmup_max_lr')}"]
-        return self.number("optimizer.params.lr") if rate is None else float(rate)
-
 
 def check_types(values: dict[str, Any], door: Door = Door.RUN, auto_keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return DeepSpeed's part converted to its types, with the default of every key that is not written.
