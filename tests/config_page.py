@@ -22,13 +22,13 @@ from zero_tp.architectures.fields import FIXED_IN_EVERY_CONFIG, OF_EVERY_CONFIG
 from zero_tp.architectures.rotary import ROPE_KEYS
 from zero_tp.config import RunConfig
 from zero_tp.config.config_file import ConfigFile
-from zero_tp.config.deepspeed import OFF_BLOCKS, REMOVED, RENAMED
-from zero_tp.config.effects import caution_rows, without_effect_rows
+from zero_tp.config.deepspeed import FIXED, OFF_BLOCKS, REMOVED, RENAMED, fixed_to
 from zero_tp.config.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
-from zero_tp.config.refusals import refusals
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
+from zero_tp.config.rules import rules
 from zero_tp.config.schedule import DEEPSPEED_SCHEDULES, REFUSED_SCHEDULES, SCHEDULES, TRANSFORMERS_SCHEDULES
 from zero_tp.config.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
+from zero_tp.config.typed import TypedConfig
 from zero_tp.errors import shown
 from zero_tp.validation import fields_by_name, model_in
 
@@ -122,7 +122,7 @@ def page() -> str:
             "",
             f"The batch sizes ({_listed(BATCH_FIELDS)}) are worked out from each other. Besides:",
             "",
-            *_table(("key", "means"), ((f"`{key}`", meaning) for key, (meaning, _) in AUTO.items())),
+            *_table(("key", "means"), ((f"`{key}`", meaning) for key, meaning in AUTO.items())),
             "",
             '`"auto"` for any other key is an error.',
             "",
@@ -139,10 +139,7 @@ def page() -> str:
             "",
             "### Combinations",
             "",
-            *_table(
-                ("key", "refused", "reason", "instead"),
-                ((f"`{row.key}`", row.when, row.reason, row.remedy) for row in refusals(config)),
-            ),
+            *_table(("key", "refused", "reason", "instead"), _refusals(config)),
             "",
             "### Blocks that stay off",
             "",
@@ -162,11 +159,11 @@ def page() -> str:
             "",
             "A key that changes nothing may stay; `zero-tp check` and the run's first lines name it.",
             "",
-            *_table(("keys", "when"), ((_patterns(row.keys), row.reason) for row in without_effect_rows(config))),
+            *_table(("keys", "when"), _notes(config, "no effect")),
             "",
             "### Accepted with a note",
             "",
-            *_table(("key", "note"), ((_patterns(row.keys), row.reason) for row in caution_rows(config))),
+            *_table(("key", "note"), _notes(config, "note")),
             "",
             "### Removed from DeepSpeed, or renamed",
             "",
@@ -177,6 +174,19 @@ def page() -> str:
             "",
         ]
     )
+
+
+def _refusals(config: TypedConfig) -> Iterator[tuple[str, ...]]:
+    texts = [(key, f"{fixed_to(value)}: {reason}") for key, (value, reason) in FIXED.items()]
+    texts += [(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused"]
+    for key, text in texts:
+        problem, _, remedy = text.partition("; ")
+        when, _, reason = problem.partition(": ")
+        yield f"`{key}`", when, reason, remedy or "leave it out"
+
+
+def _notes(config: TypedConfig, kind: str) -> Iterator[tuple[str, ...]]:
+    return ((_patterns(rule.keys), rule.reason) for rule in rules(config) if rule.kind == kind)
 
 
 def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 RIGHT: dict[str, Any] = {
@@ -73,6 +77,18 @@ class Mistake:
         return config
 
 
+def changed(changes: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> dict[str, Any]:
+    """RIGHT with values at dotted paths; in a keyword `__` stands for the dot."""
+    named = {path.replace("__", "."): value for path, value in others.items()}
+    return Mistake({**changes, **named}, "", ()).config()
+
+
+def written(folder: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
+    """The file of a config."""
+    (folder / name).write_text(json.dumps(config))
+    return folder / name
+
+
 def mistake(key: str, words: str | tuple[str, ...], *, value: Any) -> Mistake:
     """A mistake at one key: the value that stands there instead."""
     return Mistake({key: value}, key, (words,) if isinstance(words, str) else words)
@@ -118,7 +134,7 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.model.activation_function", 'did you mean "gelu_new"?', value="gelu_nev"),
     mistake("zero_tp.model.attn_pdrop", "probability", value=1.5),
     mistake("zero_tp.model.bos_token_id", "vocabulary of 512", value=512),
-    mistake("zero_tp.data.train", "prefix", value=""),
+    mistake("zero_tp.data.train", "is empty", value=""),
     # Missing
     mistake("zero_tp", "required", value=Missing),
     mistake("zero_tp.training.steps", "required", value=Missing),
@@ -143,7 +159,7 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.model.n_embd", "hidden size 66 ≠ heads 4 × head size 16.5", value=66),
     mistake("zero_tp.data.sequence_length", ("129 tokens", "n_positions"), value=129),
     mistake("zero_tp.data.sequence_length", ("127 ≠ tensor 2 × 63.5", "zero_tp.parallel.sequence"), value=127),
-    mistake("scheduler.params.total_num_steps", "warmup_num_steps is 10", value=5),
+    mistake("scheduler.params.total_num_steps", "refused below the steps of warm-up and decay", value=5),
     # Removed, renamed, refused, not built
     mistake("elasticity", ("removed from DeepSpeed", "batch size"), value={"enabled": True}),
     mistake("zero_optimization.mics_shard_size", "removed from DeepSpeed", value=8),
@@ -160,17 +176,17 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         {"zero_tp.recompute": {"mode": "full", "layers": 3}},
         "zero_tp.recompute.layers",
-        ("3, but the model has 2 layers", "at most 2"),
+        ("refused above the model's layers", "use a smaller one"),
     ),
     Mistake(
         {"zero_tp.recompute": {"mode": "full", "every": 3}},
         "zero_tp.recompute.every",
-        ("3, but the model has 2 layers", "at most 2"),
+        ("refused above the model's layers", "use a smaller one"),
     ),
     Mistake(
         {"zero_tp.recompute": {"mode": "full", "keep_micro_batches": 2}},
         "zero_tp.recompute.keep_micro_batches",
-        ("2 of the 2 micro-batches", "at most 1"),
+        ("refused from a step's micro-batches on", "use fewer"),
     ),
     Mistake(
         {
@@ -183,7 +199,7 @@ MISTAKES: tuple[Mistake, ...] = (
             },
         },
         "activation_checkpointing.number_checkpoints",
-        ("1, but 2 layers keep a checkpoint each", "use 2, or leave it out"),
+        ("refused below the recomputed layers", "or leave it out"),
     ),
     mistake("zero_tp.model.model_type", ("no table here", "gpt2"), value="roberta"),
     Mistake(

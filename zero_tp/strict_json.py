@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,10 @@ def parse_json(text: bytes | str) -> Any:
         InvalidJson: it is not JSON (with line and column), has a key twice, NaN or Infinity, an integer of more than
             100 digits, an unpaired surrogate, or more than 100 levels.
     """
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique = dict(pairs)
-        if len(unique) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
-        return unique
-
-    def finite(number: str) -> float:
-        if not math.isfinite(float(number)):
-            raise InvalidJson(f"{number[:60]} is not a finite number")
-        return float(number)
-
-    def bounded(number: str) -> int:
-        if len(number) > _MOST_DIGITS:
-            raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
-        return int(number)
-
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
         value = json.loads(
-            decoded, object_pairs_hook=without_duplicates, parse_float=finite, parse_constant=finite, parse_int=bounded
+            decoded, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite, parse_int=_bounded
         )
     except json.JSONDecodeError as error:
         raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
@@ -58,6 +40,26 @@ def parse_json(text: bytes | str) -> Any:
     return value
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise InvalidJson(f"the key {shown(twice)} appears twice in one object")
+    return unique
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(float(number)):
+        raise InvalidJson(f"{number[:60]} is not a finite number")
+    return float(number)
+
+
+def _bounded(number: str) -> int:
+    if len(number) > _MOST_DIGITS:
+        raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
+    return int(number)
+
+
 def _check(value: Any, levels: int) -> None:
     """Refuse deep nesting, which later code could not walk, and strings that can't be written as UTF-8."""
     if not levels:
@@ -67,35 +69,22 @@ def _check(value: Any, levels: int) -> None:
             value.encode()
         except UnicodeEncodeError as error:
             raise InvalidJson(f"unpaired surrogate at character {error.start} of a string") from None
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, (dict, list)):
+        for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             _check(inner, levels - 1)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            _check(key, levels - 1)
-            _check(inner, levels - 1)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        OSError: see `read_regular`.
-        InvalidJson: see `parse_object`.
-    """
-    return parse_object(read_regular(path))
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Return the object that a JSON text is.
-
-    Raises:
-        InvalidJson: see `parse_json`; or it is not an object.
-    """
+    """Return the object that a JSON text is. InvalidJson: see `parse_json`; or it is not an object."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise InvalidJson(f"holds {shown(value)}, not an object")
     return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises what `read_regular` and `parse_object` do."""
+    return parse_object(read_regular(path))
 
 
 def read_json(path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs") -> dict[str, Any]:

@@ -88,12 +88,13 @@ def validate(model: type[Model], raw: Any, path: str, known: Iterable[ConfigErro
     if not isinstance(raw, dict):
         raise ConfigErrors([_not_an_object(raw, path)])
     errors = [*known, *_wrong_names(model, raw, path)]
+    right = _without({error.key for error in errors}, raw, path)
     try:
-        parsed = model(**_without({error.key for error in errors}, raw, path))
+        parsed = model(**right)
     except ValidationError as error:
         errors += (_in_one_line(detail, raw, path) for detail in error.errors(include_url=False))
     else:
-        errors += _coerced(parsed, raw, path)
+        errors += _coerced(right, parsed.model_dump(by_alias=True), path)
         if not errors:
             return parsed
     # Of a union's members, the one that went furthest is the one meant.
@@ -170,6 +171,8 @@ def _in_one_line(detail: Any, raw: Any, path: str) -> ConfigError:
     key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
     if kind == "missing":
         return ConfigError(key, "required, but not given", "add it (docs/config.md describes it)")
+    if kind == "string_too_short" or (kind == "too_short" and not value):
+        return ConfigError(key, "is empty", "docs/config.md lists what is accepted")
     if kind in ("literal_error", "enum"):
         words = context["expected"].replace(" or ", ", ").split(",")
         options = list(dict.fromkeys(word.strip().strip("'") for word in words))
@@ -196,28 +199,14 @@ def _resolve(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple
     return parts, value
 
 
-def _coerced(parsed: BaseModel, raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
+def _coerced(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
     """Yield an error for what pydantic takes although the field does not ask for it: "8" for 8, and true for 1."""
-    for name, field in type(parsed).model_fields.items():
-        for key in {name, field.alias or name} & raw.keys():
-            where, written = f"{path}.{key}" if path else str(key), raw[key]
-            value = getattr(parsed, name, None)
-            if isinstance(value, BaseModel) and isinstance(written, dict):
-                yield from _coerced(value, written, where)
-            else:
-                yield from _compare(written, value, where)
-
-
-def _compare(written: Any, value: Any, where: str) -> Iterator[ConfigError]:
-    if isinstance(written, list) and isinstance(value, (list, tuple)):
-        if len(value) < len(written):  # DeepSpeed's leaf_module drops them
-            yield ConfigError(where, f"{shown(written)}: an entry is there twice", "write each once")
-            return
-        for index, (inner_written, inner_value) in enumerate(zip(written, value, strict=True)):
-            yield from _compare(inner_written, inner_value, f"{where}.{index}")
-    elif isinstance(written, dict) and isinstance(value, dict):
+    if isinstance(written, dict) and isinstance(value, dict):
         for key in written.keys() & value.keys():
-            yield from _compare(written[key], value[key], f"{where}.{key}")
+            yield from _coerced(written[key], value[key], f"{where}.{key}" if where else key)
+    elif isinstance(written, list) and isinstance(value, (list, tuple)):
+        for index, pair in enumerate(zip(written, value, strict=True)):
+            yield from _coerced(*pair, f"{where}.{index}")
     elif isinstance(value, (bool, int, float)) and (
         isinstance(written, str) or isinstance(value, bool) != isinstance(written, bool)
     ):

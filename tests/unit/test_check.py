@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launched import ROOT
-from tests.mistakes import RIGHT, Mistake
+from tests.mistakes import RIGHT, changed, written
 from zero_tp import cli
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
@@ -57,17 +56,6 @@ def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         words, cwd=path.parent, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-
-
-def written(tmp_path: Path, config: dict[str, Any]) -> Path:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(config))
-    return path
-
-
-def changed(**changes: Any) -> dict[str, Any]:
-    """RIGHT with changes; `__` stands for the dot."""
-    return Mistake({path.replace("__", "."): value for path, value in changes.items()}, "", ()).config()
 
 
 def errors(tmp_path: Path, config: dict[str, Any], world_size: int | None = None) -> list[str]:
@@ -124,8 +112,8 @@ def test_combinations_and_sums_are_reported_together(tmp_path: Path) -> None:
         zero_tp__recompute={"mode": "full", "layers": 3},
     )
     assert errors(tmp_path, config, world_size=4) == [
-        *("fp16.enabled", "zero_optimization.offload_param", "scheduler.params.total_num_steps"),
-        "zero_tp.recompute.layers",
+        *("fp16.enabled", "scheduler.params.total_num_steps", "zero_tp.recompute.layers"),
+        "zero_optimization.offload_param",
     ]
 
 

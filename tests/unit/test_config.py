@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import config_page
-from tests.mistakes import MISTAKES, RIGHT, Mistake
+from tests.mistakes import MISTAKES, RIGHT, changed, written
 from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig, check_accelerator
@@ -30,17 +30,6 @@ from zero_tp.topology import data_parallel_size
 from zero_tp.validation import nested_names, validate
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def written(tmp_path: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
-    path = tmp_path / name
-    path.write_text(json.dumps(config))
-    return path
-
-
-def changed(**changes: Any) -> dict[str, Any]:
-    """RIGHT with changes; `__` stands for the dot."""
-    return Mistake({path.replace("__", "."): value for path, value in changes.items()}, "", ()).config()
 
 
 def test_defaults_are_those_of_the_design(tmp_path: Path) -> None:
@@ -221,10 +210,11 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ("=3", "is not KEY=VALUE"),
         ("gradient_clipping.value=3", "gradient_clipping is 1.0, not an object"),
         ("gradient_clipping=NaN", 'gradient_clipping: "NaN"'),
-        ("zero_tp.data.train={}", "names no corpus"),
-        ('zero_tp.data.train={"a": 0}', "must be more than 0"),
+        ("zero_tp.data.train={}", "zero_tp.data.train: is empty"),
+        ('zero_tp.data.train={"a": 0}', "zero_tp.data.train.a: 0: must be greater than 0"),
+        ("optimizer.params.eps=1e9", "optimizer.params.eps: 1000000000.0: must be less than 1"),
         ("fp16.loss_scale=-1", "fp16.loss_scale: -1: must be >= 0"),
-        ("zero_optimization.offload_optimizer.ratio=0.5", "Partial offloading only supported for ZeRO Stage 3"),
+        ("zero_optimization.offload_optimizer.ratio=0.5", "ratio: refused unless it is 1: "),
         ("optimizer.params.maximise=true", 'did you mean "maximize"?'),
         ("optimizer.params.adam_w_mode=false", "is ignored by DeepSpeed"),
         ("optimizer.params.torch_adam=1", "expected true or false"),
@@ -234,7 +224,7 @@ def test_overrides_are_json_or_else_strings(tmp_path: Path) -> None:
         ("zero_tp.model.model_type=quantum", "supported: bert, gpt2"),
         ("zero_tp.model.scale_attn_weights=false", "1/sqrt(head size); leave it at true"),
         ("autotuning.enabled=true", "autotuning.enabled: true is refused"),
-        ("tensor_parallel=true", "leave the block out"),
+        ("tensor_parallel=true", "use zero_tp.parallel.tensor"),
         ("zero_optimization.offload_optimizer.device=nvme", 'refused as "nvme" below stage 3'),
         ("zero_tp.objective=masked", "gpt2 is a causal decoder"),
     ],
@@ -411,12 +401,6 @@ def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, oth
         describe(loaded, Path(directory))
         again = RunConfig.load(written(Path(directory), loaded.resolved()), world_size=4)
         assert again.resolved() == loaded.resolved()
-
-
-def test_an_entry_that_is_there_twice_is_named(tmp_path: Path) -> None:
-    leaf = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Block", "Block"]}}}
-    with pytest.raises(ConfigError, match=r"^zero_optimization\.leaf_module\.classes: .* is there twice; "):
-        RunConfig.load(written(tmp_path, RIGHT | leaf), world_size=4)
 
 
 def test_the_documentation_is_current() -> None:

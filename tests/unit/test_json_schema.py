@@ -5,7 +5,6 @@ The validator is the reference implementation of JSON Schema for Python.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from functools import cache
@@ -15,7 +14,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.launched import ROOT
-from tests.mistakes import MISTAKES, RIGHT
+from tests.mistakes import MISTAKES, changed
 from zero_tp.config.json_schema import json_schema
 from zero_tp.config.resolve import AUTO
 from zero_tp.config.schedule import SCHEDULES
@@ -26,7 +25,7 @@ SUMS_AND_COMBINATIONS = {
     *("activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"),
     *("zero_optimization.zero_quantized_weights", "zero_optimization.offload_param", "sequence_parallel_size"),
     "zero_tp.training.steps",
-    *("zero_tp.parallel.tensor", "zero_tp.data.train", "zero_tp.data.sequence_length", "zero_tp.objective"),
+    *("zero_tp.parallel.tensor", "zero_tp.data.sequence_length", "zero_tp.objective"),
     *(f"zero_tp.recompute.{key}" for key in ("layers", "every", "keep_micro_batches")),
 }
 
@@ -50,25 +49,15 @@ def test_the_configs_that_are_shipped_and_shown_are_valid() -> None:
         assert not problems(json.loads(text) | {"$schema": "zero_tp.schema.json"})
 
 
-def with_value(path: str, value: Any) -> dict[str, Any]:
-    config = copy.deepcopy(RIGHT)
-    *blocks, name = path.split(".")
-    block = config
-    for part in blocks:
-        block = block.setdefault(part, {})
-    block[name] = value
-    return config
-
-
 def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
     for path in AUTO:
-        name, config = path.rpartition(".")[2], with_value(path, "auto")
+        name, config = path.rpartition(".")[2], changed({path: "auto"})
         if path.startswith("scheduler.params."):
             kind = next(kind for kind, schedule in SCHEDULES.items() if name in schedule.model_fields)
             needed = {field for field, info in SCHEDULES[kind].model_fields.items() if info.is_required()}
             config["scheduler"] = {"type": kind, "params": dict.fromkeys(needed, 1) | {name: "auto"}}
         assert not problems(config), path
-    assert problems(with_value("zero_tp.training.steps", "auto"))
+    assert problems(changed({"zero_tp.training.steps": "auto"}))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +74,7 @@ def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
     ],
 )
 def test_what_runs_may_say_is_valid(path: str, value: Any) -> None:
-    assert not problems(with_value(path, value))
+    assert not problems(changed({path: value}))
 
 
 def test_a_mistake_of_one_key_is_not_valid() -> None:
@@ -111,9 +100,9 @@ def test_a_mistake_of_one_key_is_not_valid() -> None:
 )
 def test_a_mistake_is_reported_at_its_key_alone(path: str, value: Any, place: str) -> None:
     """What `params` and a model hold depends on their types; an error names the place, and no other type's keys."""
-    assert [problem.partition(": ")[0] for problem in problems(with_value(path, value))] == [place]
+    assert [problem.partition(": ")[0] for problem in problems(changed({path: value}))] == [place]
 
 
 def test_any_name_of_an_adam_is_valid() -> None:
     for name in ("adam", "Adam", "ADAMW", "adamW"):
-        assert not problems(with_value("optimizer.type", name))
+        assert not problems(changed({"optimizer.type": name}))

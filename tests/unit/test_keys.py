@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from tests.distributed.matrix import config_of, once_for_equals
 from tests.keys import CELLS, ELSEWHERE, OPTIMIZED, ZERO, all_keys, cell, other_values, set_at, timing, trained
 from tests.launched import ROOT
+from tests.mistakes import written
 from zero_tp.config import ConfigError, RunConfig
 from zero_tp.config.deepspeed import RENAMED
 from zero_tp.config.model_block import check_model
@@ -25,8 +25,7 @@ ENABLED = ("fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wan
 
 
 def loaded(config: dict[str, Any], folder: Path) -> RunConfig:
-    (folder / "run.json").write_text(json.dumps(config))
-    return RunConfig.load(folder / "run.json", world_size=WORLD)
+    return RunConfig.load(written(folder, config), world_size=WORLD)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -183,7 +182,6 @@ def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [
-        ({"optimizer.params.lr": 0}, "optimizer.params.lr"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 1}}},
             "optimizer.params.lr",
@@ -200,7 +198,6 @@ def test_keys_without_effect_are_noted(stage: int, changes: dict[str, Any], keys
             {"scheduler": {"type": "OneCycle", "params": CYCLE}},
             "optimizer.params.lr scheduler.type",
         ),
-        ({"optimizer.params.lr": 5.0}, "optimizer.params.lr"),
         ({"scheduler.type": "WarmupLR"}, "scheduler.type"),
         ({"comms_logger.enabled": True}, "comms_logger.enabled"),
         ({"flops_profiler.enabled": True}, "flops_profiler.enabled"),

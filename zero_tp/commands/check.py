@@ -104,18 +104,16 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _leave_out_activations() -> None:
-    """Import transformers' checks of a config's fields without its activations.
+    """Import transformers' checks of a config's fields without its activations, which import torch's compiler.
 
-    Those import torch's compiler and sympy, more than half of all that a check would import. Without them any name of
-    an activation passes here; the architectures' tables refuse what is not computed.
+    That halves a check's time. Without them any name of an activation passes here; the architectures' tables refuse it.
     """
     name = "transformers.activations"
-    if name in sys.modules:
-        return
-    sys.modules[name] = ModuleType(name)
-    vars(sys.modules[name])["ACT2FN"] = {}
-    import_module("transformers.utils.type_validators")
-    del sys.modules[name]
+    if name not in sys.modules:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name])["ACT2FN"] = {}
+        import_module("transformers.utils.type_validators")
+        del sys.modules[name]
 
 
 Lines = Iterator[tuple[str, str]]
@@ -135,13 +133,17 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
     absent = config.absent()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.on_hub)
     but = f", but these are missing: {missing}" if missing else ""
-    lines = [("config", f"{config.path} is right{but}")]
     parameters = model_in(config).whole
-    lines += [*_settings(config, parameters), *_model_states(config, parameters)]
-    lines += [*_initial_weights(config, directory, parent), *_corpora(config, inputs)]
-    lines += [("no effect", text) for text in config.without_effect()]
-    lines += [("note", text) for text in config.cautions()]
-    lines += [("not here", _missing(path, config)) for path in absent]
+    lines = [
+        ("config", f"{config.path} is right{but}"),
+        *_settings(config, parameters),
+        *_model_states(config, parameters),
+        ("weights", _initial_weights(config, directory, parent)),
+        *_corpora(config, inputs),
+        *(("no effect", text) for text in config.without_effect()),
+        *(("note", text) for text in config.cautions()),
+        *(("not here", _missing(path, config)) for path in absent),
+    ]
     if absent and parent is not None:
         lines.append(("unchecked", f"--from {parent}, before all that a run needs is here"))
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
@@ -184,18 +186,14 @@ def _schedule(config: RunConfig) -> str:
     return f"{block['type']}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)
 
 
-def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) -> Lines:
-    """Describe where a run's weights come from."""
+def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) -> str:
     from zero_tp.checkpoint.directory import complete_steps
 
     if steps := complete_steps(directory):
-        yield "weights", f"of {directory}, which the run resumes from step {steps[-1]:,}"
-    elif parent is not None:
-        yield "weights", f"of {parent}, with its moments"
-    elif config.pretrained is not None:
-        yield "weights", f"of {config.pretrained}"
-    else:
-        yield "weights", f"drawn from the seed {config.zero_tp.training.seed}"
+        return f"of {directory}, which the run resumes from step {steps[-1]:,}"
+    if parent is not None:
+        return f"of {parent}, with its moments"
+    return f"of {config.pretrained}" if config.pretrained else f"drawn from the seed {config.zero_tp.training.seed}"
 
 
 def _model_states(config: RunConfig, parameters: int) -> Lines:
@@ -221,8 +219,8 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
     samples, weights, batch = inputs.samples, config.zero_tp.data.train, config.batch
     for corpus, windows, weight in zip(samples.corpora, samples.windows, weights.values(), strict=True):
         run = (batch.total or 0) * config.zero_tp.training.steps * weight / sum(weights.values())
-        epochs = "? epochs" if batch.total is None else f"{run / windows:.3g} epochs"
-        yield "data", f"{corpus.prefix}: {corpus.tokens:,} tokens, {epochs}"
+        epochs = f"{run / windows:.3g}" if batch.total else "?"
+        yield "data", f"{corpus.prefix}: {corpus.tokens:,} tokens, {epochs} epochs"
     for corpus in inputs.validation.corpora if inputs.validation else ():
         yield "validation", f"{corpus.prefix}: {corpus.tokens:,} tokens"
 

@@ -6,7 +6,7 @@ import logging
 
 from pydantic import Field
 
-from zero_tp.config.deepspeed import ActivationCheckpointing, Aio, DataTypes, FlopsProfiler, OffBlocks, Scalars
+from zero_tp.config.deepspeed import ActivationCheckpointing, Aio, DataTypes, FlopsProfiler, Scalars
 from zero_tp.config.optimizer import OptimizerBlock
 from zero_tp.config.schedule import SchedulerBlock
 from zero_tp.config.schema import ZeroTP
@@ -34,8 +34,8 @@ class Timers(ConfigModel):
     throughput: Throughput = Field(default_factory=Throughput)
 
 
-class ConfigFile(Scalars, OffBlocks):
-    """A whole file: DeepSpeed's keys and blocks, and the `zero_tp` block.
+class ConfigFile(Scalars):
+    """A whole file: DeepSpeed's keys and blocks, without those that stay off, and the `zero_tp` block.
 
     `optimizer`, `scheduler` and `zero_tp` are None if the file has no such block.
     """

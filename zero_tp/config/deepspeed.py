@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from zero_tp.config.resolve import leaves, look_up
 from zero_tp.errors import ConfigError, shown
 from zero_tp.validation import ConfigModel, NonNegative, Positive
 
+ZERO = "zero_optimization"
 Dtype = Literal["fp32", "fp16", "bf16"]
 
 
@@ -92,59 +94,85 @@ class OffBlock(ConfigModel):
     deepcompile: Literal[False] = False
 
 
-Off = OffBlock | Literal[False] | None
+OFF_BLOCKS = {
+    "tensor_parallel": "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor",
+    "autotuning": "it starts the script many times over with configs of its own; tune by --set",
+    "pipeline": "zero_tp has no pipeline parallelism",
+    "hybrid_engine": "it swaps the layers for inference kernels; zero_tp's layers are trained",
+    "expert_parallel": "experts are split over TP ranks, not spread over replicas",
+    "weight_quantization": "it quantizes the weights and so changes the model",
+    "torch_autocast": "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16",
+    "compile": "DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile",
+    "data_efficiency": "curriculum, batching and random-LTD change which tokens a step sees; zero_tp.data decides that",
+    "checkpoint": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
+    "datastates_ckpt": "checkpoints are written and verified by zero_tp; use zero_tp.checkpoint",
+}
+"""Blocks that zero_tp has to keep switched off, and why; after a ";" the remedy."""
 
+NOT_BUILT = (False, "it is not built yet")
+ZERO_PLUS_PLUS = (False, "ZeRO++ rounds what ranks exchange, so the model trains differently")
 
-def _off(reason: str) -> Any:
-    """Return a field that may be left out; a ";" in the reason separates it from the remedy."""
-    return Field(None, description=reason)
-
-
-class OffBlocks(ConfigModel):
-    """Blocks that zero_tp has to keep switched off."""
-
-    tensor_parallel: Off = _off(
-        "DeepSpeed's AutoTP replaces zero_tp's TP groups by its own; use zero_tp.parallel.tensor"
-    )
-    autotuning: Off = _off("it starts the script many times over with configs of its own; tune by --set")
-    pipeline: Off = _off("zero_tp has no pipeline parallelism")
-    hybrid_engine: Off = _off("it swaps the layers for inference kernels; zero_tp's layers are trained")
-    expert_parallel: Off = _off("experts are split over TP ranks, not spread over replicas")
-    weight_quantization: Off = _off("it quantizes the weights and so changes the model")
-    torch_autocast: Off = _off(
-        "the layers compute in one dtype, and recomputation doesn't restore autocast; use bf16 or fp16"
-    )
-    compile: Off = _off("DeepCompile rewrites the backward graph, collectives included; use zero_tp.compile")
-    data_efficiency: Off = _off(
-        "curriculum, dynamic batching and random-LTD change which tokens a step sees; zero_tp.data decides that"
-    )
-    checkpoint: Off = _off("checkpoints are written and verified by zero_tp; use zero_tp.checkpoint")
-    datastates_ckpt: Off = _off("checkpoints are written and verified by zero_tp; use zero_tp.checkpoint")
-
-
-OFF_BLOCKS = {name: str(field.description) for name, field in OffBlocks.model_fields.items()}
+FIXED: dict[str, tuple[Any, str]] = {
+    # What is computed
+    "gradient_allreduce_op": ("mean", 'gradients would grow with the replicas, and the loss is a mean; use "mean"'),
+    "managed_gradient_accumulation": (True, "every micro-step would then be an optimizer step"),
+    f"{ZERO}.compute_grad_norm": (True, "non-finite gradients are found by the norm, and would be applied"),
+    "bf16.check_grad_overflow": (True, "non-finite gradients would be applied, and on_nonfinite would not see them"),
+    "optimizer.legacy_fusion": (False, "DeepSpeed's older step of fp16 was never compared with the plain one"),
+    "optimizer.params.bias_correction": (True, "an Adam without it was never compared with a plain one"),
+    "optimizer.params.fp32_optimizer_states": (True, "the optimizer's states would be rounded to 16 bit"),
+    "optimizer.params.maximize": (False, "it would train towards the greatest loss"),
+    "scheduler.params.decay_mom_rate": (0, "DeepSpeed raises the momentum by it after the cycle, to 1 and beyond"),
+    # Who holds what
+    "sequence_parallel_size": (1, "it is Ulysses, which changes ZeRO's groups; use zero_tp.parallel.sequence"),
+    "seq_parallel_communication_data_type": (None, "it belongs to Ulysses and would do nothing"),
+    "use_data_before_expert_parallelism": (False, "there is no expert parallelism"),
+    f"{ZERO}.zero_quantized_weights": ZERO_PLUS_PLUS,
+    f"{ZERO}.zero_quantized_nontrainable_weights": ZERO_PLUS_PLUS,
+    f"{ZERO}.zero_quantized_gradients": ZERO_PLUS_PLUS,
+    f"{ZERO}.zero_hpz_partition_size": (1, "no run with ZeRO++'s groups was compared with the plain model"),
+    f"{ZERO}.round_robin_gradients": (False, "its order of gradients was never compared with the plain model"),
+    f"{ZERO}.stage3_module_granularity_threshold": (0, "no run that gathers modules as one was compared"),
+    f"{ZERO}.leaf_module": (None, "no run that gathers modules as one was compared with the plain model"),
+    f"{ZERO}.offload_optimizer.ratio": (1, "an update that is half on the host was never compared with the plain one"),
+    f"{ZERO}.elastic_checkpoint": (False, "it changes the layout of checkpoints that zero_tp reads"),
+    f"{ZERO}.legacy_stage1": (False, "the old implementation is not what the parity proofs run"),
+    f"{ZERO}.pipeline_loading_checkpoint": (False, "zero_tp has no pipeline parallelism"),
+    f"{ZERO}.zenflow": (None, "it steps on stale gradients, so the model trains differently"),
+    # What zero_tp does itself
+    "dataloader_drop_last": (False, "zero_tp.data decides what a step reads, and DeepSpeed's loader is not used"),
+    # What can't be on yet
+    "activation_checkpointing.profile": NOT_BUILT,
+    "activation_checkpointing.synchronize_checkpoint_boundary": NOT_BUILT,
+    "aio.use_gds": NOT_BUILT,
+    f"{ZERO}.offload_optimizer.super_offload": NOT_BUILT,
+    "bf16.bf16_master_weights_and_grads": NOT_BUILT,
+    "bf16.bf16_optimizer_states": NOT_BUILT,
+    "fp16.fp16_master_weights_and_grads": NOT_BUILT,
+}
+"""Keys that may have one value: which (None: the key may not be written), and why no other; after a ";" the remedy."""
 
 REMOVED: dict[str, str] = {
     "nebula": "checkpoints are zero_tp.checkpoint",
     "amp": "use bf16 or fp16",
     "sparse_gradients": "delete it: gradients are dense",
     "elasticity": "set the batch size itself",
-    "zero_optimization.mics_shard_size": "use plain ZeRO-3",
-    "zero_optimization.mics_hierarchical_params_gather": "use plain ZeRO-3",
+    f"{ZERO}.mics_shard_size": "use plain ZeRO-3",
+    f"{ZERO}.mics_hierarchical_params_gather": "use plain ZeRO-3",
     **dict.fromkeys(("compression_training", "quantize_training", "eigenvalue", "sparse_attention"), "delete it"),
     **dict.fromkeys(("graph_harvesting", "curriculum_learning", "progressive_layer_drop"), "delete it"),
-    "zero_optimization.zeropp_loco_param": "delete it",
+    f"{ZERO}.zeropp_loco_param": "delete it",
 }
 """Keys that DeepSpeed has removed, with what to do instead."""
 
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
-    "zero_optimization.cpu_offload": 'zero_optimization.offload_optimizer: {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": 'zero_optimization.offload_param: {"device": "cpu"}',
-    "zero_optimization.cpu_offload_use_pin_memory": "pin_memory of offload_optimizer and offload_param",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    f"{ZERO}.cpu_offload": f'{ZERO}.offload_optimizer: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_param": f'{ZERO}.offload_param: {{"device": "cpu"}}',
+    f"{ZERO}.cpu_offload_use_pin_memory": "pin_memory of offload_optimizer and offload_param",
+    f"{ZERO}.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     **{
-        f"zero_optimization.{name}": f"stage3_{name}"
+        f"{ZERO}.{name}": f"stage3_{name}"
         for name in (
             *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
             *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
@@ -155,25 +183,29 @@ RENAMED: dict[str, str] = {
 """Names that DeepSpeed still takes, or takes only when the new name is absent: its own fields' names among them."""
 
 
-def wrong_names(values: dict[str, Any]) -> Iterator[ConfigError]:
-    """Yield an error for each key that DeepSpeed removed or renamed, or of a block that has to stay off."""
-    zero = values.get("zero_optimization")
-    for key in (*values, *(f"zero_optimization.{name}" for name in (zero if isinstance(zero, dict) else ()))):
+def wrong_keys(values: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each key that is wrong whatever the others are: removed, renamed, switched on, or fixed."""
+    zero = values.get(ZERO)
+    for key in (*values, *(f"{ZERO}.{name}" for name in (zero if isinstance(zero, dict) else ()))):
         if key in REMOVED:
             yield ConfigError(key, "was removed from DeepSpeed", REMOVED[key])
         elif key in RENAMED:
             yield ConfigError(key, "is not the documented name", f"use {RENAMED[key]}")
-    for name, block in values.items():
-        if name in OFF_BLOCKS and block is not None and block is not False:
-            yield from _switched_on(name, block)
+    for key, value in leaves({name: values[name] for name in OFF_BLOCKS if name in values}):
+        block, _, name = key.partition(".")
+        switch = OffBlock.model_fields.get(name)
+        if value not in (get_args(switch.annotation) if switch else ()) and (name or value not in (None, False, {})):
+            yield _refused(key, f"{shown(value)} is refused", OFF_BLOCKS[block])
+    for key, (value, reason) in FIXED.items():
+        if look_up(values, key) not in (None, value):
+            yield _refused(key, f"refused {fixed_to(value)}", reason)
 
 
-def _switched_on(name: str, block: Any) -> Iterator[ConfigError]:
-    if not isinstance(block, dict):
-        yield ConfigError(name, f"expected an object, got {shown(block)}", "leave the block out")
-        return
-    for key, value in block.items():
-        if key not in OffBlock.model_fields or value not in get_args(OffBlock.model_fields[key].annotation):
-            reason, _, remedy = OFF_BLOCKS[name].partition("; ")
-            problem = f"{shown(value)} is refused: {reason}"
-            yield ConfigError(f"{name}.{key}", problem, remedy or "leave the block out")
+def fixed_to(value: Any) -> str:
+    """Return in which cases a key that may only be `value` is refused."""
+    return "at all" if value is None else f"unless it is {shown(value)}"
+
+
+def _refused(key: str, problem: str, reason: str) -> ConfigError:
+    reason, _, remedy = reason.partition("; ")
+    return ConfigError(key, f"{problem}: {reason}", remedy or "leave it out")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
-from zero_tp.config.deepspeed import RENAMED
+from zero_tp.config.deepspeed import OFF_BLOCKS, RENAMED, OffBlock
 from zero_tp.config.model_block import FROM
 from zero_tp.config.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
 from zero_tp.config.resolve import AUTO, BATCH_FIELDS
@@ -19,7 +19,6 @@ from zero_tp.config.schema import ZeroTP
 Json = dict[str, Any]
 ANY_ADAM = "[Aa][Dd][Aa][Mm][Ww]?"
 """DeepSpeed takes both names in any case."""
-CAN_BE_AUTO = {*AUTO, *BATCH_FIELDS}
 
 
 class _WithoutExtras(GenerateJsonSchema):
@@ -39,11 +38,14 @@ def json_schema() -> Json:
     from zero_tp.architectures import ARCHITECTURES
     from zero_tp.config.config_file import ConfigFile
 
-    required: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
-    model = create_model("Config", __base__=ConfigFile, **required)
+    blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
+    blocks |= dict.fromkeys(OFF_BLOCKS, (OffBlock | Literal[False] | None, None))
+    model = create_model("Config", __base__=ConfigFile, **blocks)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
-    _adapt(schema, schema["$defs"])
     definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
+    _adapt(schema["properties"])
+    for name in ("zero_optimization", "bf16", "fp16"):
+        _adapt(definitions[model.model_fields[name].annotation.__name__]["properties"], f"{name}.")
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
     _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(block) for name, block in SCHEDULES.items()})
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
@@ -72,7 +74,7 @@ def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
 
 def _with_params(model: type[BaseModel], block: str = "scheduler") -> Json:
     params = model.model_json_schema()
-    _adapt(params, {}, f"{block}.params.")
+    _adapt(params["properties"], f"{block}.params.")
     return {"properties": {"params": params}, "required": ["params"] if "required" in params else []}
 
 
@@ -88,17 +90,10 @@ def _with_fields(model_type: str) -> Json:
     return {"properties": dict.fromkeys(sorted(names), True), "additionalProperties": False}
 
 
-def _adapt(schema: Json, definitions: Json, path: str = "") -> None:
-    """Allow "auto" where the run decides a value, and take out the keys that were renamed, from `path` on."""
-    schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
-    for option in schema.get("anyOf", ()):
-        _adapt(option, definitions, path)
-    properties: Json = schema.get("properties", {})
-    for name, value in list(properties.items()):
-        key = path + name
-        if key in RENAMED:
+def _adapt(properties: Json, path: str = "") -> None:
+    """Allow "auto" where the run decides a value, and remove the keys that were renamed, of the block at `path`."""
+    for name in list(properties):
+        if path + name in RENAMED:
             del properties[name]
-        elif key in CAN_BE_AUTO and {"const": "auto"} not in value.get("anyOf", ()):
-            properties[name] = {"anyOf": [value, {"const": "auto"}]}
-        elif any(other.startswith(f"{key}.") for other in (*CAN_BE_AUTO, *RENAMED)):
-            _adapt(value, definitions, f"{key}.")
+        elif path + name in (*AUTO, *BATCH_FIELDS):
+            properties[name] = {"anyOf": [properties[name], {"const": "auto"}]}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.schema import ZeroTP
-from zero_tp.config.typed import TypedConfig
 from zero_tp.constants import MODEL_KEY
 from zero_tp.errors import ConfigError, shown
 from zero_tp.weights.weight_files import resolve
@@ -66,18 +65,17 @@ def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> 
 
 
 def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:
-    masked = zero_tp.masked
-    if masked is not None and not spec.causal and masked.sentence_order and spec.token_types < 2:
+    masked, key = zero_tp.masked, "zero_tp.objective"
+    if masked is not None and spec.causal:
+        problem = f'"masked" does not train this model: {config.model_type} is a causal decoder'
+        raise ConfigError(key, problem, "leave it out, or train another model")
+    if masked is None and not spec.causal:
+        problem = f'"causal" does not train this model: {config.model_type} is no causal decoder'
+        raise ConfigError(key, problem, 'set it to "masked"')
+    if masked is not None and masked.sentence_order and spec.token_types < 2:
         problem = f"{spec.token_types}, but the samples of zero_tp.objective have 2 segments"
         remedy = "use 2, or set zero_tp.objective.sentence_order to false"
         raise ConfigError(f"{MODEL_KEY}.type_vocab_size", problem, remedy)
-    if spec.causal == (masked is None):
-        return
-    if spec.causal:
-        problem, remedy = f"{config.model_type} is a causal decoder", "leave it out, or train another model"
-        raise ConfigError("zero_tp.objective", f'"masked" does not train this model: {problem}', remedy)
-    problem = f'"causal" does not train this model: {config.model_type} is no causal decoder'
-    raise ConfigError("zero_tp.objective", problem, 'set it to "masked"')
 
 
 def _config_from(model: dict[str, Any], saved: dict[str, Any] | None) -> PreTrainedConfig:
@@ -112,31 +110,3 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
         sums = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
         remedy = f"use a multiple of {tensor}, or set zero_tp.parallel.sequence to false"
         raise ConfigError(key, sums + ", which sequence parallelism needs", remedy)
-
-
-def check_recompute(config: TypedConfig, layers: int, accumulation: int | None) -> None:
-    """Check what recomputation chooses: layers, micro-batches and places for checkpoints.
-
-    Args:
-        layers: of the model.
-        accumulation: micro-batches of a step, or None when it isn't known yet.
-
-    Raises:
-        ConfigError: the policy chooses layers or micro-batches that are not there, or leaves too few places for
-            checkpoints.
-    """
-    policy, key = config.zero_tp.recompute_policy, "zero_tp.recompute"
-    for name in ("layers", "every"):
-        value = getattr(policy, name)
-        if value is not None and value > layers:
-            raise ConfigError(f"{key}.{name}", f"{value}, but the model has {layers} layers", f"use at most {layers}")
-    full = policy.keep_micro_batches
-    if full and accumulation is not None and full >= accumulation:
-        problem = f"{full} of the {accumulation} micro-batches of a step, so nothing would be recomputed"
-        remedy = f"use at most {accumulation - 1}" if accumulation > 1 else "leave it out"
-        raise ConfigError(f"{key}.keep_micro_batches", problem, remedy)
-    needed = len(policy.recomputed_layers(layers))
-    slots = config["activation_checkpointing.number_checkpoints"] or needed
-    if config["activation_checkpointing.contiguous_memory_optimization"] and slots < needed:
-        problem = f"{slots}, but {needed} layers keep a checkpoint each"
-        raise ConfigError("activation_checkpointing.number_checkpoints", problem, f"use {needed}, or leave it out")

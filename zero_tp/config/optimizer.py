@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from zero_tp.config.resolve import look_up
 from zero_tp.errors import ConfigError, did_you_mean, shown
 from zero_tp.validation import Below1, ConfigModel, NonNegative, validate
 
@@ -42,7 +43,7 @@ class Adam(ConfigModel):
 
     lr: NonNegative
     betas: tuple[Below1, Below1] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8  # the update is divided by it
     weight_decay: NonNegative = 0.0
     torch_adam: bool = False
     adam_w_mode: bool = True
@@ -91,7 +92,6 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigM
 
     Args:
         name: in lower case, one of OPTIMIZERS.
-        torch_adam: of the block's `params`.
         offload: the optimizer's states live on the CPU.
     """
     if name == "sgd":
@@ -99,25 +99,21 @@ def optimizer_params(name: str, torch_adam: bool, offload: bool) -> type[ConfigM
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 
-def check_optimizer(raw: dict[str, Any], offload: bool) -> ConfigModel:
-    """Return the `params` of the `optimizer` block, typed.
-
-    Args:
-        raw: the block.
-        offload: the optimizer's states live on the CPU, which selects other classes.
+def check_optimizer(values: dict[str, Any]) -> ConfigModel:
+    """Return the `params` of the `optimizer` block of DeepSpeed's config, typed.
 
     Raises:
         ConfigError: see `validate`; a type that is unknown, removed, or not element-wise.
     """
-    block = validate(OptimizerBlock, raw, "optimizer")
+    block = validate(OptimizerBlock, values["optimizer"], "optimizer")
     name, lower = block.type, block.type.lower()
-    refused = {other.lower(): reason for other, reason in REFUSED_OPTIMIZERS.items()}
-    if lower in refused:
-        use = f"use one of {', '.join(OPTIMIZERS)}"
-        raise ConfigError("optimizer.type", f"{shown(name)} is refused: {refused[lower]}", use)
+    for other, reason in REFUSED_OPTIMIZERS.items():
+        if other.lower() == lower:
+            use = f"use one of {', '.join(OPTIMIZERS)}"
+            raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", use)
     if lower not in ("adam", "adamw") and name != "SGD":
         raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS))
-    model = optimizer_params(lower, bool(block.params.get("torch_adam")), offload)
+    model = optimizer_params(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
     params = validate(model, block.params, "optimizer.params")
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
@@ -128,16 +124,14 @@ def check_optimizer(raw: dict[str, Any], offload: bool) -> ConfigModel:
 def choose_implementation(values: dict[str, Any]) -> None:
     """Write torch's fused kernel into the `optimizer` block of an Adam, if the block leaves the implementation open.
 
-    `values` is DeepSpeed's config, whatever its types.
-
     It needs no compiler and takes one pass over memory. DeepSpeed's own default is built by a compiler at the first
     start; it stays if the block has an argument of that class alone. DeepSpeed's CPUAdam updates offloaded states.
+
+    Args:
+        values: DeepSpeed's config, whatever its types.
     """
-    block = values.get("optimizer")
-    params = block.get("params") if isinstance(block, dict) else None
-    if not isinstance(block, dict) or not isinstance(params, dict) or offloads_optimizer(values):
-        return
-    if str(block.get("type")).lower() not in ("adam", "adamw"):
+    params, name = look_up(values, "optimizer.params"), str(look_up(values, "optimizer.type")).lower()
+    if not isinstance(params, dict) or name not in ("adam", "adamw") or offloads_optimizer(values):
         return
     if params.keys() & (FusedAdam.model_fields.keys() - TorchAdam.model_fields.keys()):
         return
@@ -147,14 +141,11 @@ def choose_implementation(values: dict[str, Any]) -> None:
 
 def builder_name(values: dict[str, Any]) -> str | None:
     """Return the builder of the op that the optimizer of DeepSpeed's config needs; None where torch has it."""
-    optimizer = values["optimizer"]
-    if optimizer["type"].lower() not in ("adam", "adamw") or optimizer.get("params", {}).get("torch_adam"):
+    if values["optimizer"]["type"].lower() not in ("adam", "adamw") or look_up(values, "optimizer.params.torch_adam"):
         return None
     return "CPUAdamBuilder" if offloads_optimizer(values) else FUSED_ADAM
 
 
 def offloads_optimizer(values: dict[str, Any]) -> bool:
     """Tell whether DeepSpeed's config, whatever its types, keeps the optimizer's states in host memory or on NVMe."""
-    zero = values.get("zero_optimization")
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    return isinstance(offload, dict) and offload.get("device", "none") != "none"
+    return look_up(values, "zero_optimization.offload_optimizer.device") not in (None, "none")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zero_tp.config.schedule import LENGTHS, WARMUPS, check_scheduler
@@ -16,8 +16,6 @@ from zero_tp.errors import ConfigError, shown
 from zero_tp.strict_json import InvalidJson, parse_json
 
 LARGEST = 2**53
-MOST_SAMPLES = 2**31 - 1
-"""Samples of a step, and tokens of a forward: kernels count in 32 bits."""
 BATCH_FIELDS = {
     "train_batch_size": "total",
     "train_micro_batch_size_per_gpu": "micro",
@@ -50,14 +48,7 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def check_leaves(value: Any, path: str = "") -> None:
-    """Refuse what no run can use, at any depth: numbers beyond 2^53, and NUL characters in strings and keys.
-
-    Numbers of JSON are exact up to 2^53 in every program, and what computes with them in fp32 or counts in 64 bits has
-    room for a product of two. No name of a file has a NUL character.
-
-    Raises:
-        ConfigError: names the first.
-    """
+    """Refuse numbers beyond 2^53, to which JSON's are exact in every program, and NUL, which no file's name has."""
     if isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST:
         raise ConfigError(path, f"{shown(value)} is beyond 2^53 (9.0e15), as no number of a run is", "write it smaller")
     if isinstance(value, str) and "\0" in value:
@@ -93,19 +84,17 @@ def dtype_name(config: dict[str, Any]) -> str:
 
 def copies_gradients(config: dict[str, Any]) -> bool:
     """Tell whether DeepSpeed's config asks for copies of gradients: contiguous, or added up in another dtype."""
-    added_up = config.get("data_types", {}).get("grad_accum_dtype")
-    contiguous = config.get("zero_optimization", {}).get("contiguous_gradients")
-    return contiguous is True or added_up not in (None, dtype_name(config))
+    contiguous = look_up(config, "zero_optimization.contiguous_gradients") is True
+    return contiguous or look_up(config, "data_types.grad_accum_dtype") not in (None, dtype_name(config))
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedStart:
-    """What a later start takes from the checkpoint that it goes on from.
+    """What a later start takes from its checkpoint.
 
     Attributes:
         config: `RunConfig.resolved()` of the earlier start.
-        model: the model's config, for when the directory of `from_pretrained`, which a run needs to start and not to go
-            on, is gone.
+        model: the model's config, for when the directory of `from_pretrained` is gone, which only a first start needs.
         updates: steps that have updated the weights.
     """
 
@@ -114,49 +103,24 @@ class SavedStart:
     updates: int
 
 
-@dataclasses.dataclass(frozen=True)
-class AutoInputs:
-    """What an "auto" is worked out from: the config, the run's steps, and the model's hidden size."""
-
-    values: dict[str, Any]
-    steps: int
-    hidden_size: int
-
-    def __getitem__(self, path: str) -> Any:
-        return look_up(self.values, path)
-
-    @property
-    def warmup_steps(self) -> int:
-        written = (self[f"scheduler.params.{name}"] for name in LENGTHS)
-        total = next((total for total in written if isinstance(total, (int, float))), self.steps)
-        return max(1, int(total) // 100)
-
-
-AUTO: dict[str, tuple[str, Callable[[AutoInputs], Any]]] = {
-    "gradient_clipping": ("1.0", lambda inputs: 1.0),
-    "fp16.enabled": ("false", lambda inputs: False),
-    "bf16.enabled": ("true unless fp16 is enabled", lambda inputs: inputs["fp16.enabled"] is not True),
-    "optimizer.params.betas": ("[0.9, 0.999]", lambda inputs: [0.9, 0.999]),
-    "optimizer.params.eps": ("1e-8", lambda inputs: 1e-8),
-    "optimizer.params.weight_decay": ("0.0", lambda inputs: 0.0),
+AUTO: dict[str, str] = {
+    "gradient_clipping": "1.0",
+    "fp16.enabled": "false",
+    "bf16.enabled": "true unless fp16 is enabled",
+    "optimizer.params.betas": "[0.9, 0.999]",
+    "optimizer.params.eps": "1e-8",
+    "optimizer.params.weight_decay": "0.0",
+    **{f"scheduler.params.{name}": "`zero_tp.training.steps` + 1 (see below)" for name in LENGTHS},
     **{
-        f"scheduler.params.{name}": ("`zero_tp.training.steps` + 1 (see below)", lambda inputs: inputs.steps + 1)
-        for name in LENGTHS
+        f"scheduler.params.{name}": "1 % of the schedule's steps, at least 1, as of the first start" for name in WARMUPS
     },
-    **{
-        f"scheduler.params.{name}": (
-            "1 % of the schedule's steps, at least 1, as of the first start",
-            lambda inputs: inputs.warmup_steps,
-        )
-        for name in WARMUPS
-    },
-    "scheduler.params.warmup_min_lr": ("0.0", lambda inputs: 0.0),
-    "scheduler.params.warmup_max_lr": ("`optimizer.params.lr`", lambda inputs: inputs["optimizer.params.lr"]),
-    "zero_optimization.reduce_bucket_size": ("hidden²", lambda inputs: inputs.hidden_size**2),
-    "zero_optimization.stage3_prefetch_bucket_size": ("0.9 × hidden²", lambda inputs: inputs.hidden_size**2 * 9 // 10),
-    "zero_optimization.stage3_param_persistence_threshold": ("10 × hidden", lambda inputs: 10 * inputs.hidden_size),
+    "scheduler.params.warmup_min_lr": "0.0",
+    "scheduler.params.warmup_max_lr": "`optimizer.params.lr`",
+    "zero_optimization.reduce_bucket_size": "hidden²",
+    "zero_optimization.stage3_prefetch_bucket_size": "0.9 × hidden²",
+    "zero_optimization.stage3_param_persistence_threshold": "10 × hidden",
 }
-"""Keys that may be "auto" beside the three batch sizes: what it means, and how it is worked out, in this order."""
+"""Keys that may be "auto" beside the three batch sizes, in the order of filling: a value in JSON, or what it means."""
 
 DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile")
 """Keys whose "auto" stays: DeepSpeed decides it, or the run's device."""
@@ -192,23 +156,23 @@ def fill(
 
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
-        auto_keys: those keys.
+        auto_keys: those keys, in the order of `AUTO`.
         steps: `zero_tp.training.steps`.
         hidden_size: of the model.
         saved: what a later start goes on from.
     """
-    inputs, lines = AutoInputs(values, steps, hidden_size), []
-    for path, (_, value) in AUTO.items():
-        if path in auto_keys:
-            block, name = _block_of(values, path)
-            block[name] = value(inputs)
-            earlier = None if saved is None else look_up(saved.config, path)
-            if saved is not None and earlier is not None and earlier != block[name]:
-                if name in WARMUPS:
-                    block[name] = earlier
-                elif name in LENGTHS:
-                    block[name], line = _length_of_schedule(path, block[name], earlier, saved)
-                    lines.append(line)
+    lines = []
+    for path in (key for key in auto_keys if key in AUTO):
+        block, name = _block_of(values, path)
+        block[name] = _auto_value(path, values, steps, hidden_size)
+        earlier = None if saved is None else look_up(saved.config, path)
+        if saved is None or earlier in (None, block[name]):
+            continue
+        if name in WARMUPS:
+            block[name] = earlier
+        elif name in LENGTHS:
+            block[name], line = _length_of_schedule(path, block[name], earlier, saved)
+            lines.append(line)
     values.setdefault("gradient_clipping", 1.0)
     if "scheduler" in values:
         values["scheduler"].setdefault("params", {})  # DeepSpeed takes them to be there
@@ -217,13 +181,34 @@ def fill(
     return lines
 
 
+def _auto_value(path: str, values: dict[str, Any], steps: int, hidden_size: int) -> Any:
+    """Return the value of a key of `AUTO`."""
+    name = path.rpartition(".")[2]
+    if name in LENGTHS:
+        return steps + 1
+    if name in WARMUPS:
+        lengths = (look_up(values, f"scheduler.params.{length}") for length in LENGTHS)
+        return max(1, int(next((length for length in lengths if length is not None), steps)) // 100)
+    computed = {
+        "bf16.enabled": look_up(values, "fp16.enabled") is not True,
+        "scheduler.params.warmup_max_lr": look_up(values, "optimizer.params.lr"),
+        "zero_optimization.reduce_bucket_size": hidden_size**2,
+        "zero_optimization.stage3_prefetch_bucket_size": hidden_size**2 * 9 // 10,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    return computed[path] if path in computed else parse_json(AUTO[path])
+
+
 def _length_of_schedule(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:
     """Return the length of an "auto" schedule at a later start, and the line that says it.
 
     It follows `training.steps` until the rate begins to fall: a new length would then move the rate.
     """
-    start = check_scheduler(saved.config["scheduler"]).decay_start
-    if start is None or saved.updates <= start:
+    schedule = check_scheduler(saved.config).model_dump()
+    start = next(schedule[name] for name in WARMUPS if name in schedule)
+    if "num_decay_steps" in schedule:
+        start = schedule["num_training_steps"] - schedule["num_decay_steps"]
+    if saved.updates <= start:
         return length, f"{path}: {length}, which follows zero_tp.training.steps ({earlier} at the start before)"
     remedy = f"--set {path}={length} follows it, and moves the rate at once"
     return earlier, f"{path}: stays {earlier}, because the rate has been falling since step {start}; {remedy}"
@@ -275,18 +260,3 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
     if data is not None:
         factors.update(dict.fromkeys(unknown, total // product))
     return BatchSizes(data, factors["micro"], factors["accumulation"], total)
-
-
-def check_tokens(batch: BatchSizes, length: int) -> None:
-    """Refuse more samples in a step, or tokens of `length` in a forward, than kernels count.
-
-    Raises:
-        ConfigError: naming the batch size.
-    """
-    for key, field in BATCH_FIELDS.items():
-        size = getattr(batch, field) or 0
-        if size > MOST_SAMPLES:
-            raise ConfigError(key, f"{size} samples, but at most 2^31 - 1 are counted", "use fewer")
-    if (batch.micro or 0) * length > MOST_SAMPLES:
-        problem = f"micro {batch.micro} × sequence length {length} are more than 2^31 - 1 tokens in one forward"
-        raise ConfigError("train_micro_batch_size_per_gpu", problem, "use fewer, and accumulate")

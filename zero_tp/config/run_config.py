@@ -11,23 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.config.deepspeed import MONITORS, OFF_BLOCKS
-from zero_tp.config.effects import cautions, without_effect
-from zero_tp.config.model_block import FROM, check_model, check_recompute, model_config
+from zero_tp.config.model_block import FROM, check_model, model_config
 from zero_tp.config.optimizer import choose_implementation
-from zero_tp.config.refusals import check_single_keys, refuse
 from zero_tp.config.resolve import (
     BATCH_FIELDS,
     BatchSizes,
     SavedStart,
     apply_overrides,
     check_leaves,
-    check_tokens,
     fill,
     look_up,
     resolve_batch,
     take_auto,
     wrong_autos,
 )
+from zero_tp.config.rules import notes, refuse
 from zero_tp.config.schema import ZeroTP
 from zero_tp.config.typed import TypedConfig, check_types
 from zero_tp.constants import MODEL_KEY
@@ -86,31 +84,24 @@ class RunConfig:
         """
         values = read_json(Path(path), _remedy_without(Path(path)))
         apply_overrides(values, overrides)
-
-        # 1. Types: of every key that is written; an "auto" has none yet.
         check_leaves(values)
         if not isinstance(values.pop(SCHEMA, ""), str):  # it tells an editor where the schema is
-            remedy = "give the path of what `zero-tp schema` prints, or leave it out"
-            raise ConfigError(SCHEMA, "expected a string", remedy)
+            raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
         auto_keys = take_auto(values)
         choose_implementation(values)
-        zero_tp, hf_config, batch = _fill_and_check_keys(values, auto_keys, world_size, saved)
+
+        # 1. Types: all that is wrong whatever the other blocks say. An "auto" has no value yet.
+        block = values.pop("zero_tp", None)
+        zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
 
         # 2. Fill: what the file leaves open, until every key has a value.
-        values = {key: value for key, value in values.items() if key != "zero_tp" and key not in OFF_BLOCKS}
+        values = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
-        typed = TypedConfig.parse(values, zero_tp)
+        typed = TypedConfig(values, check_types(values), zero_tp, layers=hf_config.num_hidden_layers)
 
-        # 3. Refuse: combinations that would train another model, and sums that don't come out.
-        problems = Problems()
-        with problems:
-            refuse(typed)
-        with problems:
-            check_tokens(batch, zero_tp.data.sequence_length)
-        with problems:
-            check_recompute(typed, hf_config.num_hidden_layers, batch.accumulation)
-        problems.raise_all()
+        # 3. Refuse: combinations that would train another model, or cannot be trained.
+        refuse(typed)
         return cls(Path(path), world_size, batch, typed, hf_config, lines)
 
     def pinned(self) -> RunConfig:
@@ -204,11 +195,11 @@ class RunConfig:
 
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
-        return without_effect(self.typed)
+        return notes(self.typed, "no effect")
 
     def cautions(self) -> list[str]:
         """Return a line for each setting that does less than it says, or is unusual."""
-        return [*self._schedule_lines, *cautions(self.typed)]
+        return [*self._schedule_lines, *notes(self.typed, "note")]
 
     @property
     def pretrained(self) -> Path | None:
@@ -240,45 +231,30 @@ def _known(size: int | None) -> int:
     return size
 
 
-def _check_block(block: Any) -> ZeroTP:
-    """Return the `zero_tp` block of a file, typed.
-
-    Raises:
-        ConfigErrors: each key with an unknown name or a wrong value, "auto" among them.
-        ConfigError: there is no block, or neither or both of `training.steps` and `training.tokens`.
-    """
-    if block is None:
-        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
-    zero_tp = validate(ZeroTP, block, "zero_tp", wrong_autos(block, "zero_tp"))
-    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
-    if (steps is None) == (tokens is None):
-        problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
-        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
-    return zero_tp
-
-
-def _fill_and_check_keys(
-    values: dict[str, Any], auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
+def _check_keys(
+    values: dict[str, Any], block: Any, auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
 ) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
     """Return the `zero_tp` block and the model's config, both with the hub's commits, and the batch sizes.
+
+    Args:
+        values: DeepSpeed's part.
+        block: the `zero_tp` block.
 
     Raises:
         ConfigErrors: each key that is wrong whatever the other blocks say.
     """
     problems, zero_tp, hf_config, batch, data = Problems(), None, None, None, None
     with problems:
-        check_types({key: value for key, value in values.items() if key != "zero_tp"}, auto_keys)
+        check_types(values, auto_keys=auto_keys)
     with problems:
-        check_single_keys(values)
-    with problems:
-        zero_tp = _check_block(values.get("zero_tp"))
+        zero_tp = _check_block(block)
     if zero_tp is not None and world_size is not None:
         with problems:
             data = data_parallel_size(world_size, zero_tp.parallel.tensor)
     if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in problems.errors):
         with problems:
             batch = resolve_batch(values, data)
-    model = look_up(values, MODEL_KEY)
+    model = look_up(block, "model")
     if not (problems.errors and isinstance(model, dict) and is_name(model.get(FROM, ""))):  # which would be fetched
         with problems:
             if zero_tp is not None:
@@ -290,31 +266,24 @@ def _fill_and_check_keys(
     return zero_tp, hf_config, batch
 
 
-def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Give a run that says its tokens the steps that see them.
-
-    Args:
-        samples: of one step.
+def _check_block(block: Any) -> ZeroTP:
+    """Return the `zero_tp` block of a file, typed.
 
     Raises:
-        ConfigError: the global batch isn't known.
+        ConfigErrors: each key with an unknown name or a wrong value, "auto" among them.
     """
-    training = zero_tp.training
-    if training.tokens is None:
-        return zero_tp
-    if samples is None:
-        problem = "needs the global batch, which the number of ranks decides"
-        raise ConfigError("zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size")
-    steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
-    return zero_tp.model_copy(update={"training": training.model_copy(update={"steps": steps, "tokens": None})})
+    if block is None:
+        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+    zero_tp = validate(ZeroTP, block, "zero_tp", wrong_autos(block, "zero_tp"))
+    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
+    if (steps is None) == (tokens is None):
+        problem = "required, but not given" if steps is None else "given beside zero_tp.training.tokens"
+        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
+    return zero_tp
 
 
 def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
-    """Give names on the hub the commits of the run's first start, and return the block and the model's config.
-
-    Raises:
-        ConfigError: see `check_model`.
-    """
+    """Give names on the hub the commits of the run's first start, and return the block and the model's config."""
     model, key = zero_tp.model, f"{MODEL_KEY}.{FROM}"
     earlier = None if saved is None else saved.config
     if FROM in model:
@@ -326,3 +295,28 @@ def _fill_names(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreT
         tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(earlier, TOKENIZER_KEY))
         zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})
     return zero_tp, hf_config
+
+
+def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
+    """Replace a run's tokens by the steps, of `samples` samples each, that see them."""
+    training = zero_tp.training
+    if training.tokens is None:
+        return zero_tp
+    if samples is None:
+        problem = "needs the global batch, which the number of ranks decides"
+        raise ConfigError("zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size")
+    steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
+    return zero_tp.model_copy(update={"training": training.model_copy(update={"steps": steps, "tokens": None})})
+
+
+def check_accelerator(dtype: str, accelerator: Any) -> None:
+    """Check that this machine's accelerator, DeepSpeed's object, computes in a dtype: "fp32", "bf16" or "fp16".
+
+    Raises:
+        ConfigError: it doesn't.
+    """
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if dtype != "fp32" and not supported[dtype]():
+        others = " or ".join(other for other in supported if other != dtype and supported[other]())
+        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {dtype}"
+        raise ConfigError(f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")

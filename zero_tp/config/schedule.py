@@ -22,23 +22,14 @@ class SchedulerBlock(ConfigModel):
     params: dict[str, Any] = Field(default_factory=dict)
 
 
-class Schedule(ConfigModel):
-    """The arguments of a schedule."""
-
-    @property
-    def decay_start(self) -> int | None:
-        """Return the last step before the rate falls; None where no length of the run is known."""
-        return None
-
-
-class LRRangeTest(Schedule):
+class LRRangeTest(ConfigModel):
     lr_range_test_min_lr: NonNegative = 1e-3
     lr_range_test_step_size: Positive = 2000
     lr_range_test_step_rate: NonNegative = 1.0
     lr_range_test_staircase: bool = False
 
 
-class OneCycle(Schedule):
+class OneCycle(ConfigModel):
     cycle_min_lr: NonNegative
     cycle_max_lr: NonNegative
     decay_lr_rate: NonNegative = 0.0
@@ -53,7 +44,7 @@ class OneCycle(Schedule):
     decay_mom_rate: NonNegative = 0.0
 
 
-class WarmupLR(Schedule):
+class WarmupLR(ConfigModel):
     """Without `warmup_max_lr`, the warm-up ends at `optimizer.params.lr`."""
 
     warmup_min_lr: NonNegative = 0.0
@@ -68,28 +59,20 @@ class WarmupDecayLR(WarmupLR):
     total_num_steps: Positive
     warmup_max_lr: NonNegative
 
-    @property
-    def decay_start(self) -> int:
-        return self.warmup_num_steps
 
-
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(ConfigModel):
     total_num_steps: Positive
     warmup_min_ratio: Below1 = 0.0
     warmup_num_steps: Positive = 1000
     cos_min_ratio: Ratio = 0.0001
     warmup_type: Literal["log", "linear"] = "log"
 
-    @property
-    def decay_start(self) -> int:
-        return self.warmup_num_steps
 
-
-class Constant(Schedule):
+class Constant(ConfigModel):
     pass
 
 
-class ConstantWithWarmup(Schedule):
+class ConstantWithWarmup(ConfigModel):
     num_warmup_steps: Count
 
 
@@ -99,10 +82,6 @@ class InverseSqrt(ConstantWithWarmup):
 
 class Linear(ConstantWithWarmup):
     num_training_steps: Positive
-
-    @property
-    def decay_start(self) -> int:
-        return self.num_warmup_steps
 
 
 class Cosine(Linear):
@@ -134,15 +113,11 @@ class WarmupStableDecay(Linear):
     min_lr_ratio: Ratio = 0.0
     num_cycles: Annotated[float, Field(gt=0)] = 0.5
 
-    @property
-    def decay_start(self) -> int:
-        return self.num_training_steps - self.num_decay_steps
 
-
-DEEPSPEED_SCHEDULES: dict[str, type[Schedule]] = {
+DEEPSPEED_SCHEDULES: dict[str, type[ConfigModel]] = {
     model.__name__: model for model in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-TRANSFORMERS_SCHEDULES: dict[str, type[Schedule]] = {
+TRANSFORMERS_SCHEDULES: dict[str, type[ConfigModel]] = {
     "constant": Constant,
     "constant_with_warmup": ConstantWithWarmup,
     "inverse_sqrt": InverseSqrt,
@@ -162,33 +137,20 @@ LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps
 """The arguments that say how long the run and its warm-up are, as DeepSpeed and transformers call them."""
 
 
-def check_scheduler(raw: dict[str, Any]) -> Schedule:
-    """Return the `params` of the `scheduler` block, typed.
+def check_scheduler(values: dict[str, Any]) -> ConfigModel:
+    """Return the `params` of the `scheduler` block of DeepSpeed's config, typed.
 
     Raises:
         ConfigError: see `validate`; an unknown type.
     """
-    block = validate(SchedulerBlock, raw, "scheduler")
+    block = validate(SchedulerBlock, values["scheduler"], "scheduler")
     name = block.type
     if name in REFUSED_SCHEDULES:
         raise ConfigError("scheduler.type", f"{shown(name)} is refused: {REFUSED_SCHEDULES[name]}", "use another")
     if name not in SCHEDULES:
         raise ConfigError("scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES))
-    if name == "WarmupDecayLR" and block.params.get("warmup_max_lr") is None:
-        problem = "required, but not given; DeepSpeed would take 0.001"
-        raise ConfigError("scheduler.params.warmup_max_lr", problem, 'write "auto" for the rate of the optimizer')
     params = validate(SCHEDULES[name], block.params, "scheduler.params")
     if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
         problem = "required, but not given" if params.min_lr is None else "given beside min_lr_rate"
         raise ConfigError("scheduler.params.min_lr", problem, "give min_lr, or its ratio to the rate as min_lr_rate")
     return params
-
-
-def check_phases(values: dict[str, Any]) -> None:
-    """Raise a ConfigError if warm-up and decay together are longer than the schedule with these `params`."""
-    length = next((name for name in LENGTHS if name in values), None)
-    phases = [name for name in (*WARMUPS, "num_decay_steps") if name in values]
-    if length is not None and values[length] < sum(values[name] for name in phases):
-        listed = " and ".join(f"{name} is {values[name]}" for name in phases)
-        problem = f"{values[length]} steps in total, but {listed}"
-        raise ConfigError(f"scheduler.params.{length}", problem, "shorten these phases, or train longer")

@@ -17,31 +17,22 @@ def _as_weights(value: Any) -> Any:
     return {value: 1.0} if isinstance(value, str) else value
 
 
-def _weights_are_usable(value: dict[str, float]) -> dict[str, float]:
-    if not value or not all(value):
-        raise ValueError("names no corpus: give a prefix, or {prefix: weight}")
-    for prefix, weight in value.items():
-        if weight <= 0:
-            raise ValueError(f'the weight of "{prefix}" must be more than 0')
-    return value
-
-
 Corpora = Annotated[
-    dict[str, float],
+    dict[Name, Annotated[float, Field(gt=0)]],
     BeforeValidator(_as_weights, json_schema_input_type=str | dict[str, float]),
-    AfterValidator(_weights_are_usable),
+    Field(min_length=1),
 ]
 
 
 class Parallel(ConfigModel):
-    tensor: Positive = Field(default=1, description="TP degree: ranks that share one replica of the model.")
+    tensor: Positive = Field(1, description="TP degree: ranks that share one replica of the model.")
     sequence: bool = Field(
         default_factory=lambda others: others.get("tensor", 1) > 1,
         description="Sequence parallelism: activations outside the split regions are sharded over the TP ranks.",
         json_schema_extra={"default": "true when `parallel.tensor` > 1"},
     )
     fused_products: bool = Field(
-        default=False,
+        False,
         description="Under sequence parallelism, multiply one chunk while others are gathered or scattered (torch's "
         '"async TP"). For CUDA devices that reach each other\'s memory; no device has run it yet.',
     )
@@ -53,30 +44,23 @@ class MaskedObjective(ConfigModel):
         "random one.",
     )
     mask_probability: float = Field(
-        default=0.15, gt=0, lt=1, description="Share of a sample's tokens that is masked, special ones not counted."
+        0.15, gt=0, lt=1, description="Share of a sample's tokens that is masked, special ones not counted."
     )
     max_ngram: Positive = Field(
-        default=3, description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n."
+        3, description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n."
     )
     sentence_order: bool = Field(
-        default=True,
+        True,
         description="Samples have two segments, in order or swapped, and a sentence head says which; else one segment.",
     )
 
 
 class Data(ConfigModel):
-    train: Corpora = Field(
-        description="Prefix of a `.bin/.idx` corpus, or `{prefix: weight}` for a mixture.",
-        json_schema_extra={"type": "prefix, or {prefix: weight}"},
-    )
-    validation: Corpora | None = Field(
-        default=None,
-        description="As `data.train`, for the validation loss.",
-        json_schema_extra={"type": "prefix, or {prefix: weight}"},
-    )
+    train: Corpora = Field(description="Prefix of a `.bin/.idx` corpus, or `{prefix: weight}` for a mixture.")
+    validation: Corpora | None = Field(None, description="As `data.train`, for the validation loss.")
     sequence_length: Positive = Field(description="Tokens of one sample; at most the model's positions.")
     document_attention: Literal["continue", "reset"] = Field(
-        default="continue",
+        "continue",
         description="Whether attention and positions run on over the documents packed in one sample, or start anew "
         "with each: [data.md](data.md#packed-documents).",
     )
@@ -84,11 +68,11 @@ class Data(ConfigModel):
 
 class Spike(ConfigModel):
     loss: float | None = Field(
-        default=None, gt=0, description="Standard deviations that a loss may be above the mean of the window."
+        None, gt=0, description="Standard deviations that a loss may be above the mean of the window."
     )
-    grad_norm: float | None = Field(default=None, gt=0, description="The same of the gradient norm.")
+    grad_norm: float | None = Field(None, gt=0, description="The same of the gradient norm.")
     window: Annotated[int, Field(ge=4, le=10_000)] = Field(
-        default=128, description="Steps that the bound looks back on; it judges once it has seen half of them."
+        128, description="Steps that the bound looks back on; it judges once it has seen half of them."
     )
 
     @model_validator(mode="after")
@@ -100,13 +84,13 @@ class Spike(ConfigModel):
 
 class Timeouts(ConfigModel):
     start: float | None = Field(
-        default=None, gt=0, description="Minutes without progress that end a start: reading, connecting, resuming."
+        None, gt=0, description="Minutes without progress that end a start: reading, connecting, resuming."
     )
-    step: float = Field(default=30, gt=0, description="The same of a step.")
-    save: float = Field(default=30, gt=0, description="Minutes that a rank has to write its part of a checkpoint.")
-    evaluation: float = Field(default=30, gt=0, description="The same of validation and tasks.")
+    step: float = Field(30, gt=0, description="The same of a step.")
+    save: float = Field(30, gt=0, description="Minutes that a rank has to write its part of a checkpoint.")
+    evaluation: float = Field(30, gt=0, description="The same of validation and tasks.")
     heartbeat: float | None = Field(
-        default=5, ge=0.5, description="Minutes that a rank, or the ranks' store, may be silent; null: for ever."
+        5, ge=0.5, description="Minutes that a rank, or the ranks' store, may be silent; null: for ever."
     )
 
     @property
@@ -123,38 +107,33 @@ else:
 
 class Training(ConfigModel):
     steps: _Steps = Field(
-        default=None,  # type: ignore[assignment]
-        description="Optimizer steps of the whole run; raise it to continue a finished one.",
-        json_schema_extra={"default": "required, or `tokens`"},
+        None,  # type: ignore[assignment]
+        description="Optimizer steps of the whole run; raise it to continue a finished one. Required without `tokens`.",
     )
     tokens: Positive | None = Field(
-        default=None,
-        description="Tokens of the whole run, instead of `steps`: as many steps as see them.",
-        json_schema_extra={"default": "none"},
+        None, description="Tokens of the whole run, instead of `steps`: as many steps as see them."
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=1234, description="Seed of initialisation, dropout and sample order."
+        1234, description="Seed of initialisation, dropout and sample order."
     )
     guard_interval: Positive = Field(
-        default=500, description="Steps between checks that what ranks hold alike is equal, over TP and over DP."
+        500, description="Steps between checks that what ranks hold alike is equal, over TP and over DP."
     )
     guard_gradients: bool = Field(
-        default=False, description="At those steps, run one micro-batch twice and compare every gradient bit for bit."
+        False, description="At those steps, run one micro-batch twice and compare every gradient bit for bit."
     )
     on_nonfinite: Literal["skip", "stop"] = Field(
-        default="skip",
+        "skip",
         description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops the run.",
     )
     spike: Spike | None = Field(
-        default=None,
-        description="Skip a step whose loss or gradient norm is far above those of the steps before.",
-        json_schema_extra={"default": "off"},
+        None, description="Skip a step whose loss or gradient norm is far above those of the steps before."
     )
     timeout_minutes: Annotated[float, Field(gt=0)] | Timeouts = Field(
-        default=30, description="Limit of one collective, in minutes; or of each phase without progress."
+        30, description="Limit of one collective, in minutes; or of each phase without progress."
     )
     keep_freed_memory: bool = Field(
-        default=True,
+        True,
         description="On CPUs, keep the memory that tensors free for the next ones: much faster, for some more memory.",
     )
 
@@ -166,39 +145,26 @@ class Training(ConfigModel):
 
 
 class Checkpoint(ConfigModel):
-    interval: Positive | None = Field(
-        default=None,
-        description="Steps between checkpoints; one is always written at the end.",
-        json_schema_extra={"default": "only at the end"},
-    )
-    keep: Positive = Field(default=3, description="How many of the newest checkpoints stay.")
-    keep_every: Positive | None = Field(default=None, description="Checkpoints at multiples of N steps stay for ever.")
-    async_: bool = Field(default=False, alias="async", description="Write while training goes on.")
+    interval: Positive | None = Field(None, description="Steps between checkpoints; one is always written at the end.")
+    keep: Positive = Field(3, description="How many of the newest checkpoints stay.")
+    keep_every: Positive | None = Field(None, description="Checkpoints at multiples of N steps stay for ever.")
+    async_: bool = Field(False, alias="async", description="Write while training goes on.")
     on_corrupt: Literal["stop", "previous"] = Field(
-        default="stop", description="A damaged newest checkpoint stops the start, or the one before is used."
+        "stop", description="A damaged newest checkpoint stops the start, or the one before is used."
     )
 
 
 class Evaluation(ConfigModel):
-    interval: Positive | None = Field(
-        default=None, description="Steps between validation losses.", json_schema_extra={"default": "off"}
-    )
-    batches: Positive = Field(default=20, description="Global batches of one validation loss.")
+    interval: Positive | None = Field(None, description="Steps between validation losses; none: no validation.")
+    batches: Positive = Field(20, description="Global batches of one validation loss.")
     tasks: list[Name] = Field(
-        default_factory=list,
-        description="Zero-shot tasks (docs/evaluation.md) on the live model, whenever there is a validation loss.",
+        [], description="Zero-shot tasks (docs/evaluation.md) on the live model, whenever there is a validation loss."
     )
     task_data: dict[Name, Name] = Field(
-        default_factory=dict,
-        description="`{task: file}`; without one its text comes from the Hugging Face hub.",
-        json_schema_extra={"type": "{task: file}"},
+        {}, description="`{task: file}`; without one its text comes from the Hugging Face hub."
     )
-    task_limit: Positive | None = Field(
-        default=None, description="Examples of each task.", json_schema_extra={"default": "all"}
-    )
-    task_include_path: Name | None = Field(
-        default=None, description="A directory of lm-eval task files.", json_schema_extra={"default": "none"}
-    )
+    task_limit: Positive | None = Field(None, description="Examples of each task; none: all.")
+    task_include_path: Name | None = Field(None, description="A directory of lm-eval task files.")
 
 
 TRACKERS = ("aim", "clearml", "dvclive", "mlflow", "swanlab", "trackio")
@@ -224,16 +190,15 @@ Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments),
 
 
 class Logging(ConfigModel):
-    interval: Positive = Field(default=1, description="Steps a log line.")
+    interval: Positive = Field(1, description="Steps a log line.")
     experts: bool = Field(
-        default=False,
+        False,
         description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
     )
     trackers: Trackers = Field(
-        default_factory=dict,
-        description="accelerate's trackers that get what metrics.jsonl gets: "
-        "[training.md](training.md#logs-monitors-pictures).",
-        json_schema_extra={"type": "[name, …], or {name: {argument: value}}", "default": "[]"},
+        {},
+        description="accelerate's trackers that get what metrics.jsonl gets, as `[name, …]` or `{name: {argument: "
+        "value}}`: [training.md](training.md#logs-monitors-pictures).",
     )
 
 
@@ -244,32 +209,29 @@ class ZeroTP(ConfigModel):
         description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
     )
     attention: Literal["sdpa", "eager"] = Field(
-        default="sdpa", description="The attention implementation: [training.md](training.md#activation-memory)."
+        "sdpa", description="The attention implementation: [training.md](training.md#activation-memory)."
     )
-    parallel: Parallel = Field(default=Parallel())
+    parallel: Parallel = Parallel()
     recompute: RecomputeMode | RecomputePolicy = Field(
-        default="none",
+        "none",
         description="What backward computes again: a mode, or an object that narrows it to modules or layers.",
     )
-    objective: Literal["causal", "masked"] | MaskedObjective = Field(
-        default="causal", description="What the model predicts."
-    )
+    objective: Literal["causal", "masked"] | MaskedObjective = Field("causal", description="What the model predicts.")
     data: Data
     tokenizer: Name | None = Field(
-        default=None,
+        None,
         description="Directory of the tokenizer that is copied into exports, or its "
-        "[name on the hub](checkpoints.md#export-and-import).",
-        json_schema_extra={"default": "beside the data"},
+        "[name on the hub](checkpoints.md#export-and-import); none: the one of the data.",
     )
     training: Training
     compile: bool | Literal["auto"] = Field(
-        default="auto",
+        "auto",
         description="In training, run elementwise work (RMS norm, rotary, gate, softmax of the loss) in kernels that "
         '`torch.compile` makes. `"auto"`: on CUDA, not on CPU.',
     )
-    checkpoint: Checkpoint = Field(default=Checkpoint())
-    evaluation: Evaluation = Field(default=Evaluation())
-    logging: Logging = Field(default=Logging())
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    logging: Logging = Logging()
 
     @property
     def recompute_policy(self) -> RecomputePolicy:

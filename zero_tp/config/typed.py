@@ -7,15 +7,13 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from zero_tp.config.deepspeed import wrong_names
-from zero_tp.config.optimizer import check_optimizer, offloads_optimizer
+from zero_tp.config.deepspeed import OFF_BLOCKS, ZERO, wrong_keys
+from zero_tp.config.optimizer import check_optimizer
 from zero_tp.config.resolve import dtype_name, look_up, wrong_autos
 from zero_tp.config.schedule import check_scheduler
 from zero_tp.config.schema import ZeroTP
-from zero_tp.validation import ConfigModel, Problems, validate
-
-ZERO, ACTIVATIONS = "zero_optimization", "activation_checkpointing"
-OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
+from zero_tp.errors import ConfigError
+from zero_tp.validation import Problems, validate
 
 
 class Door(enum.Enum):
@@ -35,21 +33,14 @@ class TypedConfig:
         complete: the same, converted to the types, with the default of every key that is not written.
         zero_tp: the `zero_tp` block; of a config without one, its `parallel` and `recompute` alone.
         door: where the config came in.
+        layers: of the model, where the config names one.
     """
 
     values: dict[str, Any]
     complete: dict[str, Any]
     zero_tp: ZeroTP
     door: Door = Door.RUN
-
-    @classmethod
-    def parse(cls, values: dict[str, Any], zero_tp: ZeroTP, door: Door = Door.RUN) -> TypedConfig:
-        """Type DeepSpeed's part, in which no "auto" is left.
-
-        Raises:
-            ConfigErrors: see `check_types`.
-        """
-        return cls(values, check_types(values), zero_tp, door)
+    layers: int | None = None
 
     def __getitem__(self, key: str) -> Any:
         """Return the value at a dotted key of DeepSpeed's part, or its default.
@@ -64,7 +55,7 @@ class TypedConfig:
 
     @property
     def stage(self) -> int:
-        return int(self["zero_optimization.stage"])
+        return int(self[f"{ZERO}.stage"])
 
     @property
     def dtype(self) -> str:
@@ -73,42 +64,36 @@ class TypedConfig:
 
     def offloads(self, block: str) -> bool:
         """Tell whether `offload_optimizer` or `offload_param` moves anything."""
-        return self[f"zero_optimization.{block}.device"] not in (None, "none")
+        return self[f"{ZERO}.{block}.device"] not in (None, "none")
 
     def on_nvme(self, block: str) -> bool:
-        return bool(self[f"zero_optimization.{block}.device"] == "nvme")
-
-    @property
-    def highest_rate(self) -> float:
-        """Return the highest rate that the run trains at; of a range test, which has none, the lowest."""
-        rate_names = {"OneCycle": "cycle_max_lr", "LRRangeTest": "lr_range_test_min_lr"}
-        rate = self[f"scheduler.params.{rate_names.get(self['scheduler.type'], 'warmup_max_lr')}"]
-        return self.number("optimizer.params.lr") if rate is None else float(rate)
+        return bool(self[f"{ZERO}.{block}.device"] == "nvme")
 
 
-def check_types(values: dict[str, Any], auto_keys: Sequence[str] = ()) -> dict[str, Any]:
+def check_types(values: dict[str, Any], door: Door = Door.RUN, auto_keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return DeepSpeed's part converted to its types, with the default of every key that is not written.
 
     Args:
         auto_keys: keys without a value yet.
 
     Raises:
-        ConfigErrors: each key with an unknown name or a wrong value; see also `check_optimizer` and `check_scheduler`.
+        ConfigErrors: each key that has an unknown name, a wrong value, or one that is refused whatever the others are.
     """
     from zero_tp.config.config_file import ConfigFile
 
-    problems, complete, params = Problems(), dict[str, Any](), dict[str, ConfigModel]()
+    problems, complete = Problems(), dict[str, Any]()
     with problems:
-        file = validate(ConfigFile, values, "", [*wrong_names(values), *wrong_autos(values)])
-        complete = file.model_dump(by_alias=True)
-    if isinstance(values.get("optimizer"), dict):
-        with problems:
-            params["optimizer"] = check_optimizer(values["optimizer"], offloads_optimizer(values))
-    if isinstance(values.get("scheduler"), dict):
-        with problems:
-            params["scheduler"] = check_scheduler(values["scheduler"])
+        known = {key: value for key, value in values.items() if key not in OFF_BLOCKS}
+        complete = validate(ConfigFile, known, "", [*wrong_keys(values), *wrong_autos(values)]).model_dump(
+            by_alias=True
+        )
+    for name, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
+        if isinstance(values.get(name), dict):
+            with problems:
+                complete.setdefault(name, {})["params"] = check(values).model_dump()
+    if "optimizer" not in values and door is not Door.TRAINER:
+        remedy = 'as in {"type": "AdamW", "params": {"lr": 3e-4}}'
+        problems.errors.append(ConfigError("optimizer", "required, but not given", remedy))
     problems.errors = [error for error in problems.errors if error.key not in auto_keys]
     problems.raise_all()
-    for name, block in params.items():
-        complete[name]["params"] = block.model_dump()
     return complete

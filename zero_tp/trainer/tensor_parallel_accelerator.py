@@ -23,9 +23,8 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_tp.config.effects import cautions, without_effect
 from zero_tp.config.optimizer import OPTIMIZERS
-from zero_tp.config.refusals import check_deepspeed
+from zero_tp.config.rules import check_deepspeed, notes
 from zero_tp.config.typed import Door
 from zero_tp.errors import UserError
 from zero_tp.parallel.layout import audit
@@ -139,7 +138,7 @@ def finalized_config(plugin: Any, topology: Topology, clipping: float) -> dict[s
     if settings.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         settings["steps_per_print"] = sys.maxsize
     typed = check_deepspeed(settings, topology, Door.TRAINER)
-    for line in (*without_effect(typed), *cautions(typed)) if topology.rank == 0 else ():
+    for line in notes(typed, "no effect", "note") if topology.rank == 0 else ():
         warnings.warn(f"DeepSpeed's config: {line}", stacklevel=2)
     return settings
 

@@ -1,0 +1,398 @@
+"""The rules on combinations of keys, for every door: what is refused, has no effect, or deserves a note.
+
+docs/config.md lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+from zero_tp.activations.policy import RecomputePolicy
+from zero_tp.config.deepspeed import ZERO
+from zero_tp.config.resolve import leaves
+from zero_tp.config.schedule import LENGTHS, WARMUPS
+from zero_tp.config.schema import Parallel, ZeroTP
+from zero_tp.config.typed import Door, TypedConfig, check_types
+from zero_tp.constants import MODEL_KEY
+from zero_tp.errors import ConfigError
+from zero_tp.topology import Topology
+from zero_tp.validation import ConfigErrors
+
+ACTIVATIONS, OPTIMIZER, SCHEDULER = "activation_checkpointing", "optimizer.params", "scheduler.params"
+MOST_SAMPLES = 2**31 - 1
+"""Samples of a step, and tokens of a forward: kernels count in 32 bits."""
+SWITCHED = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
+"""Blocks whose other keys mean nothing while `enabled` is false."""
+NVME = {
+    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_*", "fast_init"),
+    "offload_param": ("nvme_path", "buffer_*", "max_in_cpu"),
+}
+"""Keys of the offload blocks that DeepSpeed reads for NVMe."""
+NEVER_READ = {
+    f"disable_allgather {ZERO}.allgather_*": "DeepSpeed 0.19.8 on torch 2.13 does not read it",
+    "comet.samples_log_interval": "zero_tp.logging.interval says which steps are logged",
+    "data_types.buffer_dtype data_types.keep_in_fp32_modules": "the models have no buffers to cast",
+    "vocabulary_size": "DeepSpeed only warns of a size that is no multiple of 8",
+    f"{ZERO}.load_from_fp32_weights {ZERO}.stage3_gather_16bit_*": "zero_tp writes and reads its checkpoints itself",
+    f"{ZERO}.offload_optimizer.cpuadam_cores_perc": "SuperOffload reads it, which is not built",
+    f"{ZERO}.save_muon_momentum_buffer_in_memory": "Muon is refused",
+}
+"""Keys that nothing reads in any config, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a person should know of keys that are written.
+
+    Attributes:
+        kind: what follows: the config is refused, the keys change nothing, or they do something unusual.
+        keys: dotted keys, or patterns of them (`fnmatch`), separated by blanks; a refusal has one key.
+        applies: whether it is true of the config.
+        reason: why the keys have no effect, or what they do. Of a refusal: "in which case: why; the remedy", the last
+            one left out where the key should be.
+    """
+
+    kind: Literal["refused", "no effect", "note"]
+    keys: str
+    applies: bool
+    reason: str
+
+    @property
+    def error(self) -> ConfigError:
+        problem, _, remedy = self.reason.partition("; ")
+        return ConfigError(self.keys, f"refused {problem}", remedy or "leave it out")
+
+
+refused, unread, note = partial(Rule, "refused"), partial(Rule, "no effect"), partial(Rule, "note")
+
+
+def rules(config: TypedConfig) -> list[Rule]:
+    """Return every rule, whether it is true of this config or not."""
+    return [
+        *_gradient_rules(config),
+        *_optimizer_rules(config),
+        *(_run_rules(config) if config.door is Door.RUN else ()),
+        *_activation_rules(config),
+        *_offload_rules(config),
+        *_zero_rules(config),
+        *_engine_rules(config),
+    ]
+
+
+def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what would round gradients, or reduce them in a way that DeepSpeed does not support."""
+    dtype, added_up = config.dtype, config["data_types.grad_accum_dtype"]
+    yield refused(
+        "fp16.enabled",
+        config["fp16.enabled"] and config["bf16.enabled"],
+        "with bf16.enabled: a model has one dtype; enable one of them",
+    )
+    yield refused(
+        "data_types.param_dtype",
+        config["data_types.param_dtype"] not in (None, dtype),
+        "when it is not the dtype of bf16 or fp16: the model is built in one dtype",
+    )
+    for key, process in (
+        ("communication_data_type", "on their way between replicas"),
+        ("data_types.grad_accum_dtype", "as they are added up"),
+    ):
+        yield refused(
+            key,
+            config[key] not in (None, dtype, "fp32"),
+            "when it is neither the dtype of bf16 or fp16 nor fp32: gradients would be rounded "
+            f'{process}; leave it out, or use "fp32"',
+        )
+        yield refused(
+            key,
+            dtype == "fp16" and config[key] == "fp32",
+            'as "fp32" with fp16: no run with it was compared with the plain model; leave it out, or use bf16',
+        )
+    yield refused(
+        "data_types.grad_accum_dtype",
+        config.stage == 0 and added_up not in (None, dtype),
+        "at stage 0 when it is not the dtype of bf16 or fp16: DeepSpeed has no optimizer for that mix; leave it out, "
+        "or use ZeRO",
+    )
+    for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        scales = config.stage > 0 and config[key] != off
+        yield refused(key, scales, "with ZeRO: DeepSpeed supports it at stage 0 only")
+    prescaled = config["prescale_gradients"]
+    yield unread("gradient_predivide_factor", prescaled, "prescale_gradients divides by the number of replicas")
+    fixed_scale = "fp16.initial_scale_power fp16.loss_scale_window fp16.*hysteresis fp16.min_loss_scale"
+    yield unread(fixed_scale, config["fp16.loss_scale"] > 0, "fp16.loss_scale is fixed")
+
+
+def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what torch and DeepSpeed refuse of an optimizer and its schedule, or leave unread."""
+    is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config.number(f"{OPTIMIZER}.lr")
+    momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
+    cycles, peak = config[f"{SCHEDULER}.cycle_momentum"], config[f"{SCHEDULER}.warmup_max_lr"]
+    yield refused(
+        "zero_allow_untested_optimizer",
+        config.stage > 0 and is_sgd and not config["zero_allow_untested_optimizer"],
+        "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or use AdamW",
+    )
+    yield refused(
+        f"{OPTIMIZER}.nesterov",
+        bool(config[f"{OPTIMIZER}.nesterov"]) and (momentum <= 0 or dampening != 0),
+        "without momentum, or with dampening: torch's SGD has no such step; give a momentum and no dampening",
+    )
+    yield refused(
+        f"{OPTIMIZER}.foreach",
+        bool(config[f"{OPTIMIZER}.foreach"] and config[f"{OPTIMIZER}.fused"]),
+        "with fused: they are two implementations of one step; give one of them",
+    )
+    phases = sum(config.number(f"{SCHEDULER}.{name}") for name in (*WARMUPS, "num_decay_steps"))
+    for name in LENGTHS:
+        yield refused(
+            f"{SCHEDULER}.{name}",
+            0 < config.number(f"{SCHEDULER}.{name}") < phases,
+            "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
+        )
+    for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
+        rises = config[key] is not None and config[key] >= rate
+        yield refused(key, rises, "not below the rate: the decay would raise the rate; use a smaller one")
+    yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
+    yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
+    in_script = "it is about an optimizer that a script makes itself"
+    yield unread("zero_force_ds_cpu_optimizer", config.door is not Door.TRAINER, in_script)
+    yield unread(f"{SCHEDULER}.cycle_*mom*", is_sgd, "the optimizer has no betas")
+    yield unread(f"{SCHEDULER}.cycle_m??_mom", cycles is False, f"{SCHEDULER}.cycle_momentum is false")
+    yield unread(
+        f"{SCHEDULER}.decay_lr_rate {SCHEDULER}.decay_step_size",
+        not (config[f"{SCHEDULER}.decay_lr_rate"] and config[f"{SCHEDULER}.decay_step_size"]),
+        "the rate falls after the cycle only if decay_lr_rate and decay_step_size are both above 0",
+    )
+    has_own_rates = kind in ("OneCycle", "LRRangeTest") or peak not in (None, rate)
+    yield note(f"{OPTIMIZER}.lr", has_own_rates, "the schedule has rates of its own, and this one is not used")
+    yield note(
+        "scheduler.type",
+        bool(cycles) and not is_sgd,
+        "OneCycle sets the betas, the first between cycle_min_mom and cycle_max_mom, the second to 0.99; "
+        "cycle_momentum false leaves them",
+    )
+
+
+def _run_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what a run's file alone can say: of its `zero_tp` block, its model, its length and its batch."""
+    zero_tp = config.zero_tp
+    evaluation, steps, sizes = zero_tp.evaluation, zero_tp.training.steps, zero_tp.model.values()
+    micro, no_data = config.number("train_micro_batch_size_per_gpu"), not zero_tp.data.validation
+    yield refused(
+        "train_micro_batch_size_per_gpu",
+        micro * zero_tp.data.sequence_length > MOST_SAMPLES,
+        "with 2^31 tokens or more in one forward: kernels count in 32 bits; use fewer, and accumulate",
+    )
+    yield refused(
+        "train_batch_size",
+        config.number("train_batch_size") > MOST_SAMPLES,
+        "from 2^31 samples on: they are counted in 32 bits; use fewer",
+    )
+    yield refused(
+        "zero_tp.evaluation.tasks",
+        zero_tp.masked is not None and bool(evaluation.tasks),
+        'with zero_tp.objective "masked": the tasks score what a causal model predicts',
+    )
+    nothing = "there is neither zero_tp.data.validation nor a task to evaluate"
+    yield unread("zero_tp.evaluation.interval", no_data and not evaluation.tasks, nothing)
+    yield unread("zero_tp.evaluation.batches", no_data, "there is no zero_tp.data.validation")
+    task_keys = "zero_tp.evaluation.task_limit zero_tp.evaluation.task_include_path"
+    yield unread(task_keys, not evaluation.tasks, "there is no task")
+    for task in evaluation.task_data:
+        is_absent = task not in evaluation.tasks
+        yield unread(f"zero_tp.evaluation.task_data.{task}", is_absent, "zero_tp.evaluation.tasks has no such task")
+    one_document = "a sample of the masked objective is of one document"
+    yield unread("zero_tp.data.document_attention", zero_tp.masked is not None, one_document)
+    yield note(
+        f"{MODEL_KEY}.model_type",
+        not any(type(value) is int for value in sizes),
+        "no size is written, so that all are the defaults of transformers' class",
+    )
+    lengths, warmups = ([f"{SCHEDULER}.{name}" for name in names] for names in (LENGTHS, WARMUPS))
+    yield note(
+        " ".join(lengths),
+        0 < max(map(config.number, lengths)) <= steps,
+        'the schedule ends before the run does, and its last rate may be 0; "auto" is zero_tp.training.steps + 1',
+    )
+    yield note(
+        f"{' '.join(warmups)} scheduler.type",
+        max(map(config.number, warmups)) > steps,
+        "the run ends before the warm-up, of 1,000 steps unless warmup_num_steps says it, does",
+    )
+
+
+def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what recomputation and sequence parallelism cannot do."""
+    policy, parallel, layers = config.zero_tp.recompute_policy, config.zero_tp.parallel, config.layers
+    slots, accumulation = config[f"{ACTIVATIONS}.number_checkpoints"], config["gradient_accumulation_steps"]
+    has_slots, in_trainer = config[f"{ACTIVATIONS}.contiguous_memory_optimization"], config.door is Door.TRAINER
+    yield refused(
+        "zero_tp.parallel.fused_products",
+        parallel.fused_products and not parallel.sequence,
+        "without sequence parallelism: it fuses the gathers and scatters of sequence shards",
+    )
+    yield refused(
+        ACTIVATIONS,
+        in_trainer and any((config.values.get(ACTIVATIONS) or {}).values()),
+        "in ZeroTPTrainer: a Trainer recomputes by gradient_checkpointing of its TrainingArguments",
+    )
+    moves_inputs = in_trainer or policy.mode == "full"
+    for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
+        yield refused(
+            f"{ACTIVATIONS}.{key}",
+            not moves_inputs and config[f"{ACTIVATIONS}.{key}"],
+            "with zero_tp.recompute none or selective: only full recomputation keeps layer inputs that could be moved",
+        )
+    for name in ("layers", "every"):
+        is_beyond = layers is not None and (getattr(policy, name) or 0) > layers
+        yield refused(
+            f"zero_tp.recompute.{name}", is_beyond, "above the model's layers: there are no more; use a smaller one"
+        )
+    yield refused(
+        "zero_tp.recompute.keep_micro_batches",
+        accumulation is not None and 0 < policy.keep_micro_batches >= accumulation,
+        "from a step's micro-batches on: nothing would be recomputed; use fewer, or leave it out",
+    )
+    yield refused(
+        f"{ACTIVATIONS}.number_checkpoints",
+        bool(has_slots and slots) and slots < len(policy.recomputed_layers(layers or 0)),
+        "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it out",
+    )
+    no_slots = "only contiguous_memory_optimization has slots"
+    yield unread(f"{ACTIVATIONS}.number_checkpoints", not has_slots, no_slots)
+
+
+def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what offloading cannot do, and what it leaves unread."""
+    below_3 = config.stage < 3
+    yield refused(
+        f"{ZERO}.offload_param",
+        below_3 and config.offloads("offload_param"),
+        "below stage 3: parameters are whole on every rank there, and DeepSpeed would ignore it; use stage 3, or "
+        "leave it out",
+    )
+    yield refused(
+        f"{ZERO}.offload_optimizer",
+        config.stage == 0 and config.offloads("offload_optimizer"),
+        "at stage 0: the optimizer's states are not partitioned there, and DeepSpeed would ignore it; use stage 1, 2 "
+        "or 3, or leave it out",
+    )
+    on_nvme = config.on_nvme("offload_optimizer")
+    yield refused(
+        f"{ZERO}.offload_optimizer.device",
+        below_3 and on_nvme,
+        'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use stage 3, or "cpu"',
+    )
+    yield refused(
+        f"{ZERO}.offload_optimizer.device",
+        config.door is Door.TRAINER and on_nvme,
+        'as "nvme" in ZeroTPTrainer: its checkpoints could not hold the optimizer\'s states; use "cpu"',
+    )
+    for block, keys in NVME.items():
+        yield refused(
+            f"{ZERO}.{block}.nvme_path",
+            config.on_nvme(block) and config[f"{ZERO}.{block}.nvme_path"] is None,
+            'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
+        )
+        yield unread(f"{ZERO}.{block}.[!d]*", not config.offloads(block), f"{block}.device is none")
+        for_nvme = _zero_keys(*(f"{block}.{key}" for key in keys))
+        yield unread(for_nvme, not config.on_nvme(block), f"{block}.device is not nvme")
+    yield unread("aio.*", not any(map(config.on_nvme, NVME)), "nothing is offloaded to NVMe")
+    unused_read = config.stage in (1, 2) and config.offloads("offload_optimizer")
+    reason = "only ZeRO-1 and ZeRO-2 with an offloaded optimizer read it"
+    yield unread(_zero_keys("ignore_unused_parameters"), not unused_read, reason)
+
+
+def _zero_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what ZeRO's stages leave unread."""
+    in_fp32 = config.dtype == "bf16" and config["data_types.grad_accum_dtype"] == "fp32"
+    # DeepSpeed takes its BF16_Optimizer (`DeepSpeedEngine._do_optimizer_sanity_check`).
+    uses_bf16_optimizer = config.stage == 1 and in_fp32 and not config.offloads("offload_optimizer")
+    fp32_only = "only ZeRO-1 with data_types.grad_accum_dtype fp32 reads it"
+    yield refused(
+        f"{ZERO}.allgather_bucket_size",
+        config[f"{ZERO}.allgather_bucket_size"] % 2 == 1,
+        "when it is odd: DeepSpeed splits it by 2; use an even one",
+    )
+    yield unread("bf16.immediate_grad_update", not uses_bf16_optimizer, fp32_only)
+    only_3 = "stage3_* sub_group_size enable_sanity_checks memory_efficient_linear override_module_apply"
+    yield unread(_zero_keys(f"{only_3} log_trace_cache_warnings"), config.stage < 3, "only ZeRO-3 reads it")
+    buckets, reduction = "use_multi_rank_* parameter_alignment", "contiguous_gradients reduce_scatter overlap_*"
+    yield unread(
+        _zero_keys(f"{buckets} {reduction}"),
+        uses_bf16_optimizer,
+        "DeepSpeed's optimizer of ZeRO-1 in bf16 with fp32 accumulation does not read it",
+    )
+    yield unread(_zero_keys(buckets), config.stage not in (1, 2), "only ZeRO-1 and ZeRO-2 read it")
+    scattered = not config[f"{ZERO}.contiguous_gradients"]
+    yield unread(_zero_keys("use_multi_rank_*"), scattered, "it is for contiguous_gradients")
+    yield unread(_zero_keys(f"{reduction} reduce_bucket_size"), config.stage == 0, "ZeRO-0 does not read it")
+
+
+def _engine_rules(config: TypedConfig) -> Iterator[Rule]:
+    """Yield what DeepSpeed's engine leaves unread, and what its logs don't count."""
+    for keys, reason in NEVER_READ.items():
+        yield unread(keys, True, reason)
+    for block in SWITCHED:
+        keys = f"{block}.[!e]* {block}.e[!n]*"
+        yield unread(keys, not config[f"{block}.enabled"], f"{block}.enabled is not true")
+    untimed = not config["timers.throughput.enabled"]
+    yield unread("timers.throughput.synchronized", untimed, "timers.throughput.enabled is not true")
+    yield note(
+        "comms_logger.enabled",
+        config["comms_logger.enabled"],
+        "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
+    )
+    yield note(
+        "flops_profiler.enabled",
+        config["flops_profiler.enabled"],
+        "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
+        "--profile-steps times all of them",
+    )
+
+
+def _zero_keys(*names: str) -> str:
+    """Return the dotted keys of names in ZeRO's block; one argument may hold several, separated by blanks."""
+    return " ".join(f"{ZERO}.{name}" for name in " ".join(names).split())
+
+
+def notes(config: TypedConfig, *kinds: Literal["no effect", "note"]) -> list[str]:
+    """Return a line for each reason why keys that are written change nothing ("no effect"), or are unusual ("note")."""
+    settings = {**config.values, "zero_tp": config.zero_tp.model_dump(by_alias=True, exclude_unset=True)}
+    lines: dict[str, list[str]] = {}
+    for kind in kinds:
+        keys = [key for key, value in leaves(settings) if value is not None]
+        for rule in rules(config):
+            patterns = rule.keys.split() if rule.applies and rule.kind == kind else ()
+            named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)]
+            if named:
+                lines.setdefault(rule.reason, []).extend(named)
+                keys = [key for key in keys if key not in named]
+    return [f"{', '.join(named)}: {reason}" for reason, named in lines.items()]
+
+
+def refuse(config: TypedConfig) -> None:
+    """Raise a ConfigErrors with one error for each refusal that is true of a config."""
+    errors = [rule.error for rule in rules(config) if rule.applies and rule.kind == "refused"]
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def check_deepspeed(
+    values: dict[str, Any], topology: Topology, door: Door, recompute: RecomputePolicy | None = None
+) -> TypedConfig:
+    """Return the typed form of a DeepSpeed config that has no `zero_tp` block, after every check.
+
+    Raises:
+        ConfigErrors: each key that has an unknown name or a wrong value, or else each combination that is refused.
+    """
+    parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
+    policy = recompute or RecomputePolicy(mode="none")
+    zero_tp = ZeroTP.model_construct(parallel=parallel, recompute=policy)  # type: ignore[call-arg]
+    config = TypedConfig(values, check_types(values, door), zero_tp, door)
+    refuse(config)
+    return config
