@@ -134,7 +134,10 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
 
 def main(options: argparse.Namespace) -> None:
     if options.show is not None:
-        _show(options)
+        from zero_tp.data.show import shown
+
+        for text in shown(options.show, options.sample, options.sequence_length):
+            print(text)
         return
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
@@ -166,13 +169,6 @@ def _merge(options: argparse.Namespace) -> Prepared:
     if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
         raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(changed)}")
     return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
-
-
-def _show(options: argparse.Namespace) -> None:
-    from zero_tp.data.show import shown
-
-    for text in shown(options.show, options.sample, options.sequence_length):
-        print(text)
 
 
 def _summary(prepared: Prepared) -> Iterator[str]:

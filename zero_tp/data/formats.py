@@ -189,7 +189,7 @@ def _csv_line(record: Record) -> str:
     return (line.removeprefix(codecs.BOM_UTF8) if place == 1 else line).decode("utf-8", "surrogateescape")
 
 
-def _arrow(source: Source, file: io.BufferedReader) -> Iterator[Record]:
+def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
     """Yield the rows of a Parquet file, or of one in Arrow's stream or file format."""
     pyarrow = needed("pyarrow", f"{source.name}: a .{source.kind} file")
     row = 0
@@ -212,14 +212,15 @@ def _text_columns(source: Source, schema: Any) -> list[str]:
     return _choose_columns(source, {field.name: str(field.type).startswith(kinds) for field in schema})
 
 
-def _parquet_batches(source: Source, file: io.BufferedReader) -> Iterator[Any]:
+def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
     table = needed("pyarrow.parquet", source.name).ParquetFile(file)
     return table.iter_batches(batch_size=_ROWS, columns=_text_columns(source, table.schema_arrow))
 
 
-def _ipc_batches(source: Source, file: io.BufferedReader) -> Iterator[Any]:
-    ipc = needed("pyarrow.ipc", source.name)
-    if file.peek(6).startswith(b"ARROW1"):
+def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
+    ipc, start = needed("pyarrow.ipc", source.name), file.read(6)
+    file.seek(0)
+    if start == b"ARROW1":
         table = ipc.open_file(file)
         batches = map(table.get_batch, range(table.num_record_batches))
     else:

@@ -61,13 +61,12 @@ def _check_ids(path: Path) -> None:
     """Raise a UserError if a file of a tokenizer isn't strict JSON, or has an id for which tables would fill memory."""
     content = read_json(path)
     model, added, decoder = (content.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if path.name in ("vocab.json", "added_tokens.json"):
+        vocabulary = content
     ids: list[Any] = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     ids += decoder if isinstance(decoder, dict) else []
-    vocabularies = [model.get("vocab") if isinstance(model, dict) else None]
-    if path.name in ("vocab.json", "added_tokens.json"):
-        vocabularies.append(content)
-    for vocabulary in vocabularies:
-        ids += vocabulary.values() if isinstance(vocabulary, dict) else []
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else []
     for id_ in ids:
         if (digits := str(id_)[:20]).isdecimal() and int(digits) >= MOST_IDS:
             raise UserError(f"{path}: the id {shown(id_)} is beyond every vocabulary; ids go up to {MOST_IDS - 1:,}")
