@@ -218,9 +218,9 @@ def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
 
 
 def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
-    ipc, start = needed("pyarrow.ipc", source.name), file.read(6)
+    ipc, magic = needed("pyarrow.ipc", source.name), file.read(6)
     file.seek(0)
-    if start == b"ARROW1":
+    if magic == b"ARROW1":
         table = ipc.open_file(file)
         batches = map(table.get_batch, range(table.num_record_batches))
     else:

@@ -26,7 +26,7 @@ from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
-_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**14  # at once; 16 KiB may be hundreds of MiB decompressed
+_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11  # at once; 2 KiB may be 64 MiB decompressed, and are lost at an error
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
     ".bz2": bz2.BZ2Decompressor,
