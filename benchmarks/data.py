@@ -187,6 +187,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from zero_tp.data import PrepareSettings, prepare
     from zero_tp.data.documents import find_sources
+    from zero_tp.data.sources import read_blocks
     from zero_tp.data.tokenizer import load_tokenizer
     from zero_tp.data.work import DocumentEncoder, Reading, packed
 
@@ -205,7 +206,7 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         encoder = DocumentEncoder(load_tokenizer(tokenizer))
         work, batch = Reading(options.seed, encoder), encoder._backend.encode_batch_fast
         (given,) = find_sources([source])
-        blocks = timed("reading", lambda: list(given.blocks()))
+        blocks = timed("reading", lambda: list(read_blocks(given)))
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(blocks)))
         for block in blocks:
             texts = timed("JSON", lambda: [document.text for _, document in block.documents()])  # noqa: B023

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data import PrepareSettings, formats, prepare, records
 from zero_tp.data.documents import find_sources, read_documents
-from zero_tp.data.records import Document, Problem
-from zero_tp.data.sources import DOCUMENTS, Source, file_sha256
+from zero_tp.data.formats import DOCUMENTS
+from zero_tp.data.records import Document, Problem, Source
+from zero_tp.data.sources import file_sha256, read_blocks
 from zero_tp.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def source(path: Path, key: str | None = None, split: str = "file") -> Source:
 
 
 def documents(path: Path, key: str | None = None, split: str = "file") -> list[Document | Problem]:
-    return [document for block in source(path, key, split).blocks() for _, document in block.documents()]
+    return [document for block in read_blocks(source(path, key, split)) for _, document in block.documents()]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -96,7 +97,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str) 
             continue
         assert documents(path) == wanted, path.name
         reader = source(path)
-        assert list(reader.blocks()) and reader.sha256 == file_sha256(path)
+        assert list(read_blocks(reader)) and reader.sha256 == file_sha256(path)
         assert reader.position in (0, path.stat().st_size)
 
 
@@ -143,11 +144,11 @@ def test_directories_globs_and_what_is_no_input(tmp_path: Path) -> None:
     assert names("") == ["a.csv.gz", "1.txt", "2.jsonl"]
     assert names("b", "a.csv.gz") == ["1.txt", "2.jsonl", "a.csv.gz"]
     assert names("*/*.txt") == ["1.txt"] and names("**/*.jsonl") == ["2.jsonl"]
-    for word, problem in (("*.parquet", "no file has such a name"), ("notes.md", "unknown kind"), ("x.txt", "no such")):
+    for word, problem in (("*.parquet", "no file is there"), ("notes.md", "unknown kind"), ("x.txt", "no such")):
         with pytest.raises(UserError, match=problem):
             names(word)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="is a directory with no file that ends with"):
+    with pytest.raises(UserError, match="no file is there that ends with"):
         names("empty")
     with pytest.raises(UserError, match="standard input can be read once"):
         find_sources(["-", "-"])
@@ -272,12 +273,11 @@ def test_standard_input(tmp_path: Path, kind: str) -> None:
 
 HUB = """
 import sys
-from zero_tp.data.documents import find_sources
+from zero_tp.data import stream
 from zero_tp.errors import UserError
 for word in sys.argv[1:]:
     try:
-        print([document.text for each in find_sources([word]) for block in each.blocks()
-            for _, document in block.documents()])
+        print([document.text for _, document in stream([word])])
     except UserError as error:
         print("refused:", error)
 """

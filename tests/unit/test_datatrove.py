@@ -215,7 +215,6 @@ def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
     cases: list[tuple[list[object], str]] = [
-        (["--shard", "0/4", "--input", "a", "--tokenizer", "b"], "--shard was removed: launch/prepare_cluster.py"),
         (
             ["--merge", whole_parts, "--seed", "3"],
             "--merge takes the documents of the parts as they are: leave out seed",

@@ -39,10 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokenizer",
-        metavar="DIR|bpe:SIZE|unigram:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
+        metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
         help="a Hugging Face tokenizer directory or name on its hub, or what to train: a byte-level BPE of SIZE "
-        "tokens, a unigram vocabulary by SentencePiece, or a WordPiece vocabulary for the masked objective, of text "
-        "without capitals and accents or as it is",
+        "tokens, or a WordPiece vocabulary for the masked objective, of text without capitals and accents or as it is",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
     parser.add_argument(
@@ -66,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", type=Path, metavar="PARTS", help="join the parts that a cluster has made (launch/prepare_cluster.py)"
     )
-    parser.add_argument("--shard", help=argparse.SUPPRESS)
     parser.add_argument(
         "--overwrite",
         action="store_true",
@@ -136,10 +134,11 @@ def _add_step_arguments(steps: argparse._ArgumentGroup) -> None:
 
 def main(options: argparse.Namespace) -> None:
     if options.show is not None:
-        _show(options)
+        from zero_tp.data.show import shown
+
+        for text in shown(options.show, options.sample, options.sequence_length):
+            print(text)
         return
-    if options.shard is not None:
-        raise UserError("--shard was removed: launch/prepare_cluster.py prepares a corpus on several machines")
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
@@ -170,13 +169,6 @@ def _merge(options: argparse.Namespace) -> Prepared:
     if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
         raise UserError(f"--merge takes the documents of the parts as they are: leave out {', '.join(changed)}")
     return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
-
-
-def _show(options: argparse.Namespace) -> None:
-    from zero_tp.data.show import shown
-
-    for text in shown(options.show, options.sample, options.sequence_length):
-        print(text)
 
 
 def _summary(prepared: Prepared) -> Iterator[str]:

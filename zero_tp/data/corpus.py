@@ -34,7 +34,7 @@ from tqdm import tqdm
 from zero_tp.data.collection import Documents, choose_validation, write_output
 from zero_tp.data.documents import find_sources
 from zero_tp.data.parts import Parts
-from zero_tp.data.records import RecordBatch, RecordCounts
+from zero_tp.data.records import RecordBatch, RecordCounts, Source
 from zero_tp.data.settings import (
     Prepared,
     PrepareSettings,
@@ -48,7 +48,7 @@ from zero_tp.data.settings import (
     stamp_of,
 )
 from zero_tp.data.similarity import EvaluationSets
-from zero_tp.data.sources import Source, file_sha256
+from zero_tp.data.sources import file_sha256, read_blocks
 from zero_tp.data.spool import Spool
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
@@ -244,7 +244,7 @@ class Preparation:
         bytes_before = 0
         for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
-                for block in source.blocks():
+                for block in read_blocks(source):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last_numbers.get(number, -1):
                         yield number, block

@@ -10,7 +10,6 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from zero_tp.data.formats import needed
 from zero_tp.data.parts import TOKENIZER, new_part, write_manifest
 from zero_tp.data.records import Problem, Record, RecordBatch, RecordCounts, where
 from zero_tp.data.settings import PrepareSettings, check_settings, library_versions, stamp_of
-from zero_tp.data.sources import batch_records
+from zero_tp.data.sources import batch_records, read_blocks
 from zero_tp.data.tokenizer import load_tokenizer
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.data.work import DocumentEncoder, Reading
@@ -70,9 +69,9 @@ class CorpusReader(PipelineStep):
         return [(number, self.sources[number].name) for number in range(rank, len(self.sources), world_size)]
 
     def _documents(self, number: int) -> Iterator[Document]:
-        source = replace(self.sources[number])  # one that is read holds a file, and datatrove copies its steps
+        source = self.sources[number]
         self._check_unchanged(number)
-        for block in source.blocks():
+        for block in read_blocks(source):
             for place, document in block.documents():
                 self.counts.read += 1
                 self.stat_update("total")

@@ -6,15 +6,17 @@ import codecs
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero_tp.errors import UserError, did_you_mean, json_kind, one_line
+from zero_tp.errors import UserError, json_kind, one_line
 from zero_tp.files import MOST_BYTES
 from zero_tp.strict_json import InvalidJson, parse_json
 
 TEXT_KEYS = ("text", "content", "body", "document", "raw_content", "article")
 """Fields in which the text is searched if none is named."""
 TITLE = "title"
+HUB = "hf:"
 EVERY_STRING = "\0"
 """Stands for a field: all strings of a record are its text."""
 MOST_LINE = MOST_BYTES
@@ -25,24 +27,28 @@ Content = bytes | dict[str, Any]
 
 
 @dataclass
-class Input:
-    """An input as its reader sees it.
+class Source:
+    """A file, standard input, or a data set of the Hugging Face hub.
 
     Attributes:
-        name: as messages name it.
+        name: as messages name it; of the hub, hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: of `formats.FORMATS`, or "hub".
         text_key: field of the text; None: it is found.
         documents: what a document of plain text is: the whole "file", a "line", or what a "blank-line" ends.
-        dataset: repository, configuration and split of a data set of the hub.
+        path: of the file; None: there is none.
         key: the field that the text is read from, once it is chosen; None for plain text.
+        position: bytes of the file that have been read.
+        sha256: of the bytes as stored, after all blocks were read.
     """
 
     name: str
     kind: str
     text_key: str | None = None
     documents: str = "file"
-    dataset: tuple[str, str | None, str] = ("", None, "")
+    path: Path | None = None
     key: str | None = None
+    position: int = 0
+    sha256: str = ""
 
 
 class Problem(NamedTuple):
@@ -83,11 +89,7 @@ class RecordBatch:
     def documents(self) -> Iterator[tuple[int, Document | Problem]]:
         """Yield the place and the document of each record, in order."""
         for place, content in self.records:
-            document = document_of(content, self.key)
-            if isinstance(document, Document) and len(document.text) > MOST_TEXT:
-                detail = f"a document of {len(document.text):,} characters, at most {MOST_TEXT:,} are read"
-                document = Problem("too long", detail)
-            yield place, document
+            yield place, document_of(content, self.key)
 
 
 class DroppedRecord(NamedTuple):
@@ -124,7 +126,6 @@ class RecordCounts:
 
     @property
     def kept(self) -> int:
-        """Return the number of records that are not dropped."""
         return self.read - self.dropped.total()
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,14 +142,37 @@ def where(source: str, place: int) -> str:
 
 def document_of(content: Content | Problem, key: str | None) -> Document | Problem:
     """Return the document of a record: bytes are a line of JSON if there is a `key`, else a text."""
+    if isinstance(content, bytes) and key is not None:
+        content = object_of(content)
     if isinstance(content, Problem):
         return content
-    if isinstance(content, bytes) and key is None:
-        text = _decode(content)
-        return text if isinstance(text, Problem) else Document(text.removeprefix("\ufeff").replace("\r\n", "\n"))
-    fields = object_of(content) if isinstance(content, bytes) else content
-    assert key is not None
-    return fields if isinstance(fields, Problem) else _document_of_object(fields, key)
+    if isinstance(content, bytes):
+        text: Any = content
+    elif key == EVERY_STRING:
+        text = "\n".join(_strings(content)).encode("utf-8", "replace")
+    elif key in content:
+        text = content[key]
+    else:
+        return Problem("no text", f"no key {key!r}; the keys found are {_names(content)}: choose one with --text-key")
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        elif isinstance(text, str):
+            text.encode("utf-8")
+    except UnicodeDecodeError as error:
+        return Problem("not UTF-8", f"not UTF-8 at byte {error.start}: convert it to UTF-8 first")
+    except UnicodeEncodeError as error:  # an unpaired surrogate
+        return Problem("not UTF-8", f"not UTF-8 at character {error.start}")
+    if not isinstance(text, str):
+        return Problem("no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}")
+    title = None
+    if isinstance(content, bytes):
+        text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    elif isinstance(content.get(TITLE), str | bytes):
+        title = next(_strings(content[TITLE]))
+    if len(text) > MOST_TEXT:
+        return Problem("too long", f"a document of {len(text):,} characters, at most {MOST_TEXT:,} are read")
+    return Document(text, title)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -157,33 +181,6 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _strings(inner)
-
-
-def _document_of_object(record: Mapping[str, Any], key: str) -> Document | Problem:
-    if key == EVERY_STRING:
-        return Document("\n".join(_strings(record)).encode("utf-8", "replace").decode())
-    if key not in record:
-        return Problem("no text", f"no key {key!r}; the keys found are {_names(record)}: choose one with --text-key")
-    text, title = record[key], record.get(TITLE)
-    if isinstance(text, bytes):
-        text = _decode(text)
-        if isinstance(text, Problem):
-            return text
-    if not isinstance(text, str):
-        return Problem("no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # an unpaired surrogate
-        return Problem("not UTF-8", f"not UTF-8 at character {error.start}")
-    title = title.decode("utf-8", "replace") if isinstance(title, bytes) else title
-    return Document(text, title if isinstance(title, str) else None)
-
-
-def _decode(data: bytes) -> str | Problem:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return Problem("not UTF-8", f"not UTF-8 at byte {error.start}: convert it to UTF-8 first")
 
 
 def object_of(line: bytes) -> dict[str, Any] | Problem:
@@ -203,32 +200,25 @@ def _names(fields: Iterable[str]) -> str:
 
 def text_of(record: dict[str, Any], place: str, text_key: str) -> str:
     """Return the string under `text_key` of a line's object. UserError: there is none."""
-    document = _document_of_object(record, text_key)
+    document = document_of(record, text_key)
     if isinstance(document, Problem):
         raise UserError(f"{place}: {document.detail}")
     return document.text
 
 
-def choose_key(fields: Mapping[str, bool], wanted: str | None, source: str) -> str:
-    """Return the field that holds the text: `wanted`, or one of `TEXT_KEYS`, or the only one that is a string.
+def choose_key(fields: Mapping[str, bool], source: Source) -> str:
+    """Return the field that holds the text: the `text_key`, or one of `TEXT_KEYS`, or the only one that is a string.
 
-    Args:
-        fields: name → whether it is a string.
-
-    Raises:
-        UserError: there is no such field; names those of the source.
+    `fields`: name → whether it is a string. UserError: there is no such field; names those of the source.
     """
-    if wanted is not None:
-        if wanted == EVERY_STRING or fields.get(wanted):
-            return wanted
-        problem = "is not a string" if wanted in fields else "is not there"
-        near = f" ({did_you_mean(wanted, fields)})" if fields and wanted not in fields else ""
-        raise UserError(
-            f"{source}: no key {wanted!r} with a text ({problem}); the keys found are {_names(fields)}: "
-            f"choose one with --text-key{near}"
-        )
+    if source.text_key == EVERY_STRING:
+        return EVERY_STRING
     texts = [name for name, is_text in fields.items() if is_text]
-    for name in (*TEXT_KEYS, *(texts if len(texts) == 1 else ())):
+    usual = (*TEXT_KEYS, *(texts if len(texts) == 1 else ()))
+    for name in usual if source.text_key is None else (source.text_key,):
         if name in texts:
             return name
-    raise UserError(f"{source}: no key 'text'; the keys found are {_names(fields)}: choose one with --text-key")
+    raise UserError(
+        f"{source.name}: no key {source.text_key or TEXT_KEYS[0]!r} with a text; the keys found are {_names(fields)}: "
+        "choose one with --text-key"
+    )

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from zero_tp.data.content import REPORT, content_path
-from zero_tp.data.formats import FORMATS, needed
+from zero_tp.data.formats import DOCUMENTS, STREAMS, needed
+from zero_tp.data.records import Source
 from zero_tp.data.show import SPLITS
-from zero_tp.data.sources import DOCUMENTS, Source, file_sha256
+from zero_tp.data.sources import file_sha256
 from zero_tp.data.tokenizer_training import TokenizerSpec
 from zero_tp.errors import UserError, shown
-from zero_tp.strict_json import InvalidJson, read_object
+from zero_tp.strict_json import read_json
 from zero_tp.validation import ConfigModel, Count, Positive, validate
 
 FORMAT = 1  # raised when the same settings would give other files
-SPOOL_FORMAT = 3  # raised when what is kept of an interrupted preparation is stored otherwise
+SPOOL_FORMAT = 4  # raised when what is kept of an interrupted preparation is stored otherwise
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,12 @@ class PrepareSettings:
     """Settings that decide the output, together with the inputs.
 
     Attributes:
-        tokenizer: `bpe:SIZE`, `unigram:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
+        tokenizer: `bpe:SIZE`, `wordpiece:SIZE`, `wordpiece-cased:SIZE` or a directory.
         validation: below 1, the fraction of the documents held out (at least one document); from 1, their number.
         seed: of the split.
         text_key: field of the text, if records have fields; None: it is found.
         documents: what a document of a .txt file is: the whole "file", a "line", or what a "blank-line" ends.
-        stdin: kind of standard input, one of `FORMATS`.
+        stdin: kind of standard input, one of `STREAMS`.
         repair: mend Unicode with ftfy.
         min_tokens: drop shorter documents; 0: none.
         deduplicate: drop "exact" copies, or "near" ones too; the first one stays.
@@ -68,10 +69,6 @@ class PrepareSettings:
         }
         return {name: value for name, value in steps.items() if value}
 
-    def document_settings(self) -> dict[str, Any]:
-        """Return the settings that decide how each document is processed."""
-        return {"seed": self.seed, "text_key": self.text_key, "documents": self.documents, **self.steps()}
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -101,11 +98,6 @@ class Split(ConfigModel):
     bytes: Positive
 
 
-class Splits(ConfigModel):
-    train: Split
-    validation: Split
-
-
 class Unigram(ConfigModel):
     train_entropy: float
     validation_cross_entropy: float
@@ -133,7 +125,7 @@ class Report(ConfigModel):
     identity: dict[str, Any]
     inputs: list[str]
     documents: Counted
-    splits: Splits
+    splits: dict[str, Split]
     vocabulary_size: Positive
     end_of_document: str | None
     unigram: Unigram
@@ -169,11 +161,9 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
         "sizes and times": [stamp_of(source) for source in sources],
-        "settings": settings.document_settings(),
-        "tokenizer": spec.fingerprint(),
         "versions": library_versions(),
-        # A tokenizer is trained on the documents that are not held out.
-        **({"validation": settings.validation} if spec.directory is None else {}),
+        **asdict(settings) | settings.steps(),
+        "tokenizer": spec.fingerprint(),
     }
     as_json: dict[str, Any] = json.loads(json.dumps(identity))
     return as_json
@@ -181,9 +171,8 @@ def reading_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: P
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the names of the choices that differ between two identities of a reading; "" if none does."""
-    old, new = ({**identity, **identity.get("settings", {})} for identity in (before, now))
-    choices = (old.keys() | new.keys()) - {"format", "versions", "sizes and times", "settings"}
-    return ", ".join(sorted(name for name in choices if old.get(name) != new.get(name)))
+    choices = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
+    return ", ".join(sorted(name for name in choices if before.get(name) != now.get(name)))
 
 
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
@@ -197,32 +186,33 @@ def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_settings(settings: PrepareSettings) -> None:
-    if not 0 <= settings.seed < 1 << 64:
-        raise UserError(f"seed {settings.seed}: from 0 to 2^64 - 1")
-    if settings.documents not in DOCUMENTS:
-        raise UserError(f"documents {settings.documents!r}: one of {', '.join(DOCUMENTS)}")
-    if settings.stdin not in FORMATS or FORMATS[settings.stdin].is_columnar:
-        raise UserError(f"standard input of kind {settings.stdin!r}: one of jsonl, json, txt, csv")
-    if settings.deduplicate not in (None, "exact", "near"):
-        raise UserError(f"deduplicate {settings.deduplicate!r}: exact or near")
+    """Raise a UserError for the first setting that is out of its range."""
     trained = TokenizerSpec.parse(settings.tokenizer).directory is None
-    if settings.min_tokens and trained:
-        raise UserError(
-            f"min_tokens {settings.min_tokens} counts the tokens of a finished tokenizer: prepare without it first, "
-            "and then give that output's tokenizer directory"
-        )
-    if settings.min_tokens < 0:
-        raise UserError(f"min_tokens {settings.min_tokens}: at least 0")
     check_validation(settings.validation)
-    if settings.eos is not None and trained:
-        raise UserError(f"eos {settings.eos!r}: {settings.tokenizer} has its own; it is for a given tokenizer")
-    if settings.tokenizer_documents is not None and (not trained or settings.tokenizer_documents < 1):
-        raise UserError(
-            f"tokenizer_documents {settings.tokenizer_documents}: at least 1, for a tokenizer that is trained"
-        )
+    checks: dict[str, tuple[object, str]] = {
+        "seed": (0 <= settings.seed < 1 << 64, "from 0 to 2^64 - 1"),
+        "documents": (settings.documents in DOCUMENTS, f"one of {', '.join(DOCUMENTS)}"),
+        "stdin": (settings.stdin in STREAMS, f"standard input is one of {', '.join(STREAMS)}"),
+        "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
+        "min_tokens": (
+            settings.min_tokens == 0 or (settings.min_tokens > 0 and not trained),
+            "at least 0; it counts the tokens of a finished tokenizer: prepare without it first, and then give that "
+            "output's tokenizer directory",
+        ),
+        "eos": (settings.eos is None or not trained, f"{settings.tokenizer} has its own; it is for a given tokenizer"),
+        "tokenizer_documents": (
+            settings.tokenizer_documents is None or (settings.tokenizer_documents > 0 and trained),
+            "at least 1, for a tokenizer that is trained",
+        ),
+        "sentences": (
+            settings.sentences is None or re.fullmatch("[a-z]{2,3}", settings.sentences),
+            "the ISO 639 code of a language is needed, such as en",
+        ),
+    }
+    for name, (valid, remedy) in checks.items():
+        if not valid:
+            raise UserError(f"{name} {getattr(settings, name)!r}: {remedy}")
     if settings.sentences is not None:
-        if not re.fullmatch("[a-z]{2,3}", settings.sentences):
-            raise UserError(f"language {settings.sentences!r}: its ISO 639 code is needed, such as en")
         needed("sentencex", "splitting sentences")
 
 
@@ -237,15 +227,15 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     identity = compute_identity()
+    raw: dict[str, Any] = {}
     try:
-        raw = read_object(output / REPORT)
+        raw = read_json(output / REPORT, "")
         report = validate(Report, raw, str(output / REPORT))
-    except (OSError, InvalidJson, UserError) as error:
-        if isinstance(error, UserError) and overwrite and {"identity", "files"} <= raw.keys():
+    except UserError as error:
+        if overwrite and {"identity", "files"} <= raw.keys():
             return None
-        why = f"{REPORT}: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise UserError(
-            f"{output} exists and is not the output of this command: choose another --output ({why})"
+            f"{output} exists and is not the output of this command: choose another --output ({error})"
         ) from None
     if report.identity != identity:
         if overwrite:
@@ -272,24 +262,15 @@ def damage(
         needed_files: names that must be among them.
     """
     for name, recorded in files.items():
-        if problem := _difference(directory, name, recorded, listed_in):
-            return f"{directory / name} {problem}"
+        path = directory / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != recorded.bytes:
+            return f"{path} has {size:,} bytes instead of {recorded.bytes:,}"
+        if (sha256 := file_sha256(path)) != recorded.sha256:
+            return f"{path} has SHA-256 {sha256[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
     missing = sorted(set(needed_files) - files.keys())
     return f"{directory / listed_in} names no {missing[0]}" if missing else None
-
-
-def _difference(directory: Path, name: str, recorded: PreparedFile, listed_in: str) -> str | None:
-    path = directory / name
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        return f"is named by {listed_in}, but lies elsewhere"
-    actual = path.stat().st_size if path.is_file() else None
-    if actual is None:
-        return "is missing"
-    if actual != recorded.bytes:
-        return f"has {actual:,} bytes instead of {recorded.bytes:,}"
-    if (sha256 := file_sha256(path)) != recorded.sha256:
-        return f"has SHA-256 {sha256[:12]}… instead of {shown(recorded.sha256)[1:13]}…"
-    return None
 
 
 def library_versions() -> dict[str, str]:

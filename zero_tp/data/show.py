@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,32 +12,17 @@ from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import find_tokenizer, open_tokenizer
 from zero_tp.errors import UserError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 SPLITS = ("train", "validation")
 
 
 def corpora_of(path: Path) -> dict[str, IndexedCorpus]:
-    """Return the corpora of a directory that `prepare` wrote, by split, or the one of a prefix.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the corpora of a directory that `prepare` wrote, by split, or the one of a prefix. UserError: none."""
     if idx_path(path).is_file():
         return {path.name: IndexedCorpus(path)}
     corpora = {split: IndexedCorpus(path / split) for split in SPLITS if idx_path(path / split).is_file()}
     if not corpora:
         raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
     return corpora
-
-
-def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    inside = path / "tokenizer"
-    directory = inside if inside.is_dir() else find_tokenizer(None, str(path))
-    if directory is None:
-        raise UserError(f"{path}: there is no tokenizer/ in it or beside it to read its tokens with")
-    return open_tokenizer(directory)
 
 
 def shown(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
@@ -54,7 +38,10 @@ def shown(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
     """
     if sample < 1 or sequence_length < 1:
         raise UserError(f"sample {sample}, sequence length {sequence_length}: at least 1")
-    tokenizer = _tokenizer(path)
+    directory = find_tokenizer(None, f"{path}/train") or find_tokenizer(None, str(path))
+    if directory is None:
+        raise UserError(f"{path}: there is no tokenizer/ in it or beside it to read its tokens with")
+    tokenizer = open_tokenizer(directory)
     for name, corpus in corpora_of(path).items():
         corpus.check_vocabulary(len(tokenizer))
         documents, tokens = len(corpus), corpus.tokens

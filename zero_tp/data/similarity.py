@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.data.documents import find_sources
+from zero_tp.data.documents import stream
 from zero_tp.data.formats import needed
-from zero_tp.data.records import Document, Problem, where
+from zero_tp.data.records import EVERY_STRING, Document, Problem
 from zero_tp.errors import UserError
 
 SHINGLE, THRESHOLD, OVERLAP = 5, 0.7, 13
@@ -87,13 +87,8 @@ def near_duplicates(numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[
 
 def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return the number of the first document with the same content, [documents], by 128-bit hashes (V16)."""
-    halves = content.view("<u8").reshape(-1, 2)
-    order = np.lexsort((np.arange(len(halves)), halves[:, 1], halves[:, 0]))
-    is_first = np.ones(len(order), np.bool_)
-    is_first[1:] = (halves[order[1:]] != halves[order[:-1]]).any(axis=1)
-    firsts = np.empty(len(order), np.int64)
-    firsts[order] = order[is_first][np.cumsum(is_first) - 1]
-    return firsts
+    _, firsts, inverse = np.unique(content, return_index=True, return_inverse=True)
+    return firsts[inverse]
 
 
 # --- evaluation sets --------------------------------------------------------------------------------------------------
@@ -130,36 +125,27 @@ class EvaluationSets:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> EvaluationSets:
-        """Read sets from files of any kind that is an input; all strings of a record are its text.
-
-        Raises:
-            UserError: a file can't be read, or holds no text.
-        """
+        """Read sets from files of any kind; all strings of a record are its text. UserError: one holds no text."""
         parts, titles, texts, short = [np.zeros(0, np.uint64)], set[str](), 0, 0
-        for source in find_sources(list(paths), every_string=True):
+        for path in paths:
             before = texts
-            for block in source.blocks():
-                for place, document in block.documents():
-                    if isinstance(document, Problem):
-                        raise UserError(f"--decontaminate: {where(source.name, place)}: {document.detail}")
-                    texts += 1
-                    parts.append(overlaps(document.text))
-                    short += not len(parts[-1])
-                    titles |= set(map(_title, _HEADING.findall(document.text)))
+            for place, document in stream([path], EVERY_STRING):
+                if isinstance(document, Problem):
+                    raise UserError(f"--decontaminate: {place}: {document.detail}")
+                texts += 1
+                parts.append(overlaps(document.text))
+                short += not len(parts[-1])
+                titles |= set(map(_title, _HEADING.findall(document.text)))
             if texts == before:
-                raise UserError(f"--decontaminate: {source.name}: no text in it")
+                raise UserError(f"--decontaminate: {path}: no text in it")
         return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}), texts, short)
 
     def has(self, document: Document) -> bool:
-        """Return whether a document has 13 consecutive words, or a title, of one of the sets.
-
-        Its title is that of its record, or its first line.
-        """
-        if self.titles:
-            first = document.text.lstrip().partition("\n")[0]
-            if _title(first) in self.titles or (document.title is not None and _title(document.title) in self.titles):
-                return True
+        """Return whether a document has 13 consecutive words of a set, or as its title or first line a set's title."""
+        first = document.text.lstrip().partition("\n")[0]
+        if self.titles and not self.titles.isdisjoint(map(_title, (first, document.title or ""))):
+            return True
         hashes = overlaps(document.text)
         positions = np.searchsorted(self.overlaps, hashes)  # np.isin would sort the sets for each document
-        hashes, positions = hashes[positions < len(self.overlaps)], positions[positions < len(self.overlaps)]
-        return bool((self.overlaps[positions] == hashes).any())
+        is_inside = positions < len(self.overlaps)
+        return bool((self.overlaps[positions[is_inside]] == hashes[is_inside]).any())

@@ -1,7 +1,5 @@
-"""Inputs: files of JSON lines, JSON, plain text, CSV, Parquet and Arrow, most of them also compressed; standard input;
-and data sets of the Hugging Face hub.
+"""Read a source in blocks of records as they are stored, about 1 MiB each and the same ones on every machine.
 
-A `Source` gives `RecordBatch`s of records as they are stored, about 1 MiB each and the same ones on every machine.
 `RecordBatch.documents` turns records into texts, which may happen in another process. A bad record is a `Problem` in
 its place: nothing is left out silently, and it costs no other record.
 """
@@ -9,7 +7,6 @@ its place: nothing is left out silently, and it costs no other record.
 from __future__ import annotations
 
 import bz2
-import gzip
 import hashlib
 import io
 import lzma
@@ -17,78 +14,63 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import zstandard
 
-from zero_tp.data.formats import FORMATS, choose_json_key, read_hub
-from zero_tp.data.records import Input, Problem, Record, RecordBatch
+from zero_tp.data.formats import STREAMS, TABLES, choose_json_key, read_hub
+from zero_tp.data.records import Problem, Record, RecordBatch, Source
 from zero_tp.errors import UserError
 from zero_tp.files import open_regular
 
-DOCUMENTS = ("file", "line", "blank-line")
 _BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
+_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11  # at once; 2 KiB may be 64 MiB decompressed, and are lost at an error
+COMPRESSIONS: dict[str, Callable[[], Any]] = {
+    ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+}
+"""Ending of a file → a decompressor of one frame."""
 
 
-@dataclass
-class Source(Input):
-    """A file, standard input, or a data set of the hub.
+def read_blocks(source: Source) -> Iterator[RecordBatch]:
+    """Yield all records of a source in blocks.
 
-    Attributes:
-        path: of the file; None: there is none.
-        sha256: of the bytes as stored, after all blocks were read.
+    Raises:
+        UserError: the file can't be read, a library for it is missing, or no field holds a text.
     """
+    source.key, source.position = None, 0
+    try:
+        for number, records in enumerate(batch_records(read_hub(source) if source.kind == "hub" else _records(source))):
+            if number == 0 and source.kind in ("jsonl", "json"):
+                choose_json_key(source, records)
+            yield RecordBatch(source.name, number, source.key, records)
+    except OSError as error:
+        raise UserError(f"{source.name}: {error.strerror or error}") from error
 
-    path: Path | None = None
-    sha256: str = ""
-    _stream: Watched | None = field(default=None, repr=False)
 
-    @property
-    def position(self) -> int:
-        """Return how many bytes of the file have been read."""
-        return self._stream.count if self._stream is not None else 0
-
-    def blocks(self) -> Iterator[RecordBatch]:
-        """Yield all records in blocks.
-
-        Raises:
-            UserError: the file can't be read, a library for it is missing, or no field holds a text.
-        """
-        self.key, number = None, 0
+def _records(source: Source) -> Iterator[Record]:
+    """Yield the records of a file or of standard input, then set its hash."""
+    with open_regular(source.path) if source.path is not None else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw:
+        if source.path is not None and source.kind in TABLES:
+            yield from TABLES[source.kind](source, raw)
+            source.sha256 = file_sha256(source.path)
+            return
+        ending, digest, place = source.path.suffix if source.path is not None else "", hashlib.sha256(), 0
+        pieces = _raw_pieces(source, raw, digest, _COMPRESSED_BYTES if ending in COMPRESSIONS else _READ_BYTES)
+        decompressed = _decompress(pieces, COMPRESSIONS[ending]) if ending in COMPRESSIONS else pieces
         try:
-            for records in batch_records(read_hub(self) if self.kind == "hub" else self._records()):
-                if number == 0 and self.kind in ("jsonl", "json"):
-                    choose_json_key(self, records)
-                yield RecordBatch(self.name, number, self.key, records)
-                number += 1
-        except OSError as error:
-            raise UserError(f"{self.name}: {error.strerror or error}") from error
-
-    def _records(self) -> Iterator[Record]:
-        """Yield the records of a file or of standard input, then set its hash."""
-        compression = COMPRESSIONS.get(self.path.suffix) if self.path is not None else None
-        read, is_columnar = FORMATS[self.kind]
-        with open_regular(self.path) if self.path is not None else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw:
-            file: IO[bytes] = raw
-            if not is_columnar:
-                self._stream = Watched(raw)
-                file = io.BufferedReader(self._stream, 2**20)
-            place = 0
-            try:
-                for record in read(self, compression.open(file) if compression else file):
-                    place = record.place
-                    yield record
-            except (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
-                if compression is None or (isinstance(error, OSError) and error.errno is not None):
-                    raise
-                detail = f"not a whole {compression.name} file ({error}): the rest of it is lost"
-                yield Record(place + 1, Problem("unreadable", detail))
-            if self._stream is not None:
-                self.sha256 = self._stream.finish()
-            elif self.path is not None:
-                self.sha256 = file_sha256(self.path)
+            for record in STREAMS[source.kind](source, io.BufferedReader(_Pieces(decompressed), _READ_BYTES)):
+                place = record.place
+                yield record
+        except EOFError as error:
+            yield Record(place + 1, Problem("unreadable", f"not a whole {ending} file ({error}): the rest is lost"))
+        for _ in pieces:  # the hash is that of the whole file
+            pass
+        source.sha256 = digest.hexdigest()
 
 
 def batch_records(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -118,70 +100,50 @@ def file_sha256(path: Path) -> str:
 # --- streams of bytes -------------------------------------------------------------------------------------------------
 
 
-class Watched(io.RawIOBase):
-    """Hash and count the bytes that are read from another stream."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.raw, self.digest, self.count = raw, hashlib.sha256(), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.raw.read(len(buffer))
-        buffer[: len(data)] = data
-        self.digest.update(data)
-        self.count += len(data)
-        return len(data)
-
-    def finish(self) -> str:
-        """Read the rest, and return the SHA-256 of all."""
-        while self.read(2**20):
-            pass
-        return self.digest.hexdigest()
+def _raw_pieces(source: Source, file: IO[bytes], digest: Any, size: int) -> Iterator[bytes]:
+    """Yield a file's bytes; hash and count them."""
+    while data := file.read(size):
+        digest.update(data)
+        source.position += len(data)
+        yield data
 
 
-class _Zstd(io.RawIOBase):
-    """Decompress zstandard frames; raise EOFError if the last one is cut.
+def _decompress(pieces: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress all frames of a file, which may be padded with zeros.
 
-    The readers of zstandard and fsspec end silently at a cut. pyarrow's raises, but drops the bytes before the cut.
+    Raises:
+        EOFError: a frame is damaged, or cut: the readers of zstandard and fsspec end silently there.
     """
+    frame = None
+    for data in pieces:
+        while data := data if frame is not None else data.lstrip(b"\0"):
+            frame = frame or new_decompressor()
+            try:
+                yield frame.decompress(data)
+            except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+                raise EOFError(str(error)) from error
+            data = b""
+            if frame.eof:
+                data, frame = frame.unused_data, None
+    if frame is not None:
+        raise EOFError("it ends inside a frame")
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._decompressor = raw, zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._decompressed = memoryview(b"")
-        self._compressed = b""
+
+class _Pieces(io.RawIOBase):
+    """A file of consecutive pieces of bytes."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._piece = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._decompressed:
-            data = self._compressed or self._raw.read(2**17)
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
+        while not self._piece:
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._decompressed, self._compressed = memoryview(self._frame.decompress(data)), b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._decompressed))
-        buffer[:count], self._decompressed = self._decompressed[:count], self._decompressed[count:]
+            self._piece = memoryview(piece)
+        count = min(len(buffer), len(self._piece))
+        buffer[:count], self._piece = self._piece[:count], self._piece[count:]
         return count
-
-
-class Compression(NamedTuple):
-    """A compression by its name in messages, and a function that opens a file's decompressed bytes."""
-
-    name: str
-    open: Callable[[IO[bytes]], IO[bytes]]
-
-
-COMPRESSIONS = {
-    ".gz": Compression("gzip", gzip.open),  # type: ignore[arg-type]
-    ".bz2": Compression("bzip2", bz2.open),
-    ".xz": Compression("xz", lzma.open),
-    ".zst": Compression("zstd", lambda raw: io.BufferedReader(_Zstd(raw), 2**17)),
-}

@@ -25,15 +25,10 @@ _ENDS = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>
 MOST_IDS = 2**24
 _SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
-_MOST_DIGITS = 20
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a Hugging Face directory. Code that comes with it is never run.
-
-    Raises:
-        UserError: it can't be read, one of its files is none, or a token's id is beyond every vocabulary.
-    """
+    """Open the tokenizer of a Hugging Face directory. Code that comes with it is never run. UserError: it can't be."""
     for name in TOKENIZER_FILES:
         if is_regular(directory / name) and name.endswith(".json"):
             _check_ids(directory / name)
@@ -53,9 +48,8 @@ def _opener(directory: Path) -> Any:
     """Return AutoTokenizer, or the only class that it could choose, because it loads torch, which takes a second."""
     from transformers import PreTrainedTokenizerFast
 
-    described = directory / "tokenizer_config.json"
-    if is_regular(described) and not (directory / "config.json").exists():
-        config = read_json(described)
+    if is_regular(directory / "tokenizer_config.json") and not (directory / "config.json").exists():
+        config = read_json(directory / "tokenizer_config.json")
         if config.get("tokenizer_class") == PreTrainedTokenizerFast.__name__ and "auto_map" not in config:
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
@@ -67,16 +61,14 @@ def _check_ids(path: Path) -> None:
     """Raise a UserError if a file of a tokenizer isn't strict JSON, or has an id for which tables would fill memory."""
     content = read_json(path)
     model, added, decoder = (content.get(key) for key in ("model", "added_tokens", "added_tokens_decoder"))
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if path.name in ("vocab.json", "added_tokens.json"):
+        vocabulary = content
     ids: list[Any] = [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     ids += decoder if isinstance(decoder, dict) else []
-    vocabularies = [model.get("vocab") if isinstance(model, dict) else None]
-    if path.name in ("vocab.json", "added_tokens.json"):
-        vocabularies.append(content)
-    for vocabulary in vocabularies:
-        ids += vocabulary.values() if isinstance(vocabulary, dict) else []
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else []
     for id_ in ids:
-        digits = str(id_)
-        if digits.isdecimal() and (len(digits) > _MOST_DIGITS or int(digits) >= MOST_IDS):
+        if (digits := str(id_)[:20]).isdecimal() and int(digits) >= MOST_IDS:
             raise UserError(f"{path}: the id {shown(id_)} is beyond every vocabulary; ids go up to {MOST_IDS - 1:,}")
 
 
@@ -88,13 +80,9 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
             unless it is a tokenizer for the masked objective.
 
     Raises:
-        UserError: it can't be read (see `open_tokenizer`), is not a fast one, or has neither an eos token nor the
-            tokens of the masked objective.
+        UserError: it can't be read, is not a fast one, or has neither an eos token nor the masked objective's tokens.
     """
-    try:
-        tokenizer = open_tokenizer(directory)
-    except UserError as error:
-        raise UserError(f"tokenizer {directory}: can't be read: {error}") from error
+    tokenizer = open_tokenizer(directory)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
     if eos is not None:
@@ -141,11 +129,7 @@ class MaskingVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
-        """Read it from a tokenizer.
-
-        Args:
-            directory: for messages.
-            size: v, at least that of the tokenizer.
+        """Read it from a tokenizer of at most v = `size` tokens; messages name its directory.
 
         Raises:
             UserError: it has no mask, separator or class token, or nothing in it says where words begin.
@@ -155,20 +139,16 @@ class MaskingVocabulary:
                 f"tokenizer {directory}: it has no {' and no '.join(f'{name}_token' for name in missing)}, which the "
                 "masked objective needs; prepare the corpus with --tokenizer wordpiece:SIZE, or a tokenizer that has"
             )
-        marks = _Marks.of(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
+        firsts, lasts, continuing = _word_marks(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
         special, begins, ends = np.ones(size, bool), np.ones(size, bool), np.zeros(size, bool)
         apart = set(tokenizer.all_special_ids)
         for token, i in tokenizer.get_vocab().items():
             if i not in apart:
-                special[i], begins[i], ends[i] = False, marks.begins(token), marks.ends(token)
-        padding = tokenizer.pad_token_id
-        ids = (
-            tokenizer.mask_token_id,
-            tokenizer.sep_token_id,
-            tokenizer.cls_token_id,
-            0 if padding is None else padding,
-        )
-        return cls(*ids, tokenizer.eos_token_id, special, begins, ends)
+                continues = not continuing or token.startswith(continuing)
+                special[i], begins[i], ends[i] = False, token.startswith(firsts) or not continues, token.endswith(lasts)
+        mask, separator, classifier = tokenizer.mask_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id
+        padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return cls(mask, separator, classifier, padding, tokenizer.eos_token_id, special, begins, ends)
 
     def sha256(self) -> str:
         """Return a hash of the vocabulary."""
@@ -184,52 +164,31 @@ class MaskingVocabulary:
         return begins & ~self.special[row]
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """A tokenizer's marks of words.
+def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return a tokenizer's marks: prefixes of a word's first token, suffixes of its last one, the prefix of its others.
 
-    Attributes:
-        continued: prefix of a token that continues a word.
-        last: suffix of a word's last token.
-        space: the space before a word; it may be a token of its own.
-        breaks: other white space.
+    Without the third mark ("") tokens that no prefix marks continue a word.
     """
-
-    continued: str = ""
-    last: str = ""
-    space: str = ""
-    breaks: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, serialized: dict[str, Any], directory: Path) -> _Marks:
-        model = serialized["model"]
-        around = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
-        if '"ByteLevel"' in around:
-            return cls(space=_SPACE, breaks=tuple(_BREAKS))
-        if _METASPACE in around:
-            return cls(space=_METASPACE, breaks=("\n", "\t", "<0x0A>", "<0x09>"))
-        continued, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
-        if not continued and not last:
-            raise UserError(
-                f"tokenizer {directory}: nothing says where words begin (WordPiece's ##, byte-level BPE's Ġ or "
-                "SentencePiece's ▁), which the masked objective needs; use another tokenizer"
-            )
-        return cls(continued, last)
-
-    def begins(self, token: str) -> bool:
-        if self.space:
-            return token.startswith((self.space, *self.breaks))
-        return bool(self.continued) and not token.startswith(self.continued)
-
-    def ends(self, token: str) -> bool:
-        return token.endswith(self.breaks) if self.breaks else bool(self.last) and token.endswith(self.last)
+    model = serialized["model"]
+    around = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
+    if '"ByteLevel"' in around:
+        return (_SPACE, *_BREAKS), tuple(_BREAKS), ""
+    if _METASPACE in around:
+        breaks = ("\n", "\t", "<0x0A>", "<0x09>")
+        return (_METASPACE, *breaks), breaks, ""
+    continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    if not continuing and not last:
+        raise UserError(
+            f"tokenizer {directory}: nothing says where words begin (WordPiece's ##, byte-level BPE's Ġ or "
+            "SentencePiece's ▁), which the masked objective needs; use another tokenizer"
+        )
+    return (), (last,) if last else (), continuing
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
     """Return a run's tokenizer directory: `name`, else `tokenizer/` beside the corpus `prefix`, else None.
 
-    Raises:
-        UserError: `name` is neither a directory nor a tokenizer of the hub.
+    `name` is a directory or a tokenizer of the hub; anything else raises a UserError.
     """
     if name is not None:
         directory = resolve(name, "zero_tp.tokenizer", weights=False).directory
@@ -252,10 +211,7 @@ def files_sha256(directory: Path) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, dict[str, int]]:
-    """Return the vocabulary size, and the ids of those of bos, eos and pad that the tokenizer has.
-
-    The keys are `bos_token_id`, `eos_token_id`, `pad_token_id`.
-    """
+    """Return the vocabulary size, and `bos_token_id`, `eos_token_id` and `pad_token_id`, if the tokenizer has them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return len(tokenizer), {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
 
@@ -264,14 +220,11 @@ def check_same_tokens(data: Path, model: Path) -> None:
     """Check that each token id is the same token for a model's weights and for the corpus.
 
     Either may have ids that the other lacks, such as added tokens. A directory without tokenizer.json or vocab.json is
-    not compared.
+    not compared. UserError: names the first id that is not the same token in both.
 
     Args:
         data: the tokenizer's directory that the corpus was prepared with.
         model: the Hugging Face directory that the weights come from.
-
-    Raises:
-        UserError: an id is not the same token in both; names the first.
     """
     ours, theirs = _tokens(data), _tokens(model)
     for token in sorted(ours.keys() & theirs.keys()):

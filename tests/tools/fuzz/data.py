@@ -25,19 +25,8 @@ from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.errors import BAD_INPUT, UserError
 
 WORDS = [
-    "peace",
-    "war",
-    "caf\u00e9",
-    "\U0001f44b",
-    "<|endoftext|>",
-    "  ",
-    "\n",
-    "\r\n",
-    "a",
-    "union",
-    "\0",
-    "\ufeff",
-    "42",
+    *("peace", "war", "caf\u00e9", "\U0001f44b", "<|endoftext|>", "a", "union", "42"),
+    *("  ", "\n", "\r\n", "\0", "\ufeff"),
 ]
 
 
