@@ -15,10 +15,8 @@ from zero_tp.errors import UserError
 from zero_tp.files import write_named
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
-PALETTE = {
-    **{"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"},
-    **{"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"},
-}
+PALETTE = {"blue": "#4477AA", "cyan": "#66CCEE", "green": "#228833", "yellow": "#CCBB44"}
+PALETTE |= {"red": "#EE6677", "purple": "#AA3377", "grey": "#BBBBBB"}
 SHOWN_VALUES = 60
 """Of one curve."""
 STYLE = """
@@ -40,7 +38,7 @@ td:last-child, th:last-child { text-align: left; } tr:nth-child(even) td { backg
 """
 
 
-def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, Any] | None = None) -> list[Path]:
+def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, Any]) -> list[Path]:
     """Write a page and its figures as PNG beside it: OUT.html, OUT_memory.png, …
 
     Args:
@@ -53,21 +51,16 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
     Raises:
         UserError: a file can't be written.
     """
-    text = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        f"<style>{STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
-    )
-    written = [path]
+    name, body = html.escape(title), "\n".join(parts)
+    head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+    text = f"{head}\n<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
+    pictures = {path.with_name(f"{path.stem}{ending and '_'}{ending}.png"): figures[ending] for ending in figures}
     write_named(path, text)
-    for name, figure in (figures or {}).items():
-        picture = path.with_name(f"{path.stem}_{name}.png" if name else f"{path.stem}.png")
+    for picture, figure in pictures.items():
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=150)
         write_named(picture, drawn.getvalue())
-        written.append(picture)
-    return written
+    return [path, *pictures]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
@@ -141,11 +134,15 @@ def plain_number(value: float, _: int | None = None) -> str:
     return f"{value:g}"
 
 
-def scale(axes: Any, direction: str, least: float, most: float, *, logarithmic: bool) -> None:
-    """Scale an axis, "x" or "y", for values from `least` to `most`, with a handful of ticks in plain numbers."""
+def scale(axes: Any, direction: str, values: Sequence[float], *, logarithmic: bool) -> None:
+    """Scale an axis, "x" or "y", for these values, with a handful of ticks in plain numbers.
+
+    A logarithmic axis leaves out values that are not positive.
+    """
     from matplotlib import ticker
 
-    logarithmic = logarithmic and least > 0
+    shown = [value for value in values if value > 0 or not logarithmic]
+    least, most = min(shown), max(shown)
     axis = getattr(axes, f"{direction}axis")
     if logarithmic:
         getattr(axes, f"set_{direction}scale")("log")

@@ -66,25 +66,21 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     Raises:
         UserError: matplotlib is not installed.
     """
-    shown = panels(runs)
+    shown, several = panels(runs), len(runs) > 1
     rows = -(-len(shown) // 2)
-    several = len(runs) > 1
     figure = new_figure(11.0, 2.9 * rows + 0.3 + 0.25 * several * -(-len(runs) // LEGEND_COLUMNS))
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
     units = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
     ends = [run.last_step * unit for run, unit in zip(runs, units, strict=True)]
     starts = [run.first_step * unit for run, unit in zip(runs, units, strict=True)]
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
+    left, right = (0.9 * min(starts), 1.1 * max(ends)) if logarithmic else (-0.02 * max(ends), 1.02 * max(ends))
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
-        values = _draw(axes, runs, units, labels)
-        powers = title in LOGARITHMIC and max(values) > 0  # what is not positive is left out
-        least = min(value for value in values if value > 0 or not powers)
-        scale(axes, "y", least, max(values), logarithmic=powers)
-        scale(axes, "x", min(starts), max(ends), logarithmic=logarithmic)
-        axes.set_xlim(
-            0.9 * min(starts) if logarithmic else -0.02 * max(ends), (1.1 if logarithmic else 1.02) * max(ends)
-        )
+        values = _draw_panel(axes, runs, units, labels)
+        scale(axes, "y", values, logarithmic=title in LOGARITHMIC and max(values) > 0)
+        scale(axes, "x", [*starts, *ends], logarithmic=logarithmic)
+        axes.set_xlim(left, right)
         axes.grid(axis="y", color="#000000", alpha=0.13, linewidth=0.6)
         axes.set_axisbelow(True)
         if number >= len(shown) - 2:
@@ -99,64 +95,44 @@ def draw_runs(runs: list[Run], against: str) -> Any:
 
 def _look(number: int) -> dict[str, Any]:
     """Return the colour and dashes of a run or series, other than those of its neighbours."""
-    return {
-        "color": COLOURS[number % len(COLOURS)],
-        "linestyle": DASHES[number // len(COLOURS) % len(DASHES)],
-    }
+    dashes = DASHES[number // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes}
 
 
-def _draw(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
-    """Draw one run with a colour for each series, or several with a colour for each run; return all finite values."""
+def _draw_panel(axes: Any, runs: list[Run], units: list[float], labels: dict[str, str]) -> list[float]:
+    """Draw one run with a colour for each series, or several with a colour for each run; return all finite values.
+
+    Evaluations are points that are joined. A noisy series is its average above pale values.
+    """
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
-    several, drawn, named = len(runs) > 1, list[float](), set[str]()
+    several, finite = len(runs) > 1, list[float]()
     for number, (run, unit) in enumerate(zip(runs, units, strict=True)):
         for turn, (name, label) in enumerate(labels.items()):
-            if finite := run.finite(name):
-                factor = 100 if name in PERCENT else 1
-                look = _look(number if several else turn) | {"label": None if name in named else label}
-                named.add(name)
-                if several and turn:
-                    look["linestyle"] = "-."
-                curve = _draw_series(axes, run, name, unit, factor, look, pale=len(runs) <= MOST_PALE)
-                drawn += [factor * value for value in finite.values()]
-                what = ", ".join(part for part in (run.name if several else "", label) if part)
-                texts = [
-                    (unit * step, place, _text(what, step, factor * value, place))
-                    for (step, value), place in zip(run.series[name].items(), curve, strict=True)
-                    if math.isfinite(value)
-                ]
-                show_values(axes, texts)
+            if not run.finite(name):
+                continue
+            look = _look(number if several else turn) | ({"linestyle": "-."} if several and turn else {})
+            places = [unit * step for step in run.series[name]]
+            curve = values = [(100 if name in PERCENT else 1) * value for value in run.series[name].values()]
+            finite += filter(math.isfinite, values)
+            if not _is_evaluation(name) and name not in NOT_NOISY and len(values) > SPAN:
+                if len(runs) <= MOST_PALE:
+                    axes.plot(places, values, alpha=0.3, linewidth=0.8, **look)
+                curve = smoothed(values)
+            (line,) = axes.plot(places, curve, linewidth=1.2 if curve is values else 1.5, **look)
+            if _is_evaluation(name):
+                line.set(marker="o", markersize=3.5)
+            if label not in axes.get_legend_handles_labels()[1]:
+                line.set_label(label)
+            what = ", ".join(part for part in (run.name if several else "", label) if part)
+            texts = [
+                (unit * step, height, f"{what}: {value:.6g} at step {step:,}".removeprefix(": "))
+                for step, value, height in zip(run.series[name], values, curve, strict=True)
+                if math.isfinite(value)
+            ]
+            show_values(axes, texts)
     if len(labels) > 1 or "mfu" in labels:
         axes.legend(fontsize=8, frameon=False)
-    return drawn
-
-
-def _text(what: str, step: int, value: float, curve: float) -> str:
-    """Describe a value; `curve` is what is drawn there, which may be an average."""
-    average = "" if value == curve else f", on average {curve:.6g}"
-    return f"{what}: {value:.6g} at step {step:,}{average}".removeprefix(": ")
-
-
-def _draw_series(
-    axes: Any, run: Run, name: str, unit: float, factor: int, look: dict[str, Any], *, pale: bool
-) -> list[float]:
-    """Draw evaluations as points that are joined, noisy series as their average above pale values.
-
-    Returns:
-        The curve's value at each logged step.
-    """
-    places = [unit * step for step in run.series[name]]
-    values = [factor * value for value in run.series[name].values()]
-    if _is_evaluation(name):
-        axes.plot(places, values, marker="o", markersize=3.5, linewidth=1.2, **look)
-    elif name not in NOT_NOISY and len(values) > SPAN:
-        if pale:
-            axes.plot(places, values, alpha=0.3, linewidth=0.8, **look | {"label": None})
-        values = smoothed(values)
-        axes.plot(places, values, linewidth=1.5, **look)
-    else:
-        axes.plot(places, values, linewidth=1.2, **look)
-    return values
+    return finite
 
 
 def smoothed(values: list[float]) -> list[float]:

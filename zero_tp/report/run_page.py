@@ -15,6 +15,8 @@ from zero_tp.report.curves import draw_runs, equals_mfu
 from zero_tp.report.runs import VALIDATION, Run, Series, differing, read_runs
 from zero_tp.training.metrics_file import METRICS_FILE
 
+STEPS = "zero_tp.training.steps"
+
 
 def write_report(directories: list[Path], to: Path | None = None, against: str | None = None) -> list[Path]:
     """Write the report of runs, which may still be training.
@@ -35,21 +37,22 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
         without = next(run for run in runs if run.tokens_per_step is None)
         raise UserError(f"{without.directory / CONFIG}: says no tokens of a step; draw against step")
     figure = draw_runs(runs, against or ("tokens" if len(sizes) > 1 and None not in sizes else "step"))
-    names = [run.name for run in runs]
-    parts = [page.svg(figure), "<h2>Figures</h2>", page.table(("", *names), _figures(runs), "keys")]
+    names = ["", *(run.name for run in runs)]
+    parts = [page.svg(figure), "<h2>Figures</h2>", page.table(names, _figures(runs), "keys")]
     for run in runs:
         if run.unreadable:
-            lines = f"{run.unreadable} unreadable line{'s' if run.unreadable > 1 else ''}"
-            parts.append(f"<p>{html.escape(str(run.directory / METRICS_FILE))}: {lines} left out</p>")
+            parts.append(
+                f"<p>{html.escape(str(run.directory / METRICS_FILE))}: {run.unreadable} broken lines left out</p>"
+            )
     if len(runs) > 1:
         rows = [(key, *values) for key, values in differing(runs)]
         parts.append("<h2>What differs between their configs</h2>")
-        parts.append(page.table(("", *names), rows, "keys") if rows else "<p>Nothing.</p>")
+        parts.append(page.table(names, rows, "keys") if rows else "<p>Nothing.</p>")
     for run in runs:
         config = html.escape(json.dumps(run.config, indent=2, ensure_ascii=False))
         parts.append(f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{config}</pre></details>")
     to = to or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
-    return page.write(to, ", ".join(names), parts, {"curves": figure})
+    return page.write(to, ", ".join(names[1:]), parts, {"curves": figure})
 
 
 def _figures(runs: list[Run]) -> list[tuple[str, ...]]:
@@ -58,9 +61,10 @@ def _figures(runs: list[Run]) -> list[tuple[str, ...]]:
     def row(label: str, name: str, summary: Callable[[Series], str]) -> tuple[str, ...]:
         return (label, *(summary(series) if (series := run.finite(name)) else "" for run in runs))
 
+    steps = [f"{run.last_step:,}" + (f" of {end:,}" if (end := run.integer(STEPS)) else "") for run in runs]
     tasks = dict.fromkeys(name for run in runs for name in run.series if "/" in name)
     rows: list[tuple[str, ...]] = [
-        ("step", *(f"{run.last_step:,}" + (f" of {run.steps:,}" if run.steps is not None else "") for run in runs)),
+        ("step", *steps),
         ("tokens", *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs)),
         row("training loss, mean of the last 50 lines", "loss", _mean_of_last_50),
         row("validation loss, last", f"{VALIDATION}loss", _last("{:.4f}")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,26 +43,21 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int | None:
-        length, batch = self._integer("zero_tp.data.sequence_length"), self._integer("train_batch_size")
+        length, batch = self.integer("zero_tp.data.sequence_length"), self.integer("train_batch_size")
         return None if length is None or batch is None else length * batch
 
-    @property
-    def steps(self) -> int | None:
-        """Return the number of steps to train."""
-        return self._integer("zero_tp.training.steps")
-
-    def _integer(self, key: str) -> int | None:
+    def integer(self, key: str) -> int | None:
         """Return a number of the config, None if a person has changed what is there."""
         value = look_up(self.config, key)
         return value if type(value) is int else None
 
     @property
     def first_step(self) -> int:
-        return min(min(series) for series in self.series.values())
+        return min(map(min, self.series.values()))
 
     @property
     def last_step(self) -> int:
-        return max(max(series) for series in self.series.values())
+        return max(map(max, self.series.values()))
 
 
 def read_runs(directories: list[Path]) -> list[Run]:
@@ -81,34 +77,28 @@ def read_runs(directories: list[Path]) -> list[Run]:
 
 
 def _read(directory: Path, name: str) -> Run:
-    series, unreadable = _read_metrics(directory / METRICS_FILE)
+    unreadable, logged = 0, dict[str, Series]()
+    path = directory / METRICS_FILE
+    try:
+        with open_regular(path) as lines:
+            for line in itertools.takewhile(lambda line: line.endswith(b"\n"), lines):
+                step, numbers = read_line(line) or (0, None)
+                unreadable += numbers is None
+                for key, value in (numbers or {}).items():
+                    logged.setdefault(key, {})[step] = value
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+    if not logged:
+        raise UserError(f"{path}: nothing was logged yet; try again after the first step")
     try:
         config = read_object(directory / CONFIG)
     except FileNotFoundError:
         config = {}
     except (InvalidJson, OSError) as error:
         raise UserError(f"{directory / CONFIG}: not a run's config ({error})") from None
-    return Run(name, directory, series, config, unreadable)
-
-
-def _read_metrics(path: Path) -> tuple[dict[str, Series], int]:
-    """Return the series by name, and the number of broken lines."""
-    unreadable, unsorted = 0, dict[str, Series]()
-    try:
-        with open_regular(path) as lines:
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                if (record := read_line(line)) is None:
-                    unreadable += 1
-                    continue
-                for key, value in record[1].items():
-                    unsorted.setdefault(key, {})[record[0]] = value
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
-    if not unsorted:
-        raise UserError(f"{path}: nothing was logged yet; try again after the first step")
-    return {key: dict(sorted(series.items())) for key, series in unsorted.items()}, unreadable
+    return Run(
+        name, directory, {key: dict(sorted(series.items())) for key, series in logged.items()}, config, unreadable
+    )
 
 
 def differing(runs: list[Run]) -> list[tuple[str, list[str]]]:
