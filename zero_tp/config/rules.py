@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config.deepspeed import ZERO
+from zero_tp.config.deepspeed import ZERO, refusal
 from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.schema import Parallel, ZeroTP
@@ -63,8 +63,7 @@ class Rule:
 
     @property
     def error(self) -> ConfigError:
-        problem, _, remedy = self.reason.partition("; ")
-        return ConfigError(self.keys, f"refused {problem}", remedy or "leave it out")
+        return refusal(self.keys, f"refused {self.reason}")
 
 
 refused, unread, note = partial(Rule, "refused"), partial(Rule, "no effect"), partial(Rule, "note")
