@@ -127,7 +127,7 @@ def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
 
 def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield what torch and DeepSpeed refuse of an optimizer and its schedule, or leave unread."""
-    is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config.number(f"{OPTIMIZER}.lr")
+    is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config[f"{OPTIMIZER}.lr"]
     momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
     cycles, peak = config[f"{SCHEDULER}.cycle_momentum"], config[f"{SCHEDULER}.warmup_max_lr"]
     yield refused(
@@ -153,8 +153,8 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
             "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
         )
     for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
-        rises = config[key] is not None and config[key] >= rate
-        yield refused(key, rises, "not below the rate: the decay would raise the rate; use a smaller one")
+        rises = None not in (config[key], rate) and config[key] >= rate  # a Trainer's config may have no rate
+        yield refused(key, rises, "when it is not below the rate: the decay would raise the rate; use a smaller one")
     yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
     yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
     in_script = "it is about an optimizer that a script makes itself"
