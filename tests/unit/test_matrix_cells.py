@@ -24,7 +24,7 @@ from zero_tp.config import RunConfig
 
 # The only pairs that the config refuses: the message's start, and the settings that it is about.
 REFUSED: dict[str, set[tuple[Setting, Setting]]] = {
-    "zero_optimization.offload_optimizer: refused at stage 0": {
+    "zero_optimization.offload_optimizer: refused below stage 1": {
         (("stage", "ZeRO-0"), ("offload", offload)) for offload in ("optimizer offloaded", "all offloaded")
     },
     "zero_optimization.offload_param: refused below stage 3": {

@@ -267,23 +267,19 @@ def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
 
 def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield what offloading cannot do, and what it leaves unread."""
-    below_3 = config.stage < 3
-    yield refused(
-        f"{ZERO}.offload_param",
-        below_3 and config.offloads("offload_param"),
-        "below stage 3: parameters are whole on every rank there, and DeepSpeed would ignore it; use stage 3, or "
-        "leave it out",
-    )
-    yield refused(
-        f"{ZERO}.offload_optimizer",
-        config.stage == 0 and config.offloads("offload_optimizer"),
-        "at stage 0: the optimizer's states are not partitioned there, and DeepSpeed would ignore it; use stage 1, 2 "
-        "or 3, or leave it out",
-    )
+    for block, stage, reason in (
+        ("offload_param", 3, "parameters are whole on every rank there"),
+        ("offload_optimizer", 1, "the optimizer's states are not partitioned there"),
+    ):
+        yield refused(
+            f"{ZERO}.{block}",
+            config.stage < stage and config.offloads(block),
+            f"below stage {stage}: {reason}, and DeepSpeed would ignore it; use stage {stage}, or leave it out",
+        )
     on_nvme = config.on_nvme("offload_optimizer")
     yield refused(
         f"{ZERO}.offload_optimizer.device",
-        below_3 and on_nvme,
+        config.stage < 3 and on_nvme,
         'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use stage 3, or "cpu"',
     )
     yield refused(
