@@ -31,7 +31,7 @@ REFUSED: dict[str, set[tuple[Setting, Setting]]] = {
         (("stage", stage), ("offload", "all offloaded")) for stage in ("ZeRO-0", "ZeRO-1", "ZeRO-2")
     },
     "data_types.grad_accum_dtype: refused at stage 0": {(("stage", "ZeRO-0"), ("dtype", "bf16, fp32 accumulation"))},
-    "zero_tp.recompute.keep_micro_batches: 1 of the 1 micro-batches of a step": {
+    "zero_tp.recompute.keep_micro_batches: refused from a step's micro-batches on": {
         (("recompute", "full, 1 micro-batch kept"), ("accumulation", "× 1"))
     },
 }
