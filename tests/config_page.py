@@ -49,12 +49,14 @@ ANCHORS = {
     "flops_profiler": "flops-profiler",
 }
 NOTES = {
-    "comms_logger": "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of"
-    " checkpoints",
-    "flops_profiler": "it counts the forward of one rank's shard; `--profile-steps` times all of a step",
     "timers": "`throughput` is off by default, unlike in DeepSpeed, because it synchronises with the device twice a"
     " micro-batch",
 }
+TYPES = {
+    **dict.fromkeys(("data.train", "data.validation"), "string or object"),
+    "logging.trackers": "list of strings or object",
+}
+"""Types of keys that are converted as they are read."""
 NAMES = {int: "int", float: "number", bool: "bool", str: "string", type(None): "null"}
 
 
@@ -195,18 +197,11 @@ def _rows(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, ...]]:
             yield from _rows(field.annotation, f"{prefix}{name}.")
             continue
         key = f"{prefix}{name}"
-        yield f"`{key}`", _type(field), _default(field), field.description or ""
+        yield f"`{key}`", TYPES.get(key) or _type_name(field.annotation), _default(field), field.description or ""
 
 
 def _params(model: type[BaseModel]) -> str:
     return ", ".join(f"`{name}` ({_default(field)})" for name, field in model.model_fields.items()) or "none"
-
-
-def _type(field: FieldInfo) -> str:
-    extra = field.json_schema_extra
-    if isinstance(extra, dict) and "type" in extra:
-        return f"{extra['type']}"
-    return _type_name(field.annotation)
 
 
 def _type_name(annotation: Any) -> str:

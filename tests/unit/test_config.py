@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests import config_page
-from tests.mistakes import MISTAKES, RIGHT, changed, written
+from tests.mistakes import MISTAKES, RIGHT, WORLD_SIZE, Mistake, changed, written
 from zero_tp.checkpoint.manifest import fixed_of
 from zero_tp.commands.check import describe
 from zero_tp.config import ConfigError, RunConfig, check_accelerator
@@ -27,7 +27,7 @@ from zero_tp.config.resolve import SavedStart, resolve_batch
 from zero_tp.config.schema import RecomputePolicy
 from zero_tp.files import MOST_BYTES
 from zero_tp.topology import data_parallel_size
-from zero_tp.validation import nested_names, validate
+from zero_tp.validation import ConfigErrors, nested_names, validate
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -401,6 +401,18 @@ def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, oth
         describe(loaded, Path(directory))
         again = RunConfig.load(written(Path(directory), loaded.resolved()), world_size=4)
         assert again.resolved() == loaded.resolved()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_is_one_line_that_names_key_and_remedy(mistake: Mistake, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.load(written(tmp_path, mistake.config()), world_size=WORLD_SIZE)
+    assert not isinstance(caught.value, ConfigErrors) or len(caught.value.errors) == 1
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    assert line.startswith(mistake.key + ": ")
+    assert all(words in line for words in mistake.words), line
+    assert len(line) < 400
 
 
 def test_the_documentation_is_current() -> None:

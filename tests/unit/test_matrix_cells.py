@@ -24,14 +24,14 @@ from zero_tp.config import RunConfig
 
 # The only pairs that the config refuses: the message's start, and the settings that it is about.
 REFUSED: dict[str, set[tuple[Setting, Setting]]] = {
-    "zero_optimization.offload_optimizer: refused at stage 0": {
+    "zero_optimization.offload_optimizer: refused below stage 1": {
         (("stage", "ZeRO-0"), ("offload", offload)) for offload in ("optimizer offloaded", "all offloaded")
     },
     "zero_optimization.offload_param: refused below stage 3": {
         (("stage", stage), ("offload", "all offloaded")) for stage in ("ZeRO-0", "ZeRO-1", "ZeRO-2")
     },
     "data_types.grad_accum_dtype: refused at stage 0": {(("stage", "ZeRO-0"), ("dtype", "bf16, fp32 accumulation"))},
-    "zero_tp.recompute.keep_micro_batches: 1 of the 1 micro-batches of a step": {
+    "zero_tp.recompute.keep_micro_batches: refused from a step's micro-batches on": {
         (("recompute", "full, 1 micro-batch kept"), ("accumulation", "× 1"))
     },
 }

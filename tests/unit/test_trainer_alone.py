@@ -59,11 +59,14 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: refused unless it is \"mean\""),
     ({"sequence_parallel_size": 2}, r"sequence_parallel_size: refused unless it is 1"),
     ({"prescale_gradients": True}, r"prescale_gradients: refused with ZeRO"),
-    ({"bf16": {"enabled": True, "check_grad_overflow": False}}, r"bf16\.check_grad_overflow: refused as false"),
+    (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        r"bf16\.check_grad_overflow: refused unless it is true",
+    ),
     ({"zero_optimization": {"stage": 2, "zenflow": {}}}, r"zero_optimization\.zenflow: refused at all"),
     (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
-        r"zero_optimization\.offload_optimizer\.super_offload: refused as true: it is not built yet",
+        r"zero_optimization\.offload_optimizer\.super_offload: refused unless it is false: it is not built yet",
     ),
     (
         {"gradient_acumulation_steps": 2},

@@ -194,11 +194,11 @@ def wrong_keys(values: dict[str, Any]) -> Iterator[ConfigError]:
     for key, value in leaves({name: values[name] for name in OFF_BLOCKS if name in values}):
         block, _, name = key.partition(".")
         switch = OffBlock.model_fields.get(name)
-        if value not in (get_args(switch.annotation) if switch else ()) and (name or value not in (None, False, {})):
-            yield _refused(key, f"{shown(value)} is refused", OFF_BLOCKS[block])
+        if value not in (get_args(switch.annotation) if switch else () if name else (None, False, {})):
+            yield refusal(key, f"{shown(value)} is refused: {OFF_BLOCKS[block]}")
     for key, (value, reason) in FIXED.items():
         if look_up(values, key) not in (None, value):
-            yield _refused(key, f"refused {fixed_to(value)}", reason)
+            yield refusal(key, f"refused {fixed_to(value)}: {reason}")
 
 
 def fixed_to(value: Any) -> str:
@@ -206,6 +206,7 @@ def fixed_to(value: Any) -> str:
     return "at all" if value is None else f"unless it is {shown(value)}"
 
 
-def _refused(key: str, problem: str, reason: str) -> ConfigError:
-    reason, _, remedy = reason.partition("; ")
-    return ConfigError(key, f"{problem}: {reason}", remedy or "leave it out")
+def refusal(key: str, text: str) -> ConfigError:
+    """Return the error of a text "what is refused: why; the remedy", or without remedy for a key to leave out."""
+    problem, _, remedy = text.partition("; ")
+    return ConfigError(key, problem, remedy or "leave it out")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from zero_tp.activations.policy import RecomputePolicy
-from zero_tp.config.deepspeed import ZERO
+from zero_tp.config.deepspeed import ZERO, refusal
 from zero_tp.config.resolve import leaves
 from zero_tp.config.schedule import LENGTHS, WARMUPS
 from zero_tp.config.schema import Parallel, ZeroTP
@@ -63,8 +63,7 @@ class Rule:
 
     @property
     def error(self) -> ConfigError:
-        problem, _, remedy = self.reason.partition("; ")
-        return ConfigError(self.keys, f"refused {problem}", remedy or "leave it out")
+        return refusal(self.keys, f"refused {self.reason}")
 
 
 refused, unread, note = partial(Rule, "refused"), partial(Rule, "no effect"), partial(Rule, "note")
@@ -128,7 +127,7 @@ def _gradient_rules(config: TypedConfig) -> Iterator[Rule]:
 
 def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield what torch and DeepSpeed refuse of an optimizer and its schedule, or leave unread."""
-    is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config.number(f"{OPTIMIZER}.lr")
+    is_sgd, kind, rate = config["optimizer.type"] == "SGD", config["scheduler.type"], config[f"{OPTIMIZER}.lr"]
     momentum, dampening = config.number(f"{OPTIMIZER}.momentum"), config.number(f"{OPTIMIZER}.dampening")
     cycles, peak = config[f"{SCHEDULER}.cycle_momentum"], config[f"{SCHEDULER}.warmup_max_lr"]
     yield refused(
@@ -154,8 +153,8 @@ def _optimizer_rules(config: TypedConfig) -> Iterator[Rule]:
             "below the steps of warm-up and decay: the rate would jump; shorten these phases, or train longer",
         )
     for key in (f"{SCHEDULER}.lr_end", f"{SCHEDULER}.min_lr"):
-        rises = config[key] is not None and config[key] >= rate
-        yield refused(key, rises, "not below the rate: the decay would raise the rate; use a smaller one")
+        rises = None not in (config[key], rate) and config[key] >= rate  # a Trainer's config may have no rate
+        yield refused(key, rises, "when it is not below the rate: the decay would raise the rate; use a smaller one")
     yield unread(f"{OPTIMIZER}.dampening", not momentum, f"{OPTIMIZER}.momentum is 0")
     yield unread("zero_allow_untested_optimizer", config.stage == 0 or not is_sgd, "only SGD under ZeRO is one")
     in_script = "it is about an optimizer that a script makes itself"
@@ -268,23 +267,19 @@ def _activation_rules(config: TypedConfig) -> Iterator[Rule]:
 
 def _offload_rules(config: TypedConfig) -> Iterator[Rule]:
     """Yield what offloading cannot do, and what it leaves unread."""
-    below_3 = config.stage < 3
-    yield refused(
-        f"{ZERO}.offload_param",
-        below_3 and config.offloads("offload_param"),
-        "below stage 3: parameters are whole on every rank there, and DeepSpeed would ignore it; use stage 3, or "
-        "leave it out",
-    )
-    yield refused(
-        f"{ZERO}.offload_optimizer",
-        config.stage == 0 and config.offloads("offload_optimizer"),
-        "at stage 0: the optimizer's states are not partitioned there, and DeepSpeed would ignore it; use stage 1, 2 "
-        "or 3, or leave it out",
-    )
+    for block, stage, reason in (
+        ("offload_param", 3, "parameters are whole on every rank there"),
+        ("offload_optimizer", 1, "the optimizer's states are not partitioned there"),
+    ):
+        yield refused(
+            f"{ZERO}.{block}",
+            config.stage < stage and config.offloads(block),
+            f"below stage {stage}: {reason}, and DeepSpeed would ignore it; use stage {stage}, or leave it out",
+        )
     on_nvme = config.on_nvme("offload_optimizer")
     yield refused(
         f"{ZERO}.offload_optimizer.device",
-        below_3 and on_nvme,
+        config.stage < 3 and on_nvme,
         'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use stage 3, or "cpu"',
     )
     yield refused(

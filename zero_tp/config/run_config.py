@@ -82,7 +82,10 @@ class RunConfig:
             ConfigErrors: the run can't be started as it is written. First come all keys that are wrong by themselves;
                 if there is none, all combinations and sums.
         """
-        values = read_json(Path(path), _remedy_without(Path(path)))
+        path = Path(path)
+        near = "" if path.exists() else did_you_mean(str(path), config_names())
+        remedy = "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
+        values = read_json(path, remedy)
         apply_overrides(values, overrides)
         check_leaves(values)
         if not isinstance(values.pop(SCHEMA, ""), str):  # it tells an editor where the schema is
@@ -102,7 +105,7 @@ class RunConfig:
 
         # 3. Refuse: combinations that would train another model, or cannot be trained.
         refuse(typed)
-        return cls(Path(path), world_size, batch, typed, hf_config, lines)
+        return cls(path, world_size, batch, typed, hf_config, lines)
 
     def pinned(self) -> RunConfig:
         """Return the config with the commit of its tokenizer, where that is a name on the hub, which is asked for it.
@@ -117,7 +120,6 @@ class RunConfig:
 
     @property
     def zero_tp(self) -> ZeroTP:
-        """Return the `zero_tp` block."""
         return self.typed.zero_tp
 
     @property
@@ -218,12 +220,6 @@ class RunConfig:
 
             config.architectures = [str(architecture_of(config).without_sentences)]
         return config
-
-
-def _remedy_without(path: Path) -> str:
-    """Return what to do if there is no file of this path."""
-    near = "" if path.exists() else did_you_mean(str(path), config_names())
-    return "give the path of a JSON config, or a name of ds_configs" + (f": {near}" if "?" in near else "")
 
 
 def _known(size: int | None) -> int:
