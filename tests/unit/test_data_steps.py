@@ -110,7 +110,8 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     (tmp_path / "lambada.jsonl").write_text(json.dumps({"context": passage, "choices": ["wisdom", "folly"]}))
     (tmp_path / "wiki.txt").write_text(" = Valkyria Chronicles III = \n\n = = Plot = = \n\n Some words , few . \n")
     sets = EvaluationSets.read([tmp_path / "lambada.jsonl", tmp_path / "wiki.txt"])
-    assert (sets.texts, sets.short, sets.titles) == (2, 1, {"valkyria chronicles iii"})
+    wanted = np.unique(overlaps(f"{passage} wisdom folly"))  # the other text has fewer than 13 words
+    assert sets.overlaps.tolist() == wanted.tolist() and sets.titles == {"valkyria chronicles iii"}
     thirteen = "He said: It was the BEST of times; it was the worst of times. It!"
     texts = [
         *("a document of its own", thirteen, thirteen.replace("worst", "best"), "the second of its own"),

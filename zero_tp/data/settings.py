@@ -61,13 +61,9 @@ class PrepareSettings:
 
     def steps(self) -> dict[str, Any]:
         """Return the settings of the optional steps that are on."""
-        steps = {
-            **{"repair": self.repair, "min_tokens": self.min_tokens, "deduplicate": self.deduplicate},
-            "decontaminate": [file_sha256(path) for path in self.decontaminate],
-            "sentences": self.sentences,
-            **{"eos": self.eos, "tokenizer_documents": self.tokenizer_documents},
-        }
-        return {name: value for name, value in steps.items() if value}
+        names = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences", "eos", "tokenizer_documents")
+        hashes = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
+        return {name: value for name in names if (value := hashes.get(name, getattr(self, name)))}
 
 
 @dataclass(frozen=True)

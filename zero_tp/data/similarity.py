@@ -115,30 +115,25 @@ class EvaluationSets:
     Attributes:
         overlaps: sorted hashes, see `overlaps`.
         titles: normalised.
-        short: number of texts with fewer than 13 words, which are not searched.
     """
 
     overlaps: npt.NDArray[np.uint64]
     titles: frozenset[str]
-    texts: int
-    short: int
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> EvaluationSets:
         """Read sets from files of any kind; all strings of a record are its text. UserError: one holds no text."""
-        parts, titles, texts, short = [np.zeros(0, np.uint64)], set[str](), 0, 0
+        parts, titles = [np.zeros(0, np.uint64)], set[str]()
         for path in paths:
-            before = texts
+            before = len(parts)
             for place, document in stream([path], EVERY_STRING):
                 if isinstance(document, Problem):
                     raise UserError(f"--decontaminate: {place}: {document.detail}")
-                texts += 1
                 parts.append(overlaps(document.text))
-                short += not len(parts[-1])
                 titles |= set(map(_title, _HEADING.findall(document.text)))
-            if texts == before:
+            if len(parts) == before:
                 raise UserError(f"--decontaminate: {path}: no text in it")
-        return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}), texts, short)
+        return cls(np.unique(np.concatenate(parts)), frozenset(titles - {""}))
 
     def has(self, document: Document) -> bool:
         """Return whether a document has 13 consecutive words of a set, or as its title or first line a set's title."""
