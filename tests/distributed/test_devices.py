@@ -45,8 +45,9 @@ def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -
             mock.patch.object(torch.cuda, "device_count", accelerator.device_count),
             mock.patch.object(torch.cuda, "set_device", accelerator.set_device),
             mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+            mock.patch.object(torch.distributed, "get_default_backend_for_device", lambda _: "gloo"),
         ):
-            topology, device = connect_deepspeed(config, environment, verbose=False)
+            topology, device = connect_deepspeed(config, environment)
         engine = TrainingEngine(config.hf_config(), topology, config.deepspeed_config(), seed=7)
         [(loss, _)] = steps_of(engine, 1, 1)
         return str(device), environment.local_rank, loss
