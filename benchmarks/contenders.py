@@ -95,7 +95,7 @@ def connected(config: RunConfig) -> tuple[Topology, torch.device]:
 
     environment = RankEnvironment.of_this_process()
     environment.export()
-    return connect_deepspeed(config, environment, False)
+    return connect_deepspeed(config, environment)
 
 
 def engine_of(

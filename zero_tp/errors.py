@@ -11,7 +11,6 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 BAD_INPUT = 2
@@ -21,31 +20,12 @@ _JSON_KINDS = {
     **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number"},
     **{"str": "a string", "list": "an array", "tuple": "an array", "dict": "an object"},
 }
-_CLASS_WORDS: dict[type[BaseException], str] = {
-    TypeError: "a value of the wrong kind",
-    MemoryError: "not enough memory",
-    EOFError: "the end of a file, where more is expected",
-}
-_TYPE = rf"({'|'.join(_JSON_KINDS)})"
-_PYTHON_PHRASES = (
-    (rf"argument of type '{_TYPE}' is not iterable", "{0}, where another kind of value is expected"),
-    (
-        rf"'{_TYPE}' object (?:has no attribute '\w+'|is not \w+|cannot be \w.*)",
-        "{0}, where another kind of value is expected",
-    ),
-    (r"expected str, bytes or os.PathLike object, not (\w+)", "{0}, where a path is expected"),
-    (rf"unhashable type: '{_TYPE}'", "{0}, where a name is expected"),
-    (rf"(?:\w+ )?indices must be integers(?: or slices)?, not '?{_TYPE}'?", "{0}, where an integer is expected"),
-    (r"Field '(\w+)' expected (\w+), got (\w+)(?: \(value: .*?\))?", "{0}: expected {1}, got {2}"),
-    (r"<class '(?:\w+\.)*(\w+)'>", "{0}"),
-    (rf"'{_TYPE}'", "{0}"),
-    (r"\b(NoneType)\b", "{0}"),
-    (r"(?:\w+\.)?\w+\(\) got an unexpected keyword argument ('.*?')", "unknown key {0}"),
-    (r"Expected YAML dict from .*, got (\w+)$", "an object is expected, not {0}"),
-    (r"either str or AddedToken but got: ", "a string, but is "),
-    (r"Field '(\w+)' with value (.*?) doesn't match any type in \((.*?)\).*", "{0}: expected one of ({2}), got {1}"),
+_TYPE = f"({'|'.join(_JSON_KINDS)})"
+_PYTHON_TYPE = re.compile(
+    rf"<class '(?:\w+\.)*(\w+)'>|'{_TYPE}'(?: object)?|\b(NoneType)\b|(?<=expected ){_TYPE}\b|(?<=got ){_TYPE}\b"
+    rf"|(?<=, not ){_TYPE}\b"
 )
-"""Patterns in Python's messages about values of the wrong type, and the words that replace them."""
+_EXCEPTION_NAMES = re.compile(r"(?:Class v|V)alidation error for (?:validator|field) '\w+': |\b\w+Error: ")
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 
 
@@ -149,22 +129,20 @@ def first_line(error: BaseException) -> str:
 
 def class_in_words(error: BaseException) -> str:
     """Return the name of an error's class in words: `repository not found` of RepositoryNotFoundError."""
-    if type(error) in _CLASS_WORDS:
-        return _CLASS_WORDS[type(error)]
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", type(error).__name__)
     return " ".join(words[:-1] if len(words) > 2 and words[-1] == "Error" else words).lower()
 
 
 def in_json_words(text: str) -> str:
     """Return a library's text with JSON's names for Python's types, and without the names of its exceptions."""
-    text = re.sub(r"(Class v|V)alidation error for (validator|field) '\w+': |\b\w+Error: ", "", text)
-    for pattern, words in _PYTHON_PHRASES:
-        text = re.sub(pattern, partial(_with_json_kind, words), text)
-    return text
+    text = re.sub(r"(?:\w+\.)?\w+\(\) got an unexpected keyword argument ('.*?')", r"unknown key \1", text)
+    text = re.sub(r" object has no attribute '\w+'", " is of the wrong kind", text)
+    text = re.sub(r"\bField '(\w+)' expected ", r"\1: expected ", text)
+    return _PYTHON_TYPE.sub(_json_kind_of_match, _EXCEPTION_NAMES.sub("", text))
 
 
-def _with_json_kind(words: str, match: re.Match[str]) -> str:
-    return words.format(*map(json_kind, match.groups()))
+def _json_kind_of_match(match: re.Match[str]) -> str:
+    return json_kind(match[match.lastindex or 0])
 
 
 def json_kind(name: str) -> str:

@@ -41,7 +41,7 @@ def main() -> int:
     environment.store.wait_until_all_ready(timedelta(minutes=5))
     dist.init_process_group("gloo")
     watch.begin({"step": LIMITS.get(CASE)}, rank, world, HEARTBEAT.get(CASE))
-    watch.connect()
+    watch.connect(environment.store.join())
     with requests.accepting():
         for step in itertools.count(1):
             watch.enter("step", step)

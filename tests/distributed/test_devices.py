@@ -6,11 +6,13 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import init_process_group
 
 from tests.asynchronous_accelerator import asynchronous
 from tests.distributed.test_checkpoint import steps_of, write_config
@@ -20,6 +22,12 @@ from zero_tp.config import RunConfig
 from zero_tp.process.connect import connect_deepspeed
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.training.engine import TrainingEngine
+
+
+def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:
+    """Join the process group: torch without CUDA has no NCCL, and binds no CUDA device."""
+    assert (backend, device_id) == ("nccl", torch.device("cuda:0"))
+    init_process_group("gloo", **options)
 
 
 def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> tuple[str, int | None, float]:
@@ -45,8 +53,9 @@ def trained_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -
             mock.patch.object(torch.cuda, "device_count", accelerator.device_count),
             mock.patch.object(torch.cuda, "set_device", accelerator.set_device),
             mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+            mock.patch.object(dist, "init_process_group", init_gloo),
         ):
-            topology, device = connect_deepspeed(config, environment, verbose=False)
+            topology, device = connect_deepspeed(config, environment)
         engine = TrainingEngine(config.hf_config(), topology, config.deepspeed_config(), seed=7)
         [(loss, _)] = steps_of(engine, 1, 1)
         return str(device), environment.local_rank, loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.compare import grid
 from tests.distributed.test_checkpoint import OFFLOADS
 from tests.distributed.test_model import NO_DROPOUT
-from tests.distributed.test_pretrain import pretrain, script
+from tests.distributed.test_pretrain import pretrain, run, script
 from tests.native import native_tensors, perturbed, to_theirs
 from tests.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
@@ -117,13 +118,13 @@ def test_a_run_from_a_directory(tmp_path: Path) -> None:
     )
     assert prepared.returncode == 0, prepared.stderr
     path = config_file(tmp_path / "run.json", "model")
-    missing = script("launch/pretrain.py", tmp_path, "--check", str(path))
+    missing = run([sys.executable, "-m", "zero_tp", "check", str(path)], tmp_path)
     assert missing.returncode == 2
     assert missing.stderr.startswith("error: zero_tp.model.from_pretrained: no directory model;")
     model = random_model()
     model.generation_config.update(do_sample=True, temperature=0.5)
     model.save_pretrained(tmp_path / "model")
-    checked = script("launch/pretrain.py", tmp_path, "--check", str(path), "--world-size", "4")
+    checked = run([sys.executable, "-m", "zero_tp", "check", str(path), "--world-size", "4"], tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert "weights    of model\n" in checked.stdout
 

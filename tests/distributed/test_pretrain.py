@@ -225,7 +225,7 @@ def one_line(text: str, mistake: Mistake) -> None:
 @pytest.mark.parametrize("mistake", in_tiers(MISTAKES[::12], MISTAKES[:1]), ids=lambda mistake: mistake.name)
 def test_check_names_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
     """Every mistake goes through RunConfig.load in the unit tests; here some of them through the command."""
-    done = script("launch/pretrain.py", tmp_path, "--check", str(wrong(tmp_path, mistake)), "--world-size", "4")
+    done = run([sys.executable, "-m", "zero_tp", "check", str(wrong(tmp_path, mistake)), "--world-size", "4"], tmp_path)
     assert done.returncode == 2
     one_line(done.stdout + done.stderr, mistake)
 

@@ -151,35 +151,45 @@ def test_a_rank_that_was_killed_is_named_by_the_lowest_that_is_left(capfd: pytes
         wait_until(lambda: lowest.all_running() and other.all_running(), 20, "the ranks were not found", 0.02)
         ranks[2].kill()
         wait_until(lambda: lowest.ended() and other.ended(), 10, "the killed one was not missed", 0.02)
-        assert lowest.ended() == {6: -9} and not lowest.all_running() and not lowest.unexplained()
+        assert lowest.ended() == {6: -9} and not lowest.all_running()
         ranks[3].terminate()  # by its launcher
         wait_until(lambda: 7 in lowest.ended(), 10, "the other was not missed", 0.02)
         time.sleep(0.3)
+        for node in (lowest, other):
+            node.report_killed(unseen=True)
         assert capfd.readouterr().err == f"error: rank 6 ({HOST}) was killed by SIGKILL; out of memory?\n"
-        assert lowest.is_lowest() and not other.is_lowest() and not ended
+        assert not ended
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-def test_a_rank_whose_end_nobody_saw_is_unexplained_but_for_torchruns_error_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_rank_whose_end_nobody_saw_is_named_but_for_torchruns_error_file(
+    failed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "error.json"
     variables = {"RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
     rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=variables)
-    environment = RankEnvironment(0, 2, 0, 2, parent=psutil.Process())
-    watch = NodeWatch(environment, lambda: None)
+    watch = NodeWatch(RankEnvironment(0, 2, 0, 2, parent=psutil.Process()), lambda: None)
     wait_until(watch._find_ranks, 20, "the rank was not found", 0.02)
+    if failed:
+        file.touch()
     rank.kill()
     rank.wait()  # reaped before anyone looks
-    assert watch.ended() == {1: None} and watch.unexplained() == [1]
-    file.touch()
-    assert not watch.unexplained()
+    assert watch.ended() == {1: 1 if failed else None}
+    watch.report_killed()
+    assert capfd.readouterr().err == ""
+    watch.report_killed(unseen=True)
+    line = f"error: rank 1 ({HOST}) has ended; if it printed no error, it was killed (out of memory?)\n"
+    assert capfd.readouterr().err == ("" if failed else line)
 
 
 def test_ends_in_words() -> None:
-    assert describe_killed(1, 9) == f"rank 1 ({HOST}) was killed by SIGKILL; out of memory?"
-    assert describe_killed(1, 11) == f"rank 1 ({HOST}) was killed by SIGSEGV"
+    assert describe_killed(1, -9) == f"rank 1 ({HOST}) was killed by SIGKILL; out of memory?"
+    assert describe_killed(1, -11) == f"rank 1 ({HOST}) was killed by SIGSEGV"
+    assert describe_killed(1, -15) == describe_killed(1, 1) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.launched import ROOT
 from tests.tiers import in_tiers
@@ -143,14 +145,15 @@ def test_a_script_that_connects_by_torch_has_the_device_index_too(monkeypatch: p
     class Joined(Exception):
         pass
 
-    def join(device: torch.device) -> None:
-        assert (device, os.environ["LOCAL_RANK"]) == (torch.device("cuda:0"), "0")
+    def join(backend: str, *, timeout: timedelta, device_id: torch.device) -> None:
+        assert (device_id, os.environ["LOCAL_RANK"]) == (torch.device("cuda:0"), "0")
         raise Joined
 
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(connect, "own_device", lambda *_: torch.device("cuda:0"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(JobStore, "wait_until_all_ready", lambda *_: None)
     environment = RankEnvironment(rank=1, world=2, local_rank=1, local_world=2)
     with pytest.raises(Joined):
-        connect.connect(environment, "cuda", join=join)
+        connect.connect(environment, "cuda")

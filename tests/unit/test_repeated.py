@@ -105,5 +105,5 @@ def test_a_run_sets_the_workspace_before_cuda_begins(kind: str, guarded: bool, m
         dtype="bf16",
     )
     with pytest.raises(UserError, match="no further"):
-        connect.connect_deepspeed(config, RankEnvironment.of_this_process(), verbose=False)
+        connect.connect_deepspeed(config, RankEnvironment.of_this_process())
     assert asked == [":4096:8" if kind == "cuda" and guarded else None]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero_tp.constants import GIB
 from zero_tp.errors import BAD_INPUT, error_line
@@ -32,13 +32,14 @@ FILE = "the run's JSON file, or the name of one that is shipped, such as quickst
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "check", FILE)
+    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
     add_settings(parser)
     add_parent(parser)
 
 
-def add_config(parser: Parser, name: str, help_: str) -> None:
+def add_config(parser: Parser, name: str, help_: str, **options: Any) -> None:
     """Add an argument that is a config."""
-    parser.add_argument(name, type=config_file, metavar="FILE", help=help_)
+    parser.add_argument(name, type=config_file, metavar="FILE", help=help_, **options)
 
 
 def add_parent(parser: Parser) -> None:
@@ -54,7 +55,6 @@ def add_parent(parser: Parser) -> None:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add what a check and a run take alike."""
-    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
     parser.add_argument("--output-dir", type=Path, metavar="RUN", help="run directory (default: runs/<name of FILE>)")
     parser.add_argument(
         "--set",

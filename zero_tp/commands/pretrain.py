@@ -1,8 +1,7 @@
-"""Pretrain a transformer language model from one JSON file, or check that file.
+"""Pretrain a transformer language model from one JSON file.
 
     deepspeed --num_accelerators 4 $(zero-tp path pretrain) --deepspeed_config quickstart
     deepspeed --num_accelerators 4 --module zero_tp.pretrain --deepspeed_config quickstart
-    zero-tp check quickstart --world-size 4
 
 Starting the same command again on a run directory resumes it. torchrun starts it too, and alone it is one rank.
 SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and goes on: kill -USR1 $(cat RUN/rank0.pid).
@@ -11,12 +10,10 @@ SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and goe
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from zero_tp import cli
 from zero_tp.commands import check
 from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.heap import keep_freed_memory
@@ -31,9 +28,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    check.add_config(what, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys")
-    check.add_config(what, "--check", "only check FILE, as zero-tp check does")
+    check.add_config(parser, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys", required=True)
     check.add_settings(parser)
     begin = parser.add_mutually_exclusive_group()
     begin.add_argument(
@@ -47,12 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile-steps",
         metavar="FIRST:LAST",
         help="profile these steps of rank 0 with torch's profiler, in RUN/profile: operators and memory",
-    )
-    parser.add_argument(
-        "--trace-nonfinite",
-        action="store_true",
-        help="of each step whose loss or gradients are not finite, say in which layer and on which rank it began; "
-        "looks at every layer's output and gradient, which costs time",
     )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
@@ -71,12 +60,8 @@ def pretrain(
 
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Before anything heavy is imported: a mistake in the file is told within a second or two.
-    config = RunConfig.load(
-        options.deepspeed_config,
-        options.set,
-        environment.world,
-        saved_start(output, options.resume_from),
-    ).pinned()
+    saved = saved_start(output, options.resume_from)
+    config = RunConfig.load(options.deepspeed_config, options.set, environment.world, saved).pinned()
     check_installed(config)
 
     from deepspeed.accelerator import get_accelerator
@@ -108,7 +93,6 @@ def pretrain(
         init_from=options.parent,
         model=model,
         resume_from=options.resume_from,
-        trace_nonfinite=options.trace_nonfinite,
     ) as state:
         train(state, run_callbacks(state, [*chosen, *callbacks]), requests)
 
@@ -135,7 +119,5 @@ def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Seq
     Args:
         callbacks: called by the training loop, besides those of the config.
     """
-    if any(word == "--check" or word.startswith("--check=") for word in sys.argv[1:]):
-        cli.run(lambda: check.main(parse()))
     environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watchdog()
     run_rank(lambda: pretrain(parse(), environment, requests, watch, callbacks), verbose, environment, requests, watch)

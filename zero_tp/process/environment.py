@@ -16,7 +16,6 @@ from zero_tp.errors import UserError
 from zero_tp.process.job_store import AGENT_STORE, JobStore
 
 RUNNER_NAMES = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
-LAUNCH_NAMES = ("launch.py", "deepspeed.launcher.launch")
 
 # Names under deepspeed, torchrun and accelerate, then OpenMPI's mpirun, then srun. The process that started a rank
 # comes before the one above it: srun may start torchrun.
@@ -108,11 +107,11 @@ class RankEnvironment:
 
     def runner(self) -> psutil.Process | None:
         """Return the `deepspeed` command above DeepSpeed's launch.py, where those two started this rank."""
-        if self.parent is None or not _runs(self.parent, LAUNCH_NAMES):
-            return None
         with contextlib.suppress(psutil.Error):  # gone, or hidden from this user
-            above = self.parent.parent()
-            return above if above is not None and _runs(above, RUNNER_NAMES) else None
+            if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
+                above = self.parent.parent()
+                if above is not None and any(Path(word).name in RUNNER_NAMES for word in above.cmdline()[:4]):
+                    return above
         return None
 
 
@@ -138,12 +137,4 @@ def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
-        return False
-
-
-def _runs(process: psutil.Process, names: tuple[str, ...]) -> bool:
-    """Return whether one of `names` is the script or `-m` module in the command line."""
-    try:
-        return any(Path(word).name in names for word in process.cmdline()[:4])
-    except psutil.Error:  # gone, or another person's
         return False

@@ -80,11 +80,11 @@ class JobStore:
             return None
         try:
             store = self.join(REFUSAL_LIMIT)
-            first: bytes = store.compare_set("refused", "", name)
+            is_first: bool = store.add("refused", 1) == 1
             store.compare_set("outcome", "", name)
         except (RuntimeError, OSError):  # what torch raises for a store that is not there, or gone
             return None
-        return first == name.encode()
+        return is_first
 
 
 def allow_connections(world: int) -> None:

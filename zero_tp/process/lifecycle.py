@@ -2,12 +2,10 @@
 
 - Wrong input ends every rank with status 2 and one line. Before the ranks have joined the job's store, local rank 0
   prints it, because every rank makes the same checks; later, the first rank that refuses.
-- A failing rank prints its own traceback, and as its last line `rank R (host): Type: message`. Ranks that fail because
-  another one is gone leave the report to that one. A rank that was killed is named by a survivor on its machine.
-- Ctrl-C ends a rank at once, also while it waits in a collective. SIGTERM does too, except in training, where the
-  first one saves and ends at the next step (signals.py). If another rank of this machine has ended, it ends this one at
-  once: launchers send SIGTERM after any rank's end.
-- Ranks end with their launcher (node.py).
+- A failing rank prints its traceback, and as its last line `rank R (host): Type: message`. A rank that fails because
+  another one is gone prints nothing; if that one was killed, a survivor on its machine names it.
+- SIGTERM ends a rank at once, except in training, where the first one is a request (signals.py). After another rank's
+  end it ends this one at once: launchers send SIGTERM after any rank's end.
 
 Ranks leave by `os._exit`: with a thread in a collective, destructors can abort or hang. The kernel closes their
 connections, which the others notice at once.
@@ -16,6 +14,7 @@ connections, which the others notice at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import re
@@ -38,7 +37,7 @@ from zero_tp.errors import (
     one_line,
     write_stderr,
 )
-from zero_tp.process.environment import RankEnvironment, rank_name
+from zero_tp.process.environment import RankEnvironment
 from zero_tp.process.job_store import PeerRefused
 from zero_tp.process.node import NodeWatch, die_with
 from zero_tp.process.signals import Requests, listen
@@ -132,12 +131,9 @@ class _Rank:
         self._leaving = True
         self._exit_after(EXIT_SECONDS, 0)
         distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            try:
+        if distributed is not None and distributed.is_initialized():
+            with contextlib.suppress(RuntimeError, OSError, ValueError):  # another rank left first; the work is done
                 distributed.destroy_process_group()
-            except (RuntimeError, OSError, ValueError):  # another rank has left first, and the work is done
-                if self._verbose:
-                    write_stderr(traceback.format_exc())
         atexit._run_exitfuncs()
 
     def _refuse(self, error: UserError) -> int:
@@ -169,11 +165,8 @@ class _Rank:
         """Report an error of this rank, but not the mere echo of another rank's end."""
         self._leaving = True
         echo = _looks_like_a_lost_peer(error)
-        if echo and self._peer_has_ended():
-            if self._verbose:
-                write_stderr(self._describe(error))
-            return FAILED
-        write_stderr(self._describe(error))
+        if not (echo and self._peer_has_ended()) or self._verbose:
+            write_stderr(self._describe(error))
         if not echo and "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -194,15 +187,8 @@ class _Rank:
         deadline = time.monotonic() + PEER_SECONDS
         while not self._node.ended() and not self._terminated.is_set() and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._report_unexplained()
+        self._node.report_killed(unseen=True)
         return bool(self._node.ended()) or self._terminated.wait(0.2)
-
-    def _report_unexplained(self) -> None:
-        self._node.name_killed()
-        ranks = self._node.unexplained()
-        if ranks and self._node.is_lowest():
-            end = "has ended; if it printed no error, it was killed (out of memory?)"
-            write_stderr(f"error: {rank_name(ranks[0])} {end}")
 
     def _end_with_runner(self) -> None:
         """Local rank 0 says why and ends; its launcher then ends the others, before their own limit."""
@@ -233,7 +219,7 @@ class _Rank:
 
     def _terminate(self) -> NoReturn:
         if self._requests.accepted:
-            self._report_unexplained()
+            self._node.report_killed(unseen=True)
         if self._node.all_running():  # else it is the launcher's, after another rank's end
             write_stderr(f"{self._environment.name}: ended by SIGTERM")
         self._exit(TERMINATED)
@@ -254,11 +240,8 @@ class _Rank:
         timer.start()
 
     def _exit(self, status: int) -> NoReturn:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):  # the reader is gone, or the stream is closed
-                continue
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
+            sys.stdout.flush()
         os._exit(status)
 
 
@@ -267,8 +250,6 @@ def _looks_like_a_lost_peer(error: BaseException | None) -> bool:
     if error is None:
         return False
     bases = {base.__name__ for base in type(error).__mro__}  # by name, because torch may not be loaded
-    if "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError)):
-        return True
-    if isinstance(error, RuntimeError) and _BROKEN_PEER.search(str(error)):
-        return True
-    return _looks_like_a_lost_peer(error.__cause__ or error.__context__)
+    by_type = "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError))
+    by_text = isinstance(error, RuntimeError) and _BROKEN_PEER.search(str(error)) is not None
+    return by_type or by_text or _looks_like_a_lost_peer(error.__cause__ or error.__context__)

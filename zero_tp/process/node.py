@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from zero_tp.process.environment import RANK, RankEnvironment, is_alive, rank_na
 
 POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def die_with(parent: psutil.Process) -> None:
@@ -41,10 +41,10 @@ class NodeWatch:
         self._environment, self._runner_gone = environment, runner_gone
         self._runner = environment.runner()
         self._ranks: dict[int, psutil.Process] = {}
-        self._error_files: dict[int, str] = {}
+        self._error_files: dict[int, Path] = {}
         self._ended: dict[int, int | None] = {}
-        self._named = set[int]()
-        self._naming = threading.Lock()
+        self._reported = set[int]()
+        self._reporting = threading.Lock()
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
@@ -52,31 +52,37 @@ class NodeWatch:
     def ended(self) -> dict[int, int | None]:
         """Return the ranks that have ended and how: exit status, minus a signal, or None if nobody saw it.
 
-        Only a zombie tells, and launchers reap theirs within a second.
+        Only a zombie tells, which launchers reap within a second, or torchrun's error file, which a killed rank lacks.
         """
         for rank, process in list(self._ranks.items()):
             if rank not in self._ended and not is_alive(process):
-                self._ended.setdefault(rank, _exit_status(process))
+                status = _exit_status(process)
+                failed = status is None and self._error_files[rank].is_file()
+                self._ended.setdefault(rank, 1 if failed else status)
         return dict(self._ended)
-
-    def unexplained(self) -> list[int]:
-        """Return the ranks of which nobody saw how they ended, and which have left torchrun no error file.
-
-        None if the `deepspeed` command has ended, because they end with it.
-        """
-        ended = {} if self._runner_has_ended() else self.ended()
-        return [
-            rank for rank, status in ended.items() if status is None and not Path(self._error_files[rank]).is_file()
-        ]
 
     def all_running(self) -> bool:
         """Return whether all ranks of this machine have been found, and none has ended."""
         return self._knows_all_ranks() and not self.ended()
 
-    def is_lowest(self) -> bool:
-        """Return whether this rank is the lowest one of this machine that has not ended."""
-        ended = self.ended()
-        return all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
+    def report_killed(self, *, unseen: bool = False) -> None:
+        """Print the ranks that were killed, once each, if this is the lowest rank that is left.
+
+        The main thread calls it before it ends this process.
+
+        Args:
+            unseen: print the first rank that ended even if nobody saw how, unless the `deepspeed` command has ended.
+        """
+        with self._reporting:  # until the line is written
+            ended = self.ended()
+            is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
+            for number, (rank, status) in enumerate(ended.items()):
+                is_known = status is not None or (unseen and number == 0 and not self._runner_has_ended())
+                if is_known and rank not in self._reported:
+                    self._reported.add(rank)
+                    text = describe_killed(rank, status)
+                    if text and is_lowest:
+                        write_stderr(f"error: {text}")
 
     def _watch(self) -> None:
         exits = select.poll()
@@ -84,45 +90,34 @@ class NodeWatch:
             for process in self._find_ranks():
                 with contextlib.suppress(OSError):  # it has ended, or Linux is older than 5.3: then polling has to do
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
-            for descriptor, _ in exits.poll(1000 * POLL_SECONDS):
-                exits.unregister(descriptor)
-                os.close(descriptor)
-            self.name_killed()
+            exits.poll(1000 * POLL_SECONDS)
+            self.report_killed()
             if self._runner_has_ended():
                 self._runner_gone()
+            if self.ended():
+                time.sleep(POLL_SECONDS / 10)  # because the descriptor of a process that has ended stays readable
 
     def _runner_has_ended(self) -> bool:
         return self._runner is not None and not is_alive(self._runner)
 
     def _find_ranks(self) -> list[psutil.Process]:
         """Return ranks of this machine that are new; none, once all have been found."""
-        parent, own = self._environment.parent, self._environment.rank
+        parent, new = self._environment.parent, list[psutil.Process]()
         if parent is None or self._knows_all_ranks():
-            return []
-        new = []
+            return new
         with contextlib.suppress(psutil.Error):  # the launcher is gone
             for process in parent.children():
                 with contextlib.suppress(psutil.Error, StopIteration):  # it has ended, or is no rank
                     variables = process.environ()
                     rank = next(int(variables[name]) for name in RANK if variables.get(name, "").isdecimal())
-                    if rank != own and rank not in self._ranks:
+                    if rank != self._environment.rank and rank not in self._ranks:
                         new.append(process)
-                        self._error_files[rank] = variables.get(_ERROR_FILE, "")
+                        self._error_files[rank] = Path(variables.get("TORCHELASTIC_ERROR_FILE", ""))
                         self._ranks[rank] = process
         return new
 
     def _knows_all_ranks(self) -> bool:
         return len(self._ranks) + 1 >= (self._environment.local_world or 1)
-
-    def name_killed(self) -> None:
-        """Print the ranks that were killed, once each. The main thread calls it before it ends this process."""
-        with self._naming:  # until the line is written
-            for rank, status in self.ended().items():
-                if rank not in self._named and status is not None and status < 0:
-                    self._named.add(rank)
-                    # A launcher's own signals, before the rank could handle them.
-                    if -status not in (signal.SIGINT, signal.SIGTERM) and self.is_lowest():
-                        write_stderr(f"error: {describe_killed(rank, -status)}")
 
 
 def _exit_status(process: psutil.Process) -> int | None:
@@ -135,7 +130,14 @@ def _exit_status(process: psutil.Process) -> int | None:
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and process.is_running() else None
 
 
-def describe_killed(rank: int, number: int) -> str:
-    """Return the end of a rank of this machine: `rank 1 (node2) was killed by SIGKILL; out of memory?`."""
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+def describe_killed(rank: int, status: int | None) -> str:
+    """Return the end of a rank of this machine: `rank 1 (node2) was killed by SIGKILL; out of memory?`.
+
+    It is "" for a rank that ended by itself, or by a launcher's signal before the rank could handle it.
+    """
+    if status is None:
+        return f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"
+    if status >= 0 or -status in (signal.SIGINT, signal.SIGTERM):
+        return ""
+    name = signal.Signals(-status).name
     return f"{rank_name(rank)} was killed by {name}{'; out of memory?' if name == 'SIGKILL' else ''}"

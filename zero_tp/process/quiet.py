@@ -83,7 +83,7 @@ def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[
         return
     text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text) if stderr else contextlib.nullcontext():
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text if stderr else sys.stderr):
             yield
     except UserError:
         raise

@@ -1,32 +1,37 @@
-"""A rank's watch ends the rank when its phase makes no progress, or when another rank or the job's store is silent.
+"""A rank's watchdog ends the rank when its phase makes no progress, or when another rank or the store is silent.
 
-Each rank counts its marks; all ranks set the same ones in the same order. A thread writes the newest to the job's
-store. The first rank whose limit passes reads those of all ranks from there. A rank can be gone while nobody waits for
-it, for example during a checkpoint; then its silence ends the job. No collective is involved.
+Each rank counts its marks; all ranks set the same ones in the same order. Once a round, a thread writes the newest to
+the job's store. The first rank whose limit passes reads those of all ranks from there. A rank can be gone while nobody
+waits for it, for example during a checkpoint; then its silence ends the job. No collective is involved.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zero_tp.strict_json import parse_json
 from zero_tp.topology import name_ranks
 
-CHECK_SECONDS = 0.25  # between two looks at the limits
-WRITE_SECONDS = 5.0  # between two messages of a rank, at most
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+ROUND_SECONDS = 5.0  # at most
 ANSWER_SECONDS = 10.0  # of the store
 REQUESTS_PER_SECOND = 500  # to the store, by all ranks
+REPORT_ROUNDS = 3  # in which all ranks reach their limits and write where they are
 
 _LIBRARY = Path(__file__).resolve().parents[1]
 _WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
@@ -43,7 +48,6 @@ class RankStatus:
         message: number of this message.
         frame: the function that its main thread is in, once half of a limit has passed.
         waiting: whether that function waits for other ranks; None before.
-        collectives: likewise, what each process group has enqueued and completed (`collective_progress`).
     """
 
     count: int = 0
@@ -55,12 +59,10 @@ class RankStatus:
     message: int = 0
     frame: str = ""
     waiting: bool | None = None
-    collectives: str = ""
 
     def describe(self) -> str:
         where = f"{self.phase}{f' {self.step}' if self.step else ''}{f', {self.doing}' if self.doing else ''}"
-        counts = f"; collectives enqueued/completed: {self.collectives}" if self.collectives else ""
-        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}{counts}"
+        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
 
 
 class Watchdog:
@@ -76,12 +78,12 @@ class Watchdog:
         self._limits = dict[str, float]()
         self._heartbeat: float | None = None
         self._rank, self._world = 0, 1
-        self._write_seconds = WRITE_SECONDS
+        self._round_seconds = ROUND_SECONDS
         self._store: Any = None
-        self._groups: Sequence[str] = ()
+        self._requests = ThreadPoolExecutor(1, "store")  # a store whose machine is gone never answers
         self._messages = 0
         self._left = threading.Event()
-        self._writer = threading.Thread(target=self._write, name="watch writer", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._main = threading.main_thread().ident or 0
 
     def begin(self, limits: Mapping[str, float | None], rank: int, world: int, heartbeat: float | None = None) -> None:
@@ -93,27 +95,21 @@ class Watchdog:
         """
         self._limits = {phase: limit for phase, limit in limits.items() if limit is not None}
         self._rank, self._world, self._heartbeat = rank, world, heartbeat
-        fastest = min(WRITE_SECONDS, (heartbeat or 60) / 6, *(limit / 4 for limit in self._limits.values()))
-        self._write_seconds = max(fastest, world / REQUESTS_PER_SECOND)
+        fastest = min(ROUND_SECONDS, (heartbeat or 60) / 6, *(limit / 4 for limit in self._limits.values()))
+        self._round_seconds = max(fastest, world / REQUESTS_PER_SECOND)
         self.enter("start")
-        threading.Thread(target=self._check, name="watch", daemon=True).start()
+        self._thread.start()
 
-    def connect(self, groups: Sequence[str] = (), store: Any = None) -> None:
-        """Begin to write to the store, once the process groups are there.
-
-        Args:
-            groups: names of this rank's process groups, in the order of their creation.
-            store: by default another connection to the job's: the main thread may wait in its own for minutes.
-        """
-        self._groups, self._store = groups, store or _new_connection()
-        self._writer.start()
+    def connect(self, store: dist.Store) -> None:
+        """Begin to write to the job's store, by a connection that nothing else uses any more."""
+        self._store = store
+        self._exchange(())  # other ranks miss only a rank that they have seen
 
     def leave(self) -> None:
         """Stop watching, because the work is done; a last message tells the other ranks."""
         self.enter("end")
         self._left.set()
-        if self._writer.is_alive():
-            self._writer.join(2.0)
+        self._thread.join(2.0)
 
     def enter(self, phase: str, step: int = 0) -> None:
         """Set the phase of this rank: start, step, save or evaluation."""
@@ -127,28 +123,37 @@ class Watchdog:
     def _set(self, status: RankStatus) -> None:
         self._status, self._marked = status, time.monotonic()
 
-    # --- the thread that looks at the limits --------------------------------------------------------------------------
+    # --- the thread -------------------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Look at the limits until one passes. Time counts in small pieces: a process that is stopped is not late."""
-        status, message, idle, silent = self._status, self._messages, 0.0, 0.0
-        before = time.monotonic()
-        while not self._left.wait(CHECK_SECONDS):
-            now = time.monotonic()
-            passed, before = min(now - before, 1.0), now
-            idle = idle + passed if self._status.count == status.count else 0.0
-            silent = silent + passed if self._messages == message else 0.0
-            status, message = self._status, self._messages
-            limit = self._limits.get(status.phase)
+    def _watch(self) -> None:
+        """Once a round, exchange statuses and look at the limits. Rank 0 looks at all other ranks, and they at it."""
+        others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
+        before, silent = dict[int, RankStatus](), dict.fromkeys(others, 0.0)
+        own, idle, unanswered, clock = self._status, 0.0, 0.0, time.monotonic()
+        while not self._left.wait(self._round_seconds):
+            # A process that is stopped is not late: a round counts as no longer than it can take.
+            passed = min(time.monotonic() - clock, self._round_seconds + ANSWER_SECONDS)
+            clock = time.monotonic()
+            last, own = own, self._status
+            idle = idle + passed if own is last else 0.0
+            statuses = self._exchange(others)
+            unanswered = unanswered + passed if statuses is None else 0.0
+            for rank, status in (statuses or {}).items():
+                same = rank in before and before[rank].message == status.message and status.phase != "end"
+                silent[rank] = silent[rank] + self._round_seconds if same else 0.0
+            before = before if statuses is None else statuses
+            limit = self._limits.get(own.phase)
+            heartbeat = self._heartbeat if self._heartbeat is not None and self._steps > 1 else float("inf")
             if limit is not None and idle > limit:
-                self._end(self._describe_hang(limit))
-                return
-            if self._heartbeat is not None and self._steps > 1 and silent > self._heartbeat:
-                self._end(
-                    f"error: {status.host} has had no answer from the ranks' store for {self._heartbeat_limit()}: its "
+                return self._end(self._describe_hang(limit))
+            if max(silent.values(), default=0.0) >= heartbeat:
+                return self._end(self._describe_silence(before, silent))
+            if unanswered > heartbeat:
+                return self._end(
+                    f"error: {own.host} has had no answer from the ranks' store for {self._heartbeat_limit()}: its "
                     "machine (the first rank's, or torchrun's rendezvous), the network to it or its process has stopped"
                 )
-                return
+        self._exchange(())
 
     def _end(self, text: str) -> None:
         if self.end is not None and not self._left.is_set():
@@ -157,60 +162,27 @@ class Watchdog:
     def _describe_hang(self, limit: float) -> str:
         """Return the statuses of all ranks, and who waits for whom; "" if another rank was first to ask for them."""
         recorded = _dump_flight_recorder(self._rank)
-        statuses, first, silent = dict[int, RankStatus](), [True], set[int]()
-        pause = 3 * self._write_seconds  # other ranks reach their limits, and write what they do
-
-        def read() -> None:
-            try:
-                first[0] = self._store.add("limits", 1) == 1
-                before = self._read(range(self._world))
-                time.sleep(pause)
-                statuses.update(self._read(range(self._world)))
-            except RuntimeError:  # the store is gone, and this rank reports what it knows
-                return
-            silent.update(rank for rank, old in before.items() if old.message == statuses[rank].message)
-
-        if self._store is not None:
-            reading = threading.Thread(target=read, name="watch reader", daemon=True)
-            reading.start()
-            reading.join(pause + ANSWER_SECONDS)
-        if not first[0]:
-            time.sleep(ANSWER_SECONDS)  # for that rank to print it
+        order = None if self._store is None else self._ask(partial(self._store.add, "limits", 1))
+        is_first = order in (None, 1)
+        ranks: Sequence[int] = range(self._world) if is_first else ()
+        before, statuses = dict[int, RankStatus](), dict[int, RankStatus]()
+        if order is not None:  # else this rank reports what it knows
+            before = self._exchange(ranks) or {}
+            # Other ranks reach their limits and write where they are; the first one prints it.
+            for _ in range(REPORT_ROUNDS + (0 if is_first else math.ceil(ANSWER_SECONDS / self._round_seconds))):
+                time.sleep(self._round_seconds)
+                statuses = self._exchange(ranks) or {}
+        if not is_first:
             return ""
-        silent |= set(range(self._world)) - statuses.keys()
+        repeated = {rank for rank in before if rank in statuses and before[rank].message == statuses[rank].message}
+        silent = (set(range(self._world)) - statuses.keys() | repeated) - {self._rank}
         own = self._newest()
-        latest = {**statuses, self._rank: own}
-        hang = describe_hang(latest, silent - {self._rank}, self._world, own, limit)
+        hang = describe_hang({**statuses, self._rank: own}, silent, self._world, own, limit)
         return "\n".join([*recorded, hang])
-
-    # --- the thread that writes to the store --------------------------------------------------------------------------
-
-    def _write(self) -> None:
-        """Write this rank's status, and look for silent ranks: the first rank at all others, they at it."""
-        others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
-        before, silent = dict[int, RankStatus](), dict.fromkeys(others, 0.0)
-        while True:
-            leaving = self._left.is_set()
-            try:
-                self._store.set(str(self._rank), json.dumps(asdict(self._newest())))
-                statuses = {} if leaving else self._read(others)
-            except RuntimeError:  # the store is gone, which the other thread notices
-                return
-            self._messages += 1
-            for rank, status in statuses.items():
-                same = rank in before and before[rank].message == status.message and status.phase != "end"
-                silent[rank] = silent[rank] + self._write_seconds if same else 0.0
-            before = statuses
-            if self._heartbeat is not None and self._steps > 1 and max(silent.values(), default=0) >= self._heartbeat:
-                self._end(self._describe_silence(statuses, silent))
-                return
-            if leaving:
-                return
-            self._left.wait(self._write_seconds)
 
     def _describe_silence(self, statuses: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
         # The ranks of one machine were not all read just before they fell silent.
-        lost = [rank for rank in sorted(silent) if silent[rank] >= (self._heartbeat or 0) - 2 * self._write_seconds]
+        lost = [rank for rank in sorted(silent) if silent[rank] >= (self._heartbeat or 0) - 2 * self._round_seconds]
         lines = [f"rank {rank} {statuses[rank].describe()}" for rank in lost]
         hosts = ", ".join(sorted({statuses[rank].host for rank in lost}))
         error = f"error: no word from {name_ranks(lost)} ({hosts}) for {self._heartbeat_limit()}"
@@ -226,15 +198,32 @@ class Watchdog:
         if limit is None or seconds <= limit / 2:
             return status
         frame, waiting = _describe_frame(self._main)
-        counts = "" if self._store is None else collective_progress(self._groups)
-        return replace(status, frame=frame, waiting=waiting, collectives=counts)
+        return replace(status, frame=frame, waiting=waiting)
+
+    # --- the job's store --------------------------------------------------------------------------------------------
+
+    def _exchange(self, ranks: Sequence[int]) -> dict[int, RankStatus] | None:
+        """Write this rank's status and return those of `ranks`; None if the store does not answer."""
+        return {} if self._store is None else self._ask(partial(self._write_and_read, ranks))
+
+    def _write_and_read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        self._store.set(str(self._rank), json.dumps(asdict(self._newest())))
+        self._messages += 1
+        return self._read(ranks)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
         """Return the newest statuses of those ranks that have written one. Two requests, once all have."""
         if not self._store.check([str(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
-        return {rank: RankStatus(**parse_json(value.decode())) for rank, value in zip(ranks, values, strict=True)}
+        return {rank: RankStatus(**json.loads(value)) for rank, value in zip(ranks, values, strict=True)}
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        """Return the store's answer to `request`; None if the store is gone or does not answer in time."""
+        try:
+            return self._requests.submit(request).result(ANSWER_SECONDS)
+        except (RuntimeError, TimeoutError):
+            return None
 
 
 def describe_hang(
@@ -267,43 +256,22 @@ def _describe_frame(thread: int) -> tuple[str, bool]:
     """Return (a thread's function, with the function of this library that called it; whether it waits for ranks)."""
     collects = gc.isenabled()
     gc.disable()  # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
-    frame: Any = sys._current_frames().get(thread)
+    frame = sys._current_frames().get(thread)
     if collects:
         gc.enable()
     if frame is None:
         return "its end", False
     name, file = frame.f_code.co_name, frame.f_code.co_filename
     waiting = name == "wait" or any(part in file for part in _WAITING)
-    while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_LIBRARY):
-        frame = frame.f_back
-    if frame is None:
-        return f"{name} ({Path(file).name})", waiting
-    place = f"{Path(frame.f_code.co_filename).relative_to(_LIBRARY.parent)}:{frame.f_lineno}"
-    caller = frame.f_code.co_name
-    return f"{name} ({place})" if name == caller else f"{name}, called by {caller} ({place})", waiting
-
-
-def collective_progress(groups: Sequence[str]) -> str:
-    """Return how many collectives each process group has enqueued and completed: `TP 42/41, DP 7/7`.
-
-    torch's flight recorder counts them, unless `TORCH_FR_BUFFER_SIZE` is 0. It waits for no device.
-
-    Args:
-        groups: names in the order of their creation, by which the recorder numbers them.
-    """
-    from torch._C import _distributed_c10d
-
-    status: dict[str, Any] = {}
-    # A build with NCCL records NCCL's collectives apart from those of the other backends.
-    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if hasattr(_distributed_c10d, dump):
-            status |= json.loads(getattr(_distributed_c10d, dump)(False)).get("pg_status", {})
-    names = dict(enumerate(groups))
-    return ", ".join(
-        f"{names.get(int(number), f'group {number}')} "
-        f"{counts['last_enqueued_collective']}/{counts['last_completed_collective']}"
-        for number, counts in sorted(status.items(), key=lambda group: int(group[0]))
-    )
+    for caller, line in traceback.walk_stack(frame):
+        path = Path(caller.f_code.co_filename)
+        if path.is_relative_to(_LIBRARY):
+            place = f"({path.relative_to(_LIBRARY.parent)}:{line})"
+            return (
+                f"{name} {place}" if caller is frame else f"{name}, called by {caller.f_code.co_name} {place}",
+                waiting,
+            )
+    return f"{name} ({Path(file).name})", waiting
 
 
 def _dump_flight_recorder(rank: int) -> list[str]:
@@ -319,15 +287,3 @@ def _dump_flight_recorder(rank: int) -> list[str]:
     except OSError as error:
         return [f"the flight recorder could not be written to {path} ({error.strerror})"]
     return [f"the flight recorder of rank {rank} is in {path}"]
-
-
-def _new_connection() -> Any:
-    import torch.distributed as dist
-
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        limit = timedelta(seconds=ANSWER_SECONDS)
-        store = dist.TCPStore(store.host, store.port, timeout=limit, wait_for_workers=False)
-    return dist.PrefixStore("zero_tp/watch", store)

@@ -67,9 +67,9 @@ def start_training(
     if watch is not None:
         _start_watchdog(watch, inputs.config.zero_tp.training.timeouts, environment)
     with run_directory(inputs.directory) if is_first else nullcontext() as owner:
-        topology, device = connect_deepspeed(inputs.config, environment, verbose)
-        if watch is not None:
-            watch.connect(topology.group_names)
+        topology, device = connect_deepspeed(inputs.config, environment)
+        if watch is not None and environment.world > 1:
+            watch.connect(environment.store.join())
         _check_shared(inputs.directory, owner)
         require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in inputs.read().items()})
         check_owner = owner.check if owner is not None else lambda: None

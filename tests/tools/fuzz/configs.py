@@ -3,7 +3,7 @@
     python -m tests.tools.fuzz configs --count 1000
 
 A tiny config with a corpus is the base. Values of every kind go to places of its tree; keys go, come and are mistyped.
-What `--check` accepts without naming an absent file trains a step in one process, where it asks for one rank and for no
+What `check` accepts without naming an absent file trains a step in one process, where it asks for one rank and for no
 more than a million parameters.
 """
 
@@ -183,8 +183,8 @@ def case(draw: random.Random, directory: Path) -> str:
     (directory / "run.json").write_text(text)
     world = [] if (drawn := draw.random()) < 0.3 else ["--world-size", "1" if drawn < 0.9 else str(draw.choice(ODD))]
     told = f"{changes} {' '.join(world)}"
-    checked = run("launch/pretrain.py", ["--check", "run.json", *world], directory)
-    plain(checked, f"--check of {told}", check=True)
+    checked = run("zero_tp/__main__.py", ["check", "run.json", *world], directory)
+    plain(checked, f"check of {told}", check=True)
     if draw.random() < 0.2:
         options = [*(world or ["--world-size", "1"]), "--device", draw.choice(["cpu", "h100-80gb"])]
         options += draw.choice([[], [], ["--search", "--top", "2"], ["--json"]])
@@ -197,5 +197,5 @@ def case(draw: random.Random, directory: Path) -> str:
         return "absent" if told_absent else "accepted"
     trained = run("launch/pretrain.py", ["--deepspeed_config", "run.json"], directory)
     plain(trained, f"training of {told}")
-    assert trained.status == 0, f"accepted by --check, and cannot start: {told}: {trained.err[-500:]}"
+    assert trained.status == 0, f"accepted by check, and cannot start: {told}: {trained.err[-500:]}"
     return "trained"

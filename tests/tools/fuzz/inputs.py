@@ -47,7 +47,7 @@ def furnish(workplace: Path) -> Path:
 def tried(script: str, words: Sequence[str], workplace: Path, what: str) -> str | None:
     """What the command prints, or None where it refuses."""
     ended = run(script, words, workplace)
-    assert (problem := broken_promise(ended, check="--check" in words)) is None, f"{what}: {problem}"
+    assert (problem := broken_promise(ended, check="check" in words)) is None, f"{what}: {problem}"
     return None if ended.status == BAD_INPUT else ended.out
 
 
@@ -117,15 +117,13 @@ def overrides(chance: random.Random, workplace: Path) -> str:
         return "not a word"
     word = f"{name}={text}"
     what = f"--set {word[:100]}"
-    found = tried("launch/pretrain.py", ["--check", "run.json", "--world-size", "1", "--set", word], workplace, what)
+    found = tried("zero_tp/__main__.py", ["check", "run.json", "--world-size", "1", "--set", word], workplace, what)
     if drawn < 0.2 or drawn > 0.9:
         return "refused odd" if found is None else "accepted odd"
     config = copy.deepcopy(configs.BASE)
     configs.at(config, tuple(keys[:-1]))[keys[-1]] = value
     (workplace / "run.json").write_text(json.dumps(config))
-    written = tried(
-        "launch/pretrain.py", ["--check", "run.json", "--world-size", "1"], workplace, f"{name} in the file"
-    )
+    written = tried("zero_tp/__main__.py", ["check", "run.json", "--world-size", "1"], workplace, f"{name} in the file")
     assert found == written, f"{what}: {found!r}, in the file {written!r}"
     return "refused" if found is None else "accepted"
 
@@ -144,7 +142,7 @@ INPUTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("launch/plan.py", "run.json", "--world-size", "1"), "--device"),
     ((*PREPARE, "--output", "out"), "--input"),
     (("launch/prepare_data.py", "--input", "text.txt", "--output", "out"), "--tokenizer"),
-    (("launch/pretrain.py", "--world-size", "1"), "--check"),
+    (("zero_tp/__main__.py", "check", "--world-size", "1"), ""),
     (TRAIN, "--resume-from"),
     (("launch/convert.py", "inspect"), ""),
     (("launch/convert.py", "to-hf", "--output", "out"), ""),
