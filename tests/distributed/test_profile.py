@@ -22,7 +22,7 @@ def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) 
     profiler, lines, printed = StepProfiler(*steps), list[str](), []
     state = train_state(Path(run), steps=end, step=begin)
     state.engine, _ = build(path)
-    state.output.print = lines.append
+    state.print = lines.append
     profiler.on_start(state)
     for state.step in range(begin, end + 1):
         profiler.on_step_begin(state)

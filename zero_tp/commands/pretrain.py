@@ -48,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FIRST:LAST",
         help="profile these steps of rank 0 with torch's profiler, in RUN/profile: operators and memory",
     )
-    parser.add_argument(
-        "--trace-nonfinite",
-        action="store_true",
-        help="of each step whose loss or gradients are not finite, say in which layer and on which rank it began; "
-        "looks at every layer's output and gradient, which costs time",
-    )
     parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
 
@@ -103,14 +97,13 @@ def pretrain(
     with start_training(
         inputs,
         environment,
+        watch,
         verbose=options.verbose,
-        watch=watch,
         init_from=options.parent,
         model=model,
         resume_from=options.resume_from,
-        trace_nonfinite=options.trace_nonfinite,
     ) as state:
-        train(state, run_callbacks(state, [*chosen, *callbacks]), requests)
+        train(state, run_callbacks(state, watch, [*chosen, *callbacks]), requests)
 
 
 def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:

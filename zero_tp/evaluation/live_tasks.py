@@ -14,7 +14,7 @@ from zero_tp.evaluation.model_directory import check_tokenizer
 from zero_tp.evaluation.task import TaskOptions
 from zero_tp.evaluation.zero_shot import make_tasks
 from zero_tp.training.callback import Callback, TrainState
-from zero_tp.training.lines import format_number
+from zero_tp.training.step_logger import format_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -27,7 +27,7 @@ class CheckpointCallback(Callback):
             corpora=inputs.corpora,
             validation=inputs.validation_corpora,
             parent=state.parent,
-            check_owner=state.owner.check if state.owner is not None else lambda: None,
+            check_owner=state.check_owner,
         )
 
     def on_step_end(self, state: TrainState) -> None:

@@ -5,12 +5,13 @@ What differs between the ZeRO stages is in zero/stages.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -32,8 +33,7 @@ from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
 from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated, check_replicas, checked_choices
-from zero_tp.training.nonfinite import NonfiniteTrace
-from zero_tp.training.spikes import SpikeBound
+from zero_tp.training.spikes import describe_spike
 from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
@@ -54,7 +54,6 @@ class TrainingEngine:
         model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
         recompute: what backward computes again; by default nothing.
         spike: bounds on loss and gradient norm; by default none.
-        trace_nonfinite: check every layer's output and gradient, for `trace`.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -83,7 +82,6 @@ class TrainingEngine:
         model: type[ParallelModel] | None = None,
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
-        trace_nonfinite: bool = False,
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology, self.device = topology, torch.device(device)
@@ -112,7 +110,6 @@ class TrainingEngine:
         self.skipped, self.spike = False, ""
         self._figures = torch.full((len(self.model.figures),), float("nan"))
         self._spikes = spike
-        self.trace = NonfiniteTrace(self.model) if trace_nonfinite else None
         self.mark: Callable[[str], None] = lambda phase: None
         self.model.register_forward_pre_hook(lambda *_: self.mark("forward"))
 
@@ -208,8 +205,6 @@ class TrainingEngine:
 
     def _accumulate(self, batches: Sequence[AnyBatch], shares: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
-        if self.trace is not None:
-            self.trace.begin()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         figures = torch.zeros(len(self.model.figures), dtype=torch.float64, device=self.device)
@@ -233,10 +228,23 @@ class TrainingEngine:
 
     def _update(self) -> None:
         """Clip the gradients and update the weights, unless the step's loss or norm is a spike."""
-        bound = SpikeBound(self._spikes, self.zero.recent) if self._spikes is not None else None
-        self.zero.step(partial(bound.exceeded_on_rank_zero, self._loss) if bound is not None else None)
+        self.spike = ""
+        self.zero.step(self._is_spike if self._spikes is not None else None)
         self._norm, self.skipped = self.zero.outcome()
-        self.spike = bound.reason if bound is not None and self.zero.vetoed is not None else ""
+
+    def _is_spike(self, norm: Tensor) -> bool:
+        """Judge the step by rank 0's loss and norm, on all ranks. Broadcast of two numbers, which are read at once.
+
+        DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
+        """
+        assert self._spikes is not None
+        numbers = torch.stack([self._loss, norm.to(self._loss)])
+        if self.topology.world > 1:
+            dist.broadcast(numbers, 0)
+        loss, gradient_norm = numbers.tolist()
+        if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
+            self.spike = describe_spike(self._spikes, self.zero.recent, loss, gradient_norm)
+        return bool(self.spike)
 
     def _repeat(self, batch: AnyBatch, shares: Mapping[str, Tensor], step: int) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""

@@ -18,21 +18,22 @@ from zero_tp.process.watch import Watchdog
 from zero_tp.training.callback import Callback, TrainState
 from zero_tp.training.checkpointing import CheckpointCallback
 from zero_tp.training.guards import check_replicas
-from zero_tp.training.lines import format_figure
 from zero_tp.training.metrics import perplexity
 from zero_tp.training.metrics_file import MetricsFile
-from zero_tp.training.step_logger import StepLogger
+from zero_tp.training.step_logger import StepLogger, format_figure
 
 COLLECTION_INTERVAL = 50
 SKIPS_IN_A_ROW = 10
 
 
-def run_callbacks(state: TrainState, others: Sequence[Callback] = ()) -> list[Callback]:
+def run_callbacks(state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
-    watchdog = [] if state.watch is None else [WatchdogCallback(state.watch)]
     log = [StepLogger(), MetricsFile(), Validation()]
     log += [ExpertShares()] if state.config.zero_tp.logging.experts else []
-    return [*watchdog, *log, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
+    return [
+        *(WatchdogCallback(watch), *log, *others),
+        *(SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()),
+    ]
 
 
 class Validation(Callback):
@@ -120,11 +121,8 @@ class GarbageCollection(Callback):
     that are left after the first step are frozen: later collections of a one-layer model take 0.2 ms instead of 0.2 s.
     """
 
-    def __init__(self) -> None:
-        self._frozen = self._was_enabled = False
-
     def on_start(self, state: TrainState) -> None:
-        self._was_enabled = gc.isenabled()
+        self._frozen, self._was_enabled = False, gc.isenabled()
         gc.disable()
 
     def on_step_end(self, state: TrainState) -> None:
@@ -135,8 +133,7 @@ class GarbageCollection(Callback):
             self._frozen = True
 
     def on_end(self, state: TrainState) -> None:
-        if self._frozen:
-            gc.unfreeze()
+        gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 
