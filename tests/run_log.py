@@ -13,7 +13,7 @@ from unittest import mock
 from zero_tp.training.callback import Metrics, TrainState
 from zero_tp.training.metrics_file import MetricsFile
 from zero_tp.training.run_callbacks import Validation
-from zero_tp.training.step_logger import Progress, StepLogger
+from zero_tp.training.step_logger import RunProgress, StepLogger
 
 
 def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()) -> Any:
@@ -41,7 +41,7 @@ class RunLog:
             self.logger.open_bar(self.state)
         return self
 
-    def log(self, record: tuple[Metrics, Progress]) -> None:
+    def log(self, record: tuple[Metrics, RunProgress]) -> None:
         self.state.step = int(record[0]["step"] or 0)
         self.logger.log(self.state, *record)
 

@@ -23,7 +23,7 @@ from zero_tp.models.flops import utilisation
 from zero_tp.training.callback import Metrics
 from zero_tp.training.metrics import memory_gib, perplexity
 from zero_tp.training.metrics_file import METRICS_FILE, cut_metrics
-from zero_tp.training.step_logger import Progress, StepTimer, format_step
+from zero_tp.training.step_logger import RunProgress, StepTimer, format_step
 
 
 class Clock:
@@ -127,9 +127,9 @@ def test_memory_is_this_process_peak() -> None:
 
 def record(
     step: int = 7, figures: Mapping[str, float] = MappingProxyType({}), **changes: Any
-) -> tuple[Metrics, Progress]:
+) -> tuple[Metrics, RunProgress]:
     """A step's line of metrics.jsonl, and what the console shows besides."""
-    progress = Progress(tokens=14336, devices=4, elapsed=3725.0, left=changes.pop("left", 90.0))
+    progress = RunProgress(tokens=14336, devices=4, elapsed=3725.0, left=changes.pop("left", 90.0))
     speeds = {"tokens_per_second": changes.pop("tokens", 4096.0), "model_tflops": changes.pop("tflops", 0.0123)}
     measured = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "mfu": None, "hfu": None, "memory_gib": 1.5}
     return {"step": step, **measured, **speeds, **changes, **figures}, progress
@@ -150,7 +150,7 @@ def record(
         record(step=100000),
     ],
 )
-def test_lines_stay_below_their_header(line: tuple[Metrics, Progress]) -> None:
+def test_lines_stay_below_their_header(line: tuple[Metrics, RunProgress]) -> None:
     header, text = format_step(*line, 100000)
     assert len(text) == len(header)
     edges = [

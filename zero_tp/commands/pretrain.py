@@ -108,7 +108,7 @@ def pretrain(
 
 def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
     """Return the trackers and what the options ask for. Most ranks start without some of these imports."""
-    from zero_tp.monitors.tracker_callback import Trackers
+    from zero_tp.monitors.trackers import Trackers
 
     chosen: list[Callback] = [Trackers()]
     if environment.rank == 0:

@@ -57,7 +57,7 @@ class StepTimer:
         return steps * statistics.median(self._recent)
 
 
-class Progress(NamedTuple):
+class RunProgress(NamedTuple):
     """What the console shows besides a line of metrics.jsonl: tokens of all steps, devices, and times in seconds."""
 
     tokens: int
@@ -134,9 +134,9 @@ class StepLogger(Callback):
             "skipped_steps": engine.skipped_steps,
         }
         left = self._timer.left(state.total_steps - state.step)
-        self.log(state, values | engine.figures, Progress(samples * length, world, self._timer.elapsed, left))
+        self.log(state, values | engine.figures, RunProgress(samples * length, world, self._timer.elapsed, left))
 
-    def log(self, state: TrainState, values: Metrics, progress: Progress) -> None:
+    def log(self, state: TrainState, values: Metrics, progress: RunProgress) -> None:
         """Print the step's line, the first below its header, and add it to metrics.jsonl."""
         header, line = format_step(values, progress, state.total_steps)
         if header != self._header:
@@ -168,7 +168,7 @@ def format_figure(name: str, value: float) -> str:
     return f"{value:.2f}" if name == "perplexity" else f"{value:.4f}"
 
 
-def format_step(values: Mapping[str, Any], progress: Progress, total_steps: int) -> tuple[str, str]:
+def format_step(values: Mapping[str, Any], progress: RunProgress, total_steps: int) -> tuple[str, str]:
     """Format a step's line of metrics.jsonl for the console; return the names of its columns, and the line below them.
 
     "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is known, HFU where
@@ -191,7 +191,7 @@ def format_step(values: Mapping[str, Any], progress: Progress, total_steps: int)
     ]
     if values["mfu"] is not None:
         cells.append(("MFU", 6, f"{values['mfu']:.1%}"))
-        if values["hfu"] != values["mfu"]:
+        if values["hfu"] not in (None, values["mfu"]):
             cells.append(("HFU", 6, f"{values['hfu']:.1%}"))
     cells += [
         ("peak GiB", 8, f"{values['memory_gib']:.2f}"),
