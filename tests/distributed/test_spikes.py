@@ -119,7 +119,7 @@ def test_the_bound_follows_what_came_before() -> None:
     import statistics
 
     from zero_tp.config.schema import Spike
-    from zero_tp.training.spikes import describe_spike
+    from zero_tp.training.guards import describe_spike
 
     recent: list[list[float]] = []
     values = [3.0, 3.1, 9.9, 2.9, 3.0, 9.0, 3.0, 2.8, 3.1, 3.0, 3.3]

@@ -149,7 +149,7 @@ def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
         **{"run_name": block.get("project", "deepspeed"), "group": block.get("group"), "entity": block.get("team")},
         **{"name": run.name, "dir": str(run.directory), "config": run.config.resolved()},
-        **_resume(id=run_id),
+        **{"id": run_id, "resume": run_id and "allow"},
     }
 
 
@@ -167,10 +167,6 @@ def _comet(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
 def _name_experiment(tracker: Any, run: RunInfo, block: Options) -> None:
     tracker.tracker.set_name(block.get("experiment_name") or run.name)
     tracker.store_init_configuration(run.parameters())
-
-
-def _resume(**run_id: str | None) -> dict[str, Any]:
-    return {**run_id, "resume": "allow"} if all(run_id.values()) else {}
 
 
 def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
@@ -214,15 +210,17 @@ SERVICES = {
     "swanlab": Service(
         "swanlab",
         lambda run, options, run_id: {
-            **{"run_name": PROJECT, "experiment_name": run.name},
-            **_resume(id=run_id),
+            **{"run_name": PROJECT, "experiment_name": run.name, "id": run_id, "resume": run_id and "allow"},
             **options,
         },
         lambda run: run.id,
     ),
     "trackio": Service(
         "trackio",
-        lambda run, options, run_id: {"run_name": PROJECT, "name": run.name, **_resume(name=run_id), **options},
+        lambda run, options, run_id: {
+            **{"run_name": PROJECT, "name": run_id or run.name, "resume": run_id and "allow"},
+            **options,
+        },
         lambda run: run.name,
     ),
 }

@@ -32,8 +32,7 @@ from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit, whole_shape
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.topology import Topology
-from zero_tp.training.guards import check_duplicates, check_hooks, check_repeated, check_replicas, checked_choices
-from zero_tp.training.spikes import describe_spike
+from zero_tp.training import guards
 from zero_tp.zero.ops import without_shared_memory_collectives
 from zero_tp.zero.stages import zero_engine
 from zero_tp.zero.states import local_shape
@@ -103,7 +102,7 @@ class TrainingEngine:
             compile_elementwise(self.model, self.device)
         decay = deepspeed_config.get("optimizer", {}).get("params", {}).get("weight_decay", 0.0)
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
-        check_replicas(self.model, topology)
+        guards.check_replicas(self.model, topology)
         self.engine = self.zero.engine
         self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
@@ -198,9 +197,9 @@ class TrainingEngine:
         if guarded is not None and guard_gradients:
             self._repeat(batches[0], shares, guarded)
         self._accumulate(batches, shares, guarded)
-        check_hooks(self.model.gradient_hooks)
+        guards.check_hooks(self.model.gradient_hooks)
         if guarded is not None:
-            check_duplicates(self.zero, guarded)
+            guards.check_duplicates(self.zero, guarded)
         self._update()
 
     def _accumulate(self, batches: Sequence[AnyBatch], shares: Mapping[str, Tensor], guarded: int | None) -> None:
@@ -211,7 +210,7 @@ class TrainingEngine:
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
-            with checked_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
+            with guards.checked_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
                 output = self._forward(self.engine, batch, **shares)
             loss: Tensor = output.loss
             self.mark("backward")
@@ -243,7 +242,7 @@ class TrainingEngine:
             dist.broadcast(numbers, 0)
         loss, gradient_norm = numbers.tolist()
         if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm >= 0:
-            self.spike = describe_spike(self._spikes, self.zero.recent, loss, gradient_norm)
+            self.spike = guards.describe_spike(self._spikes, self.zero.recent, loss, gradient_norm)
         return bool(self.spike)
 
     def _repeat(self, batch: AnyBatch, shares: Mapping[str, Tensor], step: int) -> None:
@@ -256,7 +255,7 @@ class TrainingEngine:
             loss: Tensor = self._forward(self.model, batch, **shares).loss
             return loss * scale
 
-        check_repeated(run, self.model, self.model.streams, step)
+        guards.check_repeated(run, self.model, self.model.streams, step)
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
         return model(batch.input_ids, **batch.arguments(), **options)

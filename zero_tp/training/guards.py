@@ -1,11 +1,12 @@
 """Guards of a run: gradients are summed, replicas, choices and duplicates are equal, gradients are reproducible.
 
-A silent failure of one of these lets weights drift apart, and the run trains another model.
+A silent failure of one of these lets weights drift apart, and the run trains another model. Spikes are found here too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from zero_tp.config.schema import Spike
 from zero_tp.errors import UserError
 from zero_tp.models.moe import Router
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
@@ -88,9 +90,6 @@ def _read(pairs: Sequence[Tensor]) -> list[list[float]]:
     return values
 
 
-# --- choices of experts -----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator[None]:
     """Check that TP ranks choose the same experts for every token of the forward in this block.
@@ -122,9 +121,6 @@ def checked_choices(model: nn.Module, topology: Topology, step: int) -> Iterator
                 f"in step {step} {name} chose other experts on one tensor parallel rank than on another: their parts "
                 "of a token's experts do not fit together; go on from a checkpoint before that, and report this"
             )
-
-
-# --- duplicates and repeated gradients --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -223,3 +219,28 @@ def _minority(digests: dict[int, int]) -> list[int]:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
     return [rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual]
+
+
+def describe_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
+    """Return why a step of this finite loss and norm is a spike; "" if it is none, or the window is not half full.
+
+    As with OLMo-core's skip-step optimizer, a spike is a loss or norm more than so many standard deviations above
+    the mean of the steps in the window. Spikes enter the window too: a new level soon stops being one.
+
+    Args:
+        recent: [loss, norm] of the last steps, to which this one is added; checkpoints save it.
+    """
+    reasons = []
+    if len(recent) >= max(2, settings.window // 2):
+        losses, norms = zip(*recent, strict=True)
+        bounded = (("loss", loss, settings.loss, losses), ("gradient norm", norm, settings.grad_norm, norms))
+        for name, value, limit, before in bounded:
+            mean, deviation = statistics.fmean(before), statistics.stdev(before)
+            if limit is not None and value - mean > limit * deviation:
+                reasons.append(
+                    f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} standard deviations "
+                    f"over the mean of the {len(before)} steps before"
+                )
+    recent.append([loss, norm])
+    del recent[: -settings.window]
+    return reasons[0] if reasons else ""

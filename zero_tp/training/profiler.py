@@ -19,18 +19,13 @@ MEMORY_EVENTS = 1_000_000
 def step_range(text: str, steps: int) -> tuple[int, int]:
     """Return the first and the last step of FIRST:LAST; both are profiled.
 
-    Args:
-        steps: of the run.
-
     Raises:
-        UserError: not two positive numbers in order, or the run has fewer steps.
+        UserError: not two numbers in order from 1 to the run's `steps`.
     """
     match = re.fullmatch(r"(\d{1,20}):(\d{1,20})", text)
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise UserError(f"--profile-steps: {text!r} is not FIRST:LAST, two step numbers in order; write it as 3:5")
-    if last > steps:
-        raise UserError(f"--profile-steps {first}:{last}: zero_tp.training.steps is {steps}; choose earlier steps")
+    if not 1 <= first <= last <= steps:
+        raise UserError(f"--profile-steps {text}: write FIRST:LAST, from 1 to zero_tp.training.steps, {steps}")
     return first, last
 
 
