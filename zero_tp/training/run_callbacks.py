@@ -28,12 +28,10 @@ SKIPS_IN_A_ROW = 10
 
 def run_callbacks(state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()) -> list[Callback]:
     """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
-    log = [StepLogger(), MetricsFile(), Validation()]
-    log += [ExpertShares()] if state.config.zero_tp.logging.experts else []
-    return [
-        *(WatchdogCallback(watch), *log, *others),
-        *(SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()),
-    ]
+    first: list[Callback] = [WatchdogCallback(watch), StepLogger(), MetricsFile(), Validation()]
+    if state.config.zero_tp.logging.experts:
+        first.append(ExpertShares())
+    return [*first, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
 
 
 class Validation(Callback):
