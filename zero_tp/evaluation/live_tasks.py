@@ -53,9 +53,7 @@ class LiveTasks(Callback):
     def on_evaluate(self, state: TrainState) -> None:
         results = self.evaluate(state.engine, state.config.micro_batch)
         for task, figures in results.items():
-            values = ", ".join(
-                f"{name} {format_number(value, 0)}" for name, value in figures.items() if value is not None
-            )
+            values = ", ".join(f"{name} {format_number(value)}" for name, value in figures.items() if value is not None)
             state.print(f"{task} at step {state.step}: {values}")
         flat = {f"{task}/{name}": value for task, figures in results.items() for name, value in figures.items()}
         state.log({"step": state.step, **flat})

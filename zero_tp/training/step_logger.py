@@ -151,10 +151,10 @@ class StepLogger(Callback):
             write_stderr(f"{target}: {count} {'writes were' if count > 1 else 'write was'} lost")
 
 
-def format_number(value: float, width: int = 9) -> str:
-    """Format a loss or norm with four decimals, very small or large ones in scientific form; right-aligned."""
+def format_number(value: float) -> str:
+    """Format a loss or norm with four decimals, very small or large ones in scientific form."""
     is_plain = value == 0 or 1e-2 <= abs(value) < 1e3 or not math.isfinite(value)
-    return (f"{value:.4f}" if is_plain else f"{value:.2e}").rjust(width)
+    return f"{value:.4f}" if is_plain else f"{value:.2e}"
 
 
 def format_rate(value: float) -> str:
@@ -174,30 +174,27 @@ def format_step(values: Mapping[str, Any], progress: RunProgress, total_steps: i
     "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is known, HFU where
     backward also computes some of forward again.
     """
-    done, speed = f"{values['step']}/{total_steps}", values["tokens_per_second"]
-    cells = [("step", 2 * len(str(total_steps)) + 1, done), ("loss", 9, format_number(values["loss"]))]
+    step, speed = values["step"], values["tokens_per_second"]
+    cells = {"step": f"{step:>{len(str(total_steps))}}/{total_steps}", "loss": format_number(values["loss"])}
     for name, value in values.items():
         if name.endswith("_accuracy"):
-            cells.append((name.replace("_accuracy", " right"), 0, f"{value:.1%}"))
+            cells[name.replace("_accuracy", " right")] = f"{value:.1%}"
         elif name == "aux_loss":
-            cells.append(("aux loss", 9, format_number(value)))
-    cells += [
-        ("lr", 8, f"{values['learning_rate']:.2e}"),
-        ("grad norm", 9, format_number(values["grad_norm"])),
-        ("tokens", 5, format_rate(progress.tokens)),
-        ("tok/s/dev", 9, format_rate(speed / progress.devices)),
-        ("tok/s", 6, format_rate(speed)),
-        ("TFLOP/s/dev", 11, format_rate(values["model_tflops"])),
-    ]
+            cells["aux loss"] = format_number(value)
+    cells |= {
+        "lr": f"{values['learning_rate']:.2e}",
+        "grad norm": format_number(values["grad_norm"]),
+        "tokens": format_rate(progress.tokens),
+        "tok/s/dev": format_rate(speed / progress.devices),
+        "tok/s": format_rate(speed),
+        "TFLOP/s/dev": format_rate(values["model_tflops"]),
+    }
     if values["mfu"] is not None:
-        cells.append(("MFU", 6, f"{values['mfu']:.1%}"))
+        cells["MFU"] = f"{values['mfu']:.1%}"
         if values["hfu"] not in (None, values["mfu"]):
-            cells.append(("HFU", 6, f"{values['hfu']:.1%}"))
-    cells += [
-        ("peak GiB", 8, f"{values['memory_gib']:.2f}"),
-        ("elapsed", 9, tqdm.format_interval(progress.elapsed)),
-        ("left", 10, tqdm.format_interval(progress.left)),
-    ]
-    widths = [max(width, len(title)) for title, width, _ in cells]
-    header = "  ".join(title.rjust(width) for (title, _, _), width in zip(cells, widths, strict=True))
-    return header, "  ".join(text.rjust(width) for (_, _, text), width in zip(cells, widths, strict=True))
+            cells["HFU"] = f"{values['hfu']:.1%}"
+    cells["peak GiB"] = f"{values['memory_gib']:.2f}"
+    cells |= {"elapsed": tqdm.format_interval(progress.elapsed), "left": tqdm.format_interval(progress.left)}
+    widths = [max(8, len(title), len(text)) for title, text in cells.items()]
+    header = "  ".join(title.rjust(width) for title, width in zip(cells, widths, strict=True))
+    return header, "  ".join(text.rjust(width) for text, width in zip(cells.values(), widths, strict=True))
