@@ -200,7 +200,9 @@ class TrainingEngine:
         guards.check_hooks(self.model.gradient_hooks)
         if guarded is not None:
             guards.check_duplicates(self.zero, guarded)
-        self._update()
+        self.spike = ""
+        self.zero.step(self._is_spike if self._spikes is not None else None)
+        self._norm, self.skipped = self.zero.outcome()
 
     def _accumulate(self, batches: Sequence[AnyBatch], shares: Mapping[str, Tensor], guarded: int | None) -> None:
         """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
@@ -225,14 +227,8 @@ class TrainingEngine:
         if self.model.figures:
             self._figures = all_reduce(figures / len(batches), self.topology.data_group) / self.topology.data
 
-    def _update(self) -> None:
-        """Clip the gradients and update the weights, unless the step's loss or norm is a spike."""
-        self.spike = ""
-        self.zero.step(self._is_spike if self._spikes is not None else None)
-        self._norm, self.skipped = self.zero.outcome()
-
     def _is_spike(self, norm: Tensor) -> bool:
-        """Judge the step by rank 0's loss and norm, on all ranks. Broadcast of two numbers, which are read at once.
+        """Judge the step by rank 0's loss and norm, on all ranks; set `spike`. Broadcast of two numbers, read at once.
 
         DeepSpeed skips a step whose numbers are not finite; some of its norms are -1 then.
         """
@@ -302,8 +298,7 @@ class TrainingEngine:
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Group the parameters for the optimizer: weight decay skips biases and norms, which have one dimension."""
-    named = list(model.named_parameters())
-    flat = [parameter for _, parameter in named if len(whole_shape(parameter)) < 2]
-    matrices = [parameter for _, parameter in named if len(whole_shape(parameter)) >= 2]
+    flat = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) < 2]
+    matrices = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) >= 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
